@@ -1,0 +1,38 @@
+"""The only reader of `os.environ`.
+
+    DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
+    DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress
+    RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Torchrun(NamedTuple):
+    """The place of this process among those that torchrun (or `ditile.launch`) started."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def checks() -> bool:
+    """Whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
+    return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
+
+
+def torchrun() -> Torchrun | None:
+    """Rank, world and local rank from torchrun's variables; None outside torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return Torchrun(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def progress_fd() -> int | None:
+    """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
+    text = os.environ.get("DITILE_PROGRESS_FD", "")
+    return int(text) if text else None

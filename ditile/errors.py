@@ -1,0 +1,54 @@
+"""Every error that ditile raises on purpose.
+
+    DitileError
+     ├── PlanError    a plan that cannot run: degrees, patches, warmup (also a ValueError)
+     ├── ModelError   a pipeline, model or call option that is not known or not supported (also a ValueError)
+     ├── LoadError    weights or configs that are missing or corrupt
+     ├── StateError   something was called out of order, or edited behind ditile's back
+     └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
+
+A message says what is wrong, the value, and what would work. The command line prints the first four as one line
+and exits with 2; a `RankError` is printed with its traceback and exits with 1.
+"""
+
+from __future__ import annotations
+
+
+class DitileError(Exception):
+    """The root: `except DitileError` catches whatever ditile raises on purpose."""
+
+
+class PlanError(DitileError, ValueError):
+    """A plan that cannot run, alone or on this model, size or world."""
+
+
+class ModelError(DitileError, ValueError):
+    """A pipeline, model or call option that is not known, or that this rung of the ladder does not offer."""
+
+
+class LoadError(DitileError):
+    """Weights or configs that are missing, unreadable or corrupt."""
+
+
+class StateError(DitileError):
+    """Something was called out of order, or edited behind ditile's back."""
+
+
+class RankError(DitileError):
+    """One rank of a run failed, and the run was ended.
+
+    Attributes:
+        rank: the first rank that failed.
+        cause: the exception type that it raised, as `module.Name`, or how it ended ("killed by SIGKILL").
+        traceback: the rank's own traceback or stack, as text; empty if it left none.
+    """
+
+    def __init__(self, rank: int, cause: str, message: str, traceback: str = "") -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+        self.cause = cause
+        self.message = message
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str, str, str]]:
+        return type(self), (self.rank, self.cause, self.message, self.traceback)

@@ -1,0 +1,80 @@
+"""A frozen dataclass is the one description of a set of options: its CLI flags and its JSON come from here.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Plan:
+        pipefusion: int = option(1, "stages that the blocks are cut into")
+
+`-` and `_` are the same in a flag, abbreviations are refused, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, metavar: str | None = None) -> Any:
+    """A dataclass field with its default and the one line that `--help` shows."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "metavar": metavar})
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """`"7,7,8"` as `(7, 7, 8)`.
+
+    Raises:
+        ValueError: if a part is not a whole number.
+    """
+    return tuple(int(part) for part in text.split(","))
+
+
+def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Callable[[str], Any]]]:
+    """Each field of a dataclass with the function that reads it from text."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        yield field, _reader(hints[field.name])
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> None:
+    """Adds one flag per field of `cls`; a flag that is not given leaves no attribute."""
+    group = parser.add_argument_group(title)
+    for field, read in readers(cls):
+        doc = field.metadata["doc"] + ("" if field.default is None else f" (default {field.default})")
+        choices, metavar = field.metadata.get("choices"), field.metadata.get("metavar")
+        group.add_argument(
+            flag(field.name), dest=field.name, type=read, choices=choices, help=doc, default=argparse.SUPPRESS,
+            metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
+        )  # fmt: skip
+
+
+def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given flags of `cls` as keyword arguments."""
+    return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `stage_blocks` is `--stage-blocks`."""
+    return "--" + name.replace("_", "-")
+
+
+def normalise(argv: list[str]) -> list[str]:
+    """`--stage_blocks=1,2` as `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
+
+    def one(word: str) -> str:
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-") + equals + value if word.startswith("--") and word != "--" else word
+
+    return [one(word) for word in argv]
+
+
+def _reader(hint: Any) -> Callable[[str], Any]:
+    if isinstance(hint, types.UnionType):
+        return _reader(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType))
+    if typing.get_origin(hint) is tuple:
+        return integers
+    if typing.get_origin(hint) is typing.Literal:
+        return str
+    return typing.cast(Callable[[str], Any], hint)
