@@ -1,0 +1,1 @@
+"""The Attend seam: which kernel, over which keys and values."""

@@ -1,0 +1,1 @@
+"""The axis of blocks: PipeFusion, its schedule and its stages."""

@@ -1,0 +1,293 @@
+"""The Loop seam: the unmodified pipeline drives, one iteration of its loop being one micro-step (step, patch).
+
+`scheduler.set_timesteps` gives timesteps that know their steps: iterating them yields each synchronous step once and
+each asynchronous one M times. `scheduler.step` steps the current patch alone. Whatever the pipeline does in between
+(guidance, casts, concatenation) happens in its own code on full-size tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.blocks.patch_schedulers import PatchSchedulers, first, replace_first
+from ditile.blocks.pipefusion import PipeFusion
+from ditile.blocks.schedule import Kind, Schedule
+from ditile.errors import StateError
+from ditile.generation import Generation, Micro
+from ditile.mesh import Mesh
+from ditile.seats import override
+from ditile.trace import Trace
+from ditile.transport import Ballot, broadcast
+
+OVERRIDES = ("set_timesteps", "step", "scale_model_input")
+
+
+class StepTimesteps(Tensor):
+    """A scheduler's timesteps that iterate in micro-steps; an open slice `[k:]` counts in steps and does so too.
+
+    Everything else (length, other indexing, arithmetic) is that of the plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    loop: Loop
+
+    @classmethod
+    def of(cls, plain: Tensor, loop: Loop) -> StepTimesteps:
+        """Wraps plain timesteps."""
+        timesteps = plain.as_subclass(cls)
+        timesteps.loop = loop
+        return timesteps
+
+    def plain(self) -> Tensor:
+        """The timesteps as an ordinary tensor."""
+        return self.as_subclass(Tensor)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self.plain()[index]
+        is_open = isinstance(index, slice) and index.stop is None and index.step in (None, 1)
+        return StepTimesteps.of(part, self.loop) if is_open else part
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        return self.loop.drive(self.plain().unbind(0))
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the runner wants to know, or to have, at the ends of steps.
+
+    Attributes:
+        begun: called with the number of steps when the loop begins.
+        ended: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
+        wants_latents: which steps need the whole latents on every rank.
+        progress: called at each micro-step, to show that this rank is alive.
+    """
+
+    begun: Callable[[int], None]
+    ended: Callable[[int, Any, Tensor], None]
+    wants_latents: Callable[[int], bool]
+    progress: Callable[[], None]
+
+
+class Loop:
+    """Drives one scheduler in micro-steps.
+
+    Args:
+        scheduler: the pipeline's own.
+        pipefusion: this rank's stage.
+        mesh: for the votes and the final broadcast.
+        latent_dim: the dimension of the latents that patches cut.
+        patches, warmup: M and W.
+        trace: records each op.
+    """
+
+    def __init__(
+        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, *, latent_dim: int, patches: int, warmup: int,
+        trace: Trace,
+    ) -> None:  # fmt: skip
+        self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
+        self._dim, self._patches, self._warmup = latent_dim, patches, warmup
+        self._generation: Generation | None = None
+
+    def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
+        """Overrides the scheduler of a pipeline until the stack is closed."""
+        self._pipe, self._hooks = pipe, hooks
+        mine = {"set_timesteps": self._set_timesteps, "step": self._step, "scale_model_input": self._scale}
+        for name in OVERRIDES:
+            stock = getattr(self._scheduler, name, None)
+            if stock is not None:
+                function = functools.update_wrapper(functools.partial(mine[name], stock), stock)
+                override(stack, self._scheduler, name, function)
+        stack.callback(self.drop)
+
+    def current(self) -> Generation:
+        """The generation under way.
+
+        Raises:
+            StateError: if the pipeline's loop is not running.
+        """
+        if self._generation is None:
+            raise StateError(
+                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
+                "call the runner, or restore() it to use the transformer by itself"
+            )
+        return self._generation
+
+    @property
+    def step_just_ended(self) -> int | None:
+        """The step whose last micro-step was just done; None within a step."""
+        micro = self.current().micro
+        return micro.step if self._schedule.closes(micro) else None
+
+    def forget_constants(self) -> None:
+        """A callback changed what was constant."""
+        self.current().memory.forget_constants()
+
+    def drop(self) -> None:
+        """Forgets the generation. One that ended by an error leaves its messages behind."""
+        if self._generation is not None:
+            self._pipefusion.end(clean=False)
+        self._generation = None
+        timesteps = vars(self._scheduler).get("timesteps")
+        if isinstance(timesteps, StepTimesteps):
+            self._scheduler.timesteps = timesteps.plain()
+
+    def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self.drop()
+        stock(*args, **kwargs)
+        self._plain = self._scheduler.timesteps
+        self._scheduler.timesteps = StepTimesteps.of(self._plain, self)
+
+    # One iteration of the pipeline's loop
+
+    def drive(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
+        """Yields the timestep of each micro-step, and does between them what the schedule says."""
+        schedule = Schedule(self._pipefusion.stages, self._patches, len(timesteps), min(self._warmup, len(timesteps)))
+        generation = Generation(schedule.ages, schedule.keeps_keys)
+        self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
+        self._latents: Tensor | None = None
+        self._copies: PatchSchedulers | None = None
+        self._ballots: list[Ballot] = []
+        self._stop_wanted = False
+        self._synced = -1  # the last step after which every rank had the whole latents
+        self._pipefusion.begin(schedule, generation)
+        self._hooks.begun(len(timesteps))
+        step = 0
+        while step < self._schedule.steps:
+            self._begin_step(step)
+            for micro in self._schedule.micros(step):
+                yield from self._micro(micro, timesteps[step])
+            generation.memory.end_step()
+            step += 1
+        self._finish(stopped=step < len(timesteps))
+
+    def _begin_step(self, step: int) -> None:
+        """Votes on stopping; the vote of the step before says whether the next step runs."""
+        self._ballots.append(Ballot(self._mesh.control, int(self._stop_wanted)))
+        if self._mesh.control is not None:
+            self._mesh.traffic.count("control", 8)
+        if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:
+            self._schedule = replace(self._schedule, steps=step + 1)
+        self._pipefusion.clear_step(step, self._schedule)
+
+    def _micro(self, micro: Micro, timestep: Tensor) -> Iterator[Tensor]:
+        """One micro-step: yields until the pipeline has stepped the scheduler."""
+        assert self._generation is not None
+        self._generation.micro = micro
+        self._hooks.progress()
+        takes = list(self._schedule.before(self._pipefusion.stage, micro))
+        if takes:
+            assert self._latents is not None
+            self._pipefusion.take(self._latents, self._dim, takes, write=self._synced != micro.step - 1)
+        self._stepped = False
+        while not self._stepped:
+            yield timestep
+            wanted = self._note_interrupt()
+            if not self._stepped and not wanted:
+                raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
+
+    def _note_interrupt(self) -> bool:
+        """Holds back `pipe._interrupt` until all ranks agree on the step."""
+        if not getattr(self._pipe, "_interrupt", False):
+            return False
+        self._pipe._interrupt = False
+        self._stop_wanted = True
+        return True
+
+    def _finish(self, *, stopped: bool) -> None:
+        for ballot in self._ballots:
+            ballot.result()
+        if stopped:
+            self._pipe._interrupt = True
+        self._pipefusion.end(clean=True)
+        self._generation = None
+
+    # The scheduler
+
+    def _scale(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        timestep = args[0] if args else kwargs.get("timestep")
+        patches = self._schedule.patches_of(self.current().micro)
+        return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.stage == 0)
+
+    def _step(
+        self, stock: Callable[..., Any], model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args:
+            raise StateError("scheduler.step got more than three positional arguments; pass the others by name")
+        now = self.current()
+        self._adopt(sample)
+        if self._pipefusion.is_last:
+            result = self._step_patches(model_output, timestep, kwargs)
+        else:
+            result = self._shadow(model_output, timestep, kwargs)
+        assert self._latents is not None
+        if self._schedule.closes(now.micro):
+            self._end_step(now.micro.step, timestep)
+        now.end_micro()
+        self._stepped = True
+        return replace_first(result, self._latents)
+
+    def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        now = self.current()
+        result: Any = None
+        for op in self._schedule.after(self._pipefusion.stage, now.micro):
+            assert op.patch is not None and self._latents is not None
+            span = now.layouts[0].latents(op.patch)
+            if op.kind is Kind.RETURN:
+                self._pipefusion.give_back(patch)
+                continue
+            with self._trace.span("step", op.step, op.patch):
+                patch, result = self._patch_schedulers().step(
+                    op.patch, prediction, timestep, self._latents, (self._dim, span), call
+                )
+                self._write(patch, span)
+        return result
+
+    def _shadow(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        assert self._latents is not None
+        patches = self._schedule.patches_of(self.current().micro)
+        result = self._patch_schedulers().shadow(prediction, timestep, self._latents, patches, call)
+        self._latents = self._latents.to(first(result).dtype)
+        return result
+
+    def _adopt(self, sample: Tensor) -> None:
+        """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own."""
+        if sample is self._latents:
+            return
+        micro = self.current().micro
+        after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
+        if self._latents is not None and not after_callback:
+            raise StateError(
+                f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
+                "such a pipeline cannot be divided into patches"
+            )
+        self._latents = sample.clone()
+
+    def _write(self, patch: Tensor, span: slice) -> None:
+        assert self._latents is not None
+        if patch.dtype != self._latents.dtype:
+            self._latents = self._latents.to(patch.dtype)
+        self._latents.narrow(self._dim, span.start, span.stop - span.start).copy_(patch)
+
+    def _end_step(self, step: int, timestep: Any) -> None:
+        """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
+        assert self._latents is not None
+        last = step == self._schedule.steps - 1
+        wanted = self._hooks.wants_latents(step)
+        self._synced = step if wanted else self._synced
+        if (last or wanted) and self._mesh.latents is not None:
+            source = self._mesh.world - 1
+            kind = "result" if last else "callback"
+            self._latents = broadcast(self._latents, source, self._mesh.latents, self._mesh.traffic, kind)
+        self._hooks.ended(step, timestep, self._latents)
+
+    def _patch_schedulers(self) -> PatchSchedulers:
+        if self._copies is None:
+            self._copies = PatchSchedulers(self._scheduler, OVERRIDES, self._plain, self._patches)
+        return self._copies

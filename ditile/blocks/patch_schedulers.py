@@ -1,0 +1,112 @@
+"""One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays right.
+
+A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
+is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
+draws.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ditile import rng
+from ditile.errors import StateError
+
+Span = tuple[int, slice]
+
+
+class PatchSchedulers:
+    """Copies of one scheduler, made right after its `set_timesteps`.
+
+    Args:
+        scheduler: the stock scheduler.
+        hide: attributes of the instance that must not be copied (overrides).
+        timesteps: the plain timesteps.
+        patches: M.
+    """
+
+    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int) -> None:
+        kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
+        kept["timesteps"] = timesteps
+        self._copies = [_clone(scheduler, kept) for _ in range(patches)]
+        self._stochastic: bool | None = None
+        self._saved: list[Tensor] = []
+
+    def scale(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
+        """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
+        tiny = x.new_zeros(1)
+        scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
+        for patch in patches[1:]:
+            self._copies[patch].scale_model_input(tiny, timestep)
+        return scaled if read else x
+
+    def shadow(self, prediction: Tensor, timestep: Any, sample: Tensor, patches: range, call: Mapping[str, Any]) -> Any:
+        """Steps copies on a corner of the tensors, to keep their counters right where the result is not needed.
+
+        Returns the last copy's result; its dtype is that of a real step.
+        """
+        generators = rng.sources(call.get("generator"), sample.device)
+        saved = rng.states(generators)
+        corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
+        for patch in patches:
+            result = self._copies[patch].step(prediction[corner], timestep, sample[corner], **call)
+        rng.restore(generators, saved)
+        return result
+
+    def step(
+        self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, span: Span, call: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Steps one patch. Returns its new latents and the scheduler's own result.
+
+        Args:
+            patch: which.
+            prediction, sample: full tensors, fresh at the patch.
+            timestep: the step's timestep.
+            span: (dimension, slice) of the patch.
+            call: further arguments of `scheduler.step`.
+
+        Raises:
+            StateError: if the scheduler draws random numbers now and drew none in the first step.
+        """
+        generators = rng.sources(call.get("generator"), sample.device)
+        part = tuple(x.narrow(span[0], span[1].start, span[1].stop - span[1].start) for x in (prediction, sample))
+        before = rng.states(generators)
+        if self._stochastic is None:
+            copy.deepcopy(self._copies[patch]).step(part[0], timestep, part[1], **call)
+            self._stochastic = rng.moved(generators, before)
+            rng.restore(generators, before)
+        if not self._stochastic:
+            result = self._copies[patch].step(part[0], timestep, part[1], **call)
+            if rng.moved(generators, before):
+                raise StateError(
+                    f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
+                    "use warmup equal to the steps, or another scheduler"
+                )
+            return first(result), result
+        if patch == 0:
+            self._saved = before
+        rng.restore(generators, self._saved)
+        result = self._copies[patch].step(prediction, timestep, sample, **call)
+        return first(result).narrow(span[0], span[1].start, span[1].stop - span[1].start), result
+
+
+def first(result: Any) -> Tensor:
+    """The new sample of a scheduler's result, tuple or output object."""
+    found: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
+    return found
+
+
+def replace_first(result: Any, sample: Tensor) -> Any:
+    """A scheduler's result with another sample in it, and nothing else."""
+    return (sample,) if isinstance(result, tuple) else type(result)(prev_sample=sample)
+
+
+def _clone(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
+    clone = copy.copy(scheduler)
+    vars(clone).clear()
+    vars(clone).update(copy.deepcopy(dict(attributes)))
+    return clone

@@ -1,0 +1,277 @@
+"""PipeFusion: each rank owns a run of blocks, patches follow each other through them (arXiv 2405.14430, section 3.4).
+
+A stage receives at its first own block and hands over at the entry of the first block behind its run, never at the
+exit of its last: what the model's forward does between two blocks belongs to the stage before. Attention reads keys
+and values one step old where fresh ones are still to come (`attend.core`). Activations go stage to stage, stepped
+patches from the last stage to the first on a group of their own, and nothing blocks but the wait for a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditile.blocks.schedule import Kind, Op, Schedule
+from ditile.generation import Generation
+from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
+from ditile.mesh import Mesh
+from ditile.plan import Plan
+from ditile.seats import State
+from ditile.trace import Trace
+from ditile.transport import Wire
+
+AHEAD = 2  # receives that are posted before they are needed; each occupies an SM under NCCL
+
+
+class Key(NamedTuple):
+    """Names a message. It does not travel: both ends count alike."""
+
+    step: int
+    patch: int
+    branch: int = 0
+
+
+class Inbox:
+    """A wire whose receives are posted ahead, in the order in which the schedule expects them."""
+
+    def __init__(self, wire: Wire, shape: Callable[[Key], tuple[int, ...] | None]) -> None:
+        self.wire, self._shape = wire, shape
+        self._expected: deque[Key] = deque()
+
+    def expect(self, keys: Iterator[Key] | list[Key]) -> None:
+        """More messages are certain to come."""
+        self._expected.extend(keys)
+
+    def take(self, key: Key, like: Tensor) -> Tensor:
+        """The next message, which must be `key`'s; the ones behind it are posted meanwhile."""
+        self._post(like, 1)
+        self._post(like, AHEAD)
+        message = self.wire.take(key)
+        self._post(like, AHEAD)
+        return message
+
+    def clear(self) -> None:
+        """Forgets all expectations."""
+        self._expected.clear()
+
+    def _post(self, like: Tensor, number: int) -> None:
+        while self._expected and self.wire.posted < number:
+            shape = self._shape(self._expected[0])
+            if shape is None:
+                return
+            self.wire.post(self._expected.popleft(), shape, like)
+
+
+class PipeFusion:
+    """One stage. The loop drives `begin`, `clear_step`, `take` and `give_back`; the seats drive the rest.
+
+    Args:
+        mesh: the stage's place and groups.
+        owned: the blocks of this stage.
+        plan: the patches and their check.
+        joint: where the text lies in the sequence.
+        trace: records each op.
+    """
+
+    def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace) -> None:
+        self.stage, self.stages, self.owned = mesh.stage, mesh.world, owned
+        self._plan, self._joint, self._trace = plan, joint, trace
+        self._patches = plan.num_patches
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._dummies: dict[tuple[int, int], Tensor] = {}
+        self._inbox = self._outbox = self._returns = self._giver = None
+        if mesh.activations is not None and mesh.latents is not None:
+            last = self.stages - 1
+            if self.stage > 0:
+                wire = Wire(mesh.activations, self.stage - 1, "activations", mesh.traffic)
+                self._inbox = Inbox(wire, self._activation_shape)
+            if self.stage < last:
+                self._outbox = Wire(mesh.activations, self.stage + 1, "activations", mesh.traffic)
+            if self.stage == 0:
+                self._returns = Inbox(Wire(mesh.latents, last, "latents", mesh.traffic), self._latent_shape)
+            if self.stage == last:
+                self._giver = Wire(mesh.latents, 0, "latents", mesh.traffic)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage makes the prediction and steps the scheduler."""
+        return self.stage == self.stages - 1
+
+    def begin(self, schedule: Schedule, generation: Generation) -> None:
+        """A generation begins."""
+        self.schedule, self.generation = schedule, generation
+        self._cleared, self._returned = 0, -1
+        self._shapes.clear()
+        self._ops: Iterator[Op] = iter(())
+        self._start: Any = None
+        self._latents: tuple[tuple[int, ...], int] | None = None
+
+    def end(self, *, clean: bool) -> None:
+        """The generation is over: what was sent is gone, or, after an error, abandoned."""
+        for box in (self._inbox, self._returns):
+            if box is not None:
+                box.clear()
+                if not clean:
+                    box.wire.abandon()
+        for wire in (self._outbox, self._giver):
+            if wire is not None:
+                if clean:
+                    wire.flush()
+                else:
+                    wire.abandon()
+        self._dummies.clear()
+
+    # The loop
+
+    def clear_step(self, step: int, schedule: Schedule) -> None:
+        """A step begins, and `schedule` now says for certain whether one more follows it."""
+        self.schedule = schedule
+        following = range(self._cleared + 1, min(step + 2, schedule.steps)) if step > 0 else range(0)
+        for sure in following:
+            if self._inbox is not None:
+                self._inbox.expect(self._keys(sure))
+            self._cleared = sure
+        if self._returns is not None:
+            for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
+                self._returns.expect([Key(sure, patch) for patch in range(self._patches)])
+                self._returned = sure
+
+    def take(self, latents: Tensor, latent_dim: int, ops: list[Op], *, write: bool) -> None:
+        """Writes the stepped patches that `ops` take into the first stage's latents, or only drains them."""
+        self._latents = (tuple(latents.shape), latent_dim)
+        for op in ops:
+            assert self._returns is not None and op.patch is not None
+            with self._trace.span("take", op.step, op.patch):
+                patch = self._returns.take(Key(op.step, op.patch), latents)
+            span = self.generation.layouts[0].latents(op.patch)
+            if write:
+                latents.narrow(latent_dim, span.start, span.stop - span.start).copy_(patch)
+
+    def give_back(self, patch: Tensor) -> None:
+        """Sends a stepped patch to the first stage."""
+        assert self._giver is not None
+        self._giver.send(patch)
+
+    # The seats
+
+    def begin_call(self, grid: Grid) -> None:
+        """The transformer is called: the ops of this call are due."""
+        self._grid = grid
+        self._ops = self.schedule.call(self.stage, self.generation.micro, self.generation.branch)
+
+    def run(self, index: int, block: Callable[[State], State], state: State) -> State:
+        """Slices before the first block, receives at the first own one, hands over behind the last own one."""
+        if index == 0:
+            state = self._enter(state)
+        if index == self.owned.start:
+            state = self._receive(state)
+        elif index == self.owned.stop:
+            self._hand_over(state)
+        return block(state) if index in self.owned else state
+
+    def output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+        """The prediction, full-size: this patch fresh, the others as they were last. Zeros where nobody reads it."""
+        now, layout = self.generation, self.generation.layout
+        shape = (x.shape[0], layout.image, width)
+        if not self.is_last:
+            return now.memory.buffer(("prediction", now.branch), shape, x)
+        fresh = head(x)
+        self._computed()
+        if now.micro.patch is None:
+            return fresh
+        whole = now.memory.buffer(("prediction", now.branch), shape, fresh)
+        whole[:, layout.tokens(now.micro.patch)] = fresh
+        return whole
+
+    def end_call(self) -> None:
+        """The transformer returns."""
+        self.generation.end_call()
+
+    def _enter(self, state: State) -> State:
+        """All that follows is patch-sized; without the text, two dummy tokens stand for it."""
+        now = self.generation
+        if now.branch not in now.layouts:
+            text = 0 if state.text is None else state.text.shape[1]
+            self._plan.check_rows(self._grid.rows)
+            now.layouts[now.branch] = Layout.of(self._grid, self._patches, text, self._joint)
+        if self.stage > 0:
+            self._shapes[now.branch] = (state.image.shape[0], state.image.shape[2])
+            if now.micro.step == 0:
+                self._expect_call()
+        patch = now.micro.patch
+        if patch is None:
+            return state
+        image = state.image[:, now.layout.tokens(patch)]
+        text = state.text if patch == 0 else self._dummy(state)
+        return State(image.contiguous() if self.stage == 0 else image, text)
+
+    def _expect_call(self) -> None:
+        """In the first step the number of calls is not known yet: only the messages of this call are certain."""
+        assert self._inbox is not None
+        micro, branch = self.generation.micro, self.generation.branch
+        self._inbox.expect([Key(micro.step, patch, branch) for patch in self.schedule.patches_of(micro)])
+
+    def _receive(self, state: State) -> State:
+        parts = []
+        for op in self._ops:
+            if op.kind is Kind.COMPUTE:
+                break
+            assert self._inbox is not None and op.patch is not None
+            with self._trace.span("receive", op.step, op.patch, op.branch):
+                parts.append(self._inbox.take(Key(op.step, op.patch, op.branch), state.image))
+        self._start = self._trace.now()
+        if not parts:
+            return state
+        text = self.generation.layout.text if self.generation.layout.carries_text(self.generation.micro.patch) else 0
+        words = parts[0][:, :text].contiguous() if text else self._dummy(state)
+        image = torch.cat([parts[0][:, text:], *parts[1:]], dim=1) if len(parts) > 1 else parts[0][:, text:]
+        return State(image.contiguous(), words)
+
+    def _hand_over(self, state: State) -> None:
+        self._computed()
+        layout, micro = self.generation.layout, self.generation.micro
+        for op in self._ops:
+            assert self._outbox is not None and op.patch is not None
+            image = state.image if micro.patch is not None else state.image[:, layout.tokens(op.patch)]
+            message = image
+            if layout.carries_text(op.patch):
+                assert state.text is not None
+                message = torch.cat([state.text, image], dim=1)
+            self._outbox.send(message)
+
+    def _computed(self) -> None:
+        micro = self.generation.micro
+        self._trace.add("compute", micro.step, micro.patch, self.generation.branch, self._start)
+
+    def _dummy(self, state: State) -> Tensor | None:
+        if state.text is None:
+            return None
+        key = (state.image.shape[0], state.text.shape[2])
+        if key not in self._dummies:
+            self._dummies[key] = state.text.new_zeros((key[0], DUMMY_TEXT, key[1]))
+        return self._dummies[key]
+
+    # Messages to come
+
+    def _keys(self, step: int) -> Iterator[Key]:
+        calls = self.generation.calls
+        assert calls is not None
+        for op in self.schedule.step_ops(self.stage, step, calls):
+            if op.kind is Kind.RECEIVE and op.patch is not None:
+                yield Key(op.step, op.patch, op.branch)
+
+    def _activation_shape(self, key: Key) -> tuple[int, ...] | None:
+        if key.branch not in self._shapes:
+            return None
+        batch, width = self._shapes[key.branch]
+        return (batch, self.generation.layouts[key.branch].message(key.patch), width)
+
+    def _latent_shape(self, key: Key) -> tuple[int, ...] | None:
+        assert self._latents is not None
+        shape, dim = self._latents
+        span = self.generation.layouts[0].latents(key.patch)
+        return (*shape[:dim], span.stop - span.start, *shape[dim + 1 :])

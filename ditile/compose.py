@@ -1,0 +1,90 @@
+"""(pipeline, plan, mesh) -> everything seated in the pipeline, in order. Nothing else knows two strategies at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ditile import env, models
+from ditile.attend import dispatch
+from ditile.attend.core import AttentionCore
+from ditile.attend.kernel import dispatched, native
+from ditile.blocks.loop import Hooks, Loop
+from ditile.blocks.pipefusion import PipeFusion
+from ditile.blocks.stages import cut
+from ditile.errors import StateError
+from ditile.mesh import Mesh
+from ditile.plan import Plan
+from ditile.seats import Core, Seats
+from ditile.spec import ModelSpec
+from ditile.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What a plan makes of a pipeline on this rank.
+
+    Attributes:
+        stages: the blocks of every stage, of which this rank owns one.
+    """
+
+    pipe: Any
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    spec: ModelSpec
+    seats: Seats
+    stages: list[range]
+    pipefusion: PipeFusion
+    trace: Trace
+
+    @property
+    def owned(self) -> range:
+        """The blocks of this rank."""
+        return self.stages[self.mesh.stage]
+
+    @contextmanager
+    def installed(self, hooks: Hooks) -> Iterator[Loop]:
+        """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now."""
+        loop = Loop(
+            self.pipe.scheduler, self.pipefusion, self.mesh,
+            latent_dim=self.spec.latent_dim, patches=self.plan.num_patches, warmup=self.plan.warmup, trace=self.trace,
+        )  # fmt: skip
+        check = env.checks()
+
+        def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
+            kernel = dispatched(backend) if through_dispatch else native
+            return AttentionCore(loop.current, layer, kernel, joint=joint, check=check)
+
+        with ExitStack() as stack:
+            stack.enter_context(
+                self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND)
+            )
+            loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
+            yield loop
+
+
+def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool) -> Composition:
+    """Cuts the pipeline's transformer into stages and keeps this rank's.
+
+    Raises:
+        ModelError: if the pipeline cannot be divided.
+        PlanError: if the plan does not fit the model.
+        StateError: if the pipeline was cut before.
+    """
+    spec = models.support(pipe)  # says no before anything is touched
+    seats = Seats(pipe.transformer, spec)
+    if seats.is_cut():
+        raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
+    plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
+    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+    seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
+    pipe.to(device)
+    dispatch.install()
+    trace = Trace()
+    pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace)
+    return Composition(pipe, plan, mesh, device, spec, seats, stages, pipefusion, trace)

@@ -1,0 +1,101 @@
+"""One table per family of transformers; the only place that knows their classes.
+
+`register` adds a family from user code. What a pipeline gets depends on what is known of it: the ladder of
+docs/design.md, section 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import diffusers
+from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.models.flux import FLUX
+from ditile.models.pixart import PIXART
+from ditile.models.sd3 import SD3
+from ditile.spec import BlockIO, ModelSpec
+
+__all__ = ["BlockIO", "Family", "ModelSpec", "families", "register", "spec_of", "support"]
+
+_SPECS: dict[type[nn.Module], ModelSpec] = {
+    FluxTransformer2DModel: FLUX,
+    PixArtTransformer2DModel: PIXART,
+    SD3Transformer2DModel: SD3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of `ditile models`."""
+
+    name: str
+    transformer: str
+    pipelines: tuple[str, ...]
+    rung: str
+    note: str
+
+
+def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
+    """Adds (or replaces) the table of a transformer class.
+
+    Raises:
+        ModelError: if `transformer` is no module class, or the spec lists no blocks.
+    """
+    if not (isinstance(transformer, type) and issubclass(transformer, nn.Module)):
+        raise ModelError(f"register needs a class of torch.nn.Module, and got {transformer!r}")
+    if not spec.blocks:
+        raise ModelError(f"the spec of {transformer.__name__} lists no blocks; name its ModuleLists")
+    _SPECS[transformer] = spec
+
+
+def spec_of(transformer: nn.Module) -> ModelSpec:
+    """The table of a transformer, by its class or the nearest of its bases.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    for cls in type(transformer).__mro__:
+        if cls in _SPECS:
+            return _SPECS[cls]
+    known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
+    raise ModelError(
+        f"{type(transformer).__name__} has no ModelSpec, so it cannot be cut into stages; known are {known}; "
+        "ditile.register(cls, ModelSpec(...)) adds one"
+    )
+
+
+def families() -> list[Family]:
+    """Every family with the rung of the ladder that it is on, and why."""
+    return [
+        Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
+    ]
+
+
+def support(pipe: diffusers.DiffusionPipeline) -> ModelSpec:
+    """The table of a pipeline's transformer.
+
+    Raises:
+        ModelError: if the pipeline has no transformer with a table, or runs what a patch pipeline cannot honour.
+    """
+    transformer = getattr(pipe, "transformer", None)
+    if not isinstance(transformer, nn.Module):
+        raise ModelError(f"{type(pipe).__name__} has no transformer, so it cannot be cut into stages")
+    if getattr(pipe, "controlnet", None) is not None:
+        raise ModelError(
+            f"{type(pipe).__name__} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; "
+            "run it without a plan"
+        )
+    if "mask_image" in _call_parameters(pipe):
+        raise ModelError(
+            f"{type(pipe).__name__} paints parts of the latents over between steps, behind the scheduler; "
+            "run it without a plan"
+        )
+    return spec_of(transformer)
+
+
+def _call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:
+    return set(inspect.signature(type(pipe).__call__).parameters)

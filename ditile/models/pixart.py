@@ -1,0 +1,38 @@
+"""PixArt-alpha and PixArt-sigma: self attention over the image, cross attention to the text (constant per image)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+
+from ditile.models.slicers import image_grid
+from ditile.spec import BlockIO, ModelSpec
+
+
+class PixArtSelfAttention:
+    """Self attention of PixArt's blocks, handed to an `AttentionCore` after the projections."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
+        """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
+        q, k, v = (to(hidden_states).unflatten(-1, (attn.heads, -1)) for to in (attn.to_q, attn.to_k, attn.to_v))
+        out: Tensor = attn.to_out[0](self._core(q, k, v).flatten(2).to(q.dtype))
+        return out / attn.rescale_output_factor
+
+
+PIXART = ModelSpec(
+    name="PixArt",
+    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+    blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
+    joint="none",
+    latent_dim=2,
+    grid=image_grid,
+    constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
+    per_step=("adaln_single",),
+    processor=PixArtSelfAttention,
+    stock=(AttnProcessor2_0,),
+)

@@ -1,0 +1,77 @@
+"""Stable Diffusion 3 and 3.5: joint attention with the image first; 3.5 medium adds image-only attention to some blocks.
+
+Skip-layer guidance tests the index of the loop's iteration, which counts patches here: refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor
+
+from ditile.models.slicers import image_grid
+from ditile.spec import BlockIO, ModelSpec
+
+
+class SD3Attention:
+    """Joint or image-only attention of SD3's blocks, handed to an `AttentionCore` after projections and qk-norm."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
+        to = (attn.to_q, attn.to_k, attn.to_v)
+        q, k, v = _project(attn, hidden_states, to, (attn.norm_q, attn.norm_k))
+        if encoder_hidden_states is not None:
+            to = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            text = _project(attn, encoder_hidden_states, to, (attn.norm_added_q, attn.norm_added_k))
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
+        out = self._core(q, k, v).flatten(2).to(q.dtype)
+        if encoder_hidden_states is None:
+            return attn.to_out[0](out)  # type: ignore[no-any-return]
+        image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
+        if not attn.context_pre_only:
+            words = attn.to_add_out(words)
+        return attn.to_out[0](image), words
+
+
+def _project(attn: Attention, x: Tensor, to: tuple[Any, ...], norms: tuple[Any, Any]) -> tuple[Tensor, ...]:
+    q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)) for linear in to)
+    norm_q, norm_k = norms
+    return (q if norm_q is None else norm_q(q)), (k if norm_k is None else norm_k(k)), v
+
+
+def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Skip-layer guidance and IP-adapters."""
+    if call.get("skip_guidance_layers") is not None:
+        return (
+            "skip_guidance_layers tests the index of the loop's iteration, which counts patches under PipeFusion; "
+            "leave it out, or run on one rank without a plan"
+        )
+    if call.get("ip_adapter_image") is not None or call.get("ip_adapter_image_embeds") is not None:
+        return "IP-adapter images are not supported by PipeFusion; leave ip_adapter_image out"
+    return None
+
+
+SD3 = ModelSpec(
+    name="Stable Diffusion 3 / 3.5",
+    pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
+    blocks={"transformer_blocks": BlockIO(returns=("text", "image"), image_attn=("attn2",))},
+    joint="image_first",
+    latent_dim=2,
+    grid=image_grid,
+    constant=("context_embedder",),
+    per_step=(
+        "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
+        "norm_out.linear",
+    ),
+    processor=SD3Attention,
+    stock=(JointAttnProcessor2_0,),
+    refuse=refuse,
+)  # fmt: skip

@@ -1,0 +1,36 @@
+"""What several families share: the grid of an image, and cutting per-token tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditile.layout import DUMMY_TEXT, Grid
+from ditile.spec import View
+
+
+def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
+    """The grid of `[B, C, H, W]` latents that the transformer cuts into square patches."""
+    size: int = transformer.config.patch_size  # type: ignore[assignment, union-attr]
+    height, width = inputs["hidden_states"].shape[-2:]
+    return Grid(height // size, width // size, size)
+
+
+def joint_rows(table: Tensor, view: View) -> Tensor:
+    """The rows of a per-token table `[text + image, ...]` (text first) that a view needs; dummy text reads any rows."""
+    layout, patch = view
+    if patch is None:
+        return table
+    tokens = layout.tokens(patch)
+    if patch == 0:
+        return table[: layout.text + tokens.stop]
+    image = table[layout.text + tokens.start : layout.text + tokens.stop]
+    return torch.cat([table[:DUMMY_TEXT], image])
+
+
+def rotary(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
+    """Rotary tables (cos, sin) of a joint sequence with the text first."""
+    return joint_rows(tables[0], view), joint_rows(tables[1], view)

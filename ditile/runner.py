@@ -1,0 +1,250 @@
+"""The call around the user's pipeline: the same arguments, the same result object, on every rank.
+
+It binds the arguments, says no to what a patch pipeline cannot honour, makes sure that all ranks were called alike and
+draw the same numbers, maps progress bar and callbacks from micro-steps back to steps, and measures.
+"""
+
+from __future__ import annotations
+
+import inspect
+import resource
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ditile import rng
+from ditile.callbacks import StepEnd
+from ditile.compose import Composition, compose
+from ditile.errors import ModelError, StateError
+from ditile.mesh import build, pick_device
+from ditile.plan import Plan
+from ditile.table import describe
+from ditile.trace import Event, write_chrome
+from ditile.transport import gather_json
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one call took on this rank.
+
+    Attributes:
+        seconds: total, text (until the first step), denoise, decode.
+        steps: steps that ran.
+        sent: bytes sent by kind: activations, latents, result, callback, control.
+        peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
+        key_bytes: bytes of stale keys and values held at the end of the last step.
+    """
+
+    seconds: dict[str, float]
+    steps: int
+    sent: dict[str, int]
+    peak_memory_bytes: int
+    key_bytes: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.sent.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self) | {"bytes_sent": self.bytes_sent}
+
+
+class Runner:
+    """A pipeline under a plan. Call it as the pipeline is called.
+
+    Attributes:
+        pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
+        trace: whether the next call records a trace.
+        report: what the last call took on this rank; None before the first.
+    """
+
+    def __init__(self, composition: Composition, *, origin: torch.device, keep_weights: bool) -> None:
+        self.pipe, self.plan, self.mesh = composition.pipe, composition.plan, composition.mesh
+        self.trace = False
+        self.report: Report | None = None
+        self._parts, self._origin, self._keep = composition, origin, keep_weights
+        self._adapters = self._lora_adapters()
+        self._restored = self._running = False
+
+    def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
+        """Generates, with the arguments and the result of `pipe(...)`.
+
+        Args:
+            output: "all" gives every rank the result; "first" decodes on rank 0 only, the others get None.
+
+        Raises:
+            ModelError: if an argument cannot be honoured exactly.
+            PlanError: if the image has fewer token rows than the plan has patches.
+            StateError: if the runner was restored or runs already, or the ranks were called with different arguments.
+        """
+        if self._restored:
+            raise StateError("this runner was restored; call ditile.parallelize again")
+        if self._running:
+            raise StateError("this runner is in the middle of a call; one at a time")
+        if output not in ("all", "first"):
+            raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
+        call = dict(inspect.signature(self.pipe.__call__).bind(*args, **kwargs).arguments)
+        call |= call.pop("kwargs", {})
+        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(call)
+        if reason:
+            raise ModelError(reason)
+        self._assert_alike(call)
+        self._running = True
+        try:
+            return self._run(call, output)
+        finally:
+            self._running = False
+
+    def restore(self) -> None:
+        """Makes the pipeline what it was before `parallelize`, bit for bit.
+
+        Raises:
+            StateError: if the weights of other stages were freed, or LoRAs were loaded since.
+        """
+        if self._restored:
+            return
+        if self.mesh.world > 1 and not self._keep:
+            raise StateError("the weights of the other stages were freed; reload the pipeline, or use keep_weights=True")
+        if self.mesh.world > 1 and self._lora_adapters() != self._adapters:
+            raise StateError(
+                f"LoRAs {sorted(self._lora_adapters())} are loaded on this stage's blocks alone, and "
+                f"{sorted(self._adapters)} were there before; unload what was loaded since"
+            )
+        self._parts.seats.refill()
+        self.pipe.to(self._origin)
+        self._restored = True
+
+    def reports(self) -> list[dict[str, Any]]:
+        """`report` of every rank, in rank order, on every rank. All ranks must call it."""
+        if self.report is None:
+            raise StateError("there is no report before the first call")
+        return gather_json(self.report.to_dict(), self.mesh.control)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
+
+        Raises:
+            StateError: if the last call recorded no trace.
+        """
+        if not self.trace:
+            raise StateError("no trace was recorded; set runner.trace = True before the call")
+        events = gather_json(self._parts.trace.events(), self.mesh.control)
+        if self.mesh.rank == 0:
+            write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
+
+    def __str__(self) -> str:
+        return describe(self._parts)
+
+    def _run(self, call: dict[str, Any], output: str) -> Any:
+        generators = rng.sources(call.get("generator"), self._parts.device)
+        rng.share(generators, 0, self.mesh.control, self.mesh.traffic)
+        watch = _Watch(self._parts, self.trace)
+        with ExitStack() as stack:
+            ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
+            hooks = ends.install(stack, call)
+            loop = stack.enter_context(self._parts.installed(hooks))
+            ends.loop = loop
+            skip = output == "first" and self.mesh.rank != 0
+            if skip:
+                call["output_type"] = "latent"
+            result = self.pipe(**call)
+        rng.share(generators, self.mesh.world - 1, self.mesh.control, self.mesh.traffic)
+        self.report = watch.report()
+        return None if skip else result
+
+    def _assert_alike(self, call: Mapping[str, Any]) -> None:
+        """A rank that was called with another prompt or size would hang the others, or spoil the picture."""
+        plain = {name: value for name, value in call.items() if isinstance(value, str | int | float | bool)}
+        plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
+        everyone = gather_json(plain, self.mesh.control)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                name = next(n for n in {*theirs, *everyone[0]} if theirs.get(n) != everyone[0].get(n))
+                raise StateError(
+                    f"rank {rank} was called with {name}={theirs.get(name)!r} and rank 0 with "
+                    f"{everyone[0].get(name)!r}; call all ranks alike"
+                )
+
+    def _lora_adapters(self) -> set[str]:
+        return set(getattr(self.pipe.transformer, "peft_config", {}))
+
+
+def parallelize(
+    pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False
+) -> Runner:
+    """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
+
+    Args:
+        pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
+        plan: how to divide; `Plan()` is one rank.
+        device: this rank's device; by default its GPU, else the CPU.
+        keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
+
+    Raises:
+        ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
+    """
+    plan = plan or Plan()
+    mesh = build(plan)
+    chosen = pick_device(device, mesh.local_rank)
+    origin = torch.device(pipe.device)
+    composition = compose(pipe, plan, mesh, chosen, keep_weights=keep_weights)
+    return Runner(composition, origin=origin, keep_weights=keep_weights)
+
+
+class _Watch:
+    """Times and counts one call."""
+
+    def __init__(self, parts: Composition, trace: bool) -> None:
+        self._parts, self._began, self._loop_began, self._ended = parts, time.perf_counter(), 0.0, 0.0
+        self._steps = self._key_bytes = 0
+        parts.mesh.traffic.clear()
+        parts.trace.clear()
+        parts.trace.on = trace
+        if parts.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(parts.device)
+
+    def begun(self) -> None:
+        """The loop begins."""
+        self._loop_began = self._ended = time.perf_counter()
+
+    def step_ended(self, key_bytes: int) -> None:
+        """A step ended."""
+        self._ended = time.perf_counter()
+        self._steps += 1
+        self._key_bytes = key_bytes
+
+    def report(self) -> Report:
+        """The call is over."""
+        cuda = self._parts.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self._parts.device)
+        now = time.perf_counter()
+        seconds = {
+            "total": now - self._began,
+            "text": self._loop_began - self._began,
+            "denoise": self._ended - self._loop_began,
+            "decode": now - self._ended,
+        }
+        peak = (
+            torch.cuda.max_memory_allocated(self._parts.device)
+            if cuda
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+        return Report(seconds, self._steps, dict(self._parts.mesh.traffic.bytes), peak, self._key_bytes)
+
+
+def _refuse_whole_image(call: Mapping[str, Any]) -> str | None:
+    """Guidance that takes a statistic of the whole prediction is not exact on one that is partly stale."""
+    if call.get("guidance_rescale"):
+        return (
+            f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "
+            "stale in a patch pipeline; leave it at 0"
+        )
+    return None

@@ -1,0 +1,264 @@
+"""Seats: where strategies meet the blocks of a model, on the instance the user handed in, for the length of one call.
+
+A seat overrides `forward` on one block instance while the pipeline runs; between calls the model is what it was, so
+that LoRAs are loaded, switched, fused and unloaded as ever. Blocks of other stages are hollow: the module stays in its
+list, its weights and children are gone, and its seat passes the tokens through.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ditile.errors import ModelError
+from ditile.generation import Generation
+from ditile.layout import Grid
+from ditile.spec import BlockIO, ModelSpec, View
+
+_ABSENT = object()
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class State(NamedTuple):
+    """The tokens on their way through the blocks: image `[B, n, C]`, text `[B, t, C]` where a model has such a stream."""
+
+    image: Tensor
+    text: Tensor | None
+
+
+class Policy(Protocol):
+    """What happens at the seats of a model."""
+
+    def begin_call(self, grid: Grid) -> None:
+        """The transformer is called."""
+
+    def run(self, index: int, block: Callable[[State], State], state: State) -> State:
+        """The chain has come to a block."""
+
+    def output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+        """The chain has come to the output module, which makes `width` channels of each token."""
+
+    def end_call(self) -> None:
+        """The transformer returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A block in the chain."""
+
+    index: int
+    name: str
+    block: nn.Module
+    io: BlockIO
+
+
+class Seats:
+    """The chain of seats of one transformer."""
+
+    def __init__(self, transformer: nn.Module, spec: ModelSpec) -> None:
+        self.transformer, self.spec = transformer, spec
+        blocks = [
+            (f"{name}.{i}", block, io)
+            for name, io in spec.blocks.items()
+            for i, block in enumerate(transformer.get_submodule(name).children())
+        ]
+        self.chain = [Seat(index, *found) for index, found in enumerate(blocks)]
+        self._hollow: dict[int, tuple[dict[str, Any], ...]] = {}
+
+    @property
+    def costs(self) -> list[float]:
+        """The relative cost of each block."""
+        return [seat.io.cost for seat in self.chain]
+
+    def is_cut(self) -> bool:
+        """Whether some block is hollow."""
+        return any(not seat.block._modules and not seat.block._parameters for seat in self.chain)
+
+    def hollow(self, owned: range, *, keep: bool) -> None:
+        """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
+        for seat in self.chain:
+            if seat.index not in owned:
+                parts = (seat.block._modules, seat.block._parameters, seat.block._buffers)
+                if keep:
+                    self._hollow[seat.index] = tuple(dict(part) for part in parts)
+                for part in parts:
+                    part.clear()
+
+    def refill(self) -> None:
+        """Puts the weights back that `hollow` kept."""
+        for index, parts in self._hollow.items():
+            block = self.chain[index].block
+            for mine, kept in zip((block._modules, block._parameters, block._buffers), parts, strict=True):
+                mine.update(kept)
+        self._hollow.clear()
+
+    @contextmanager
+    def installed(
+        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any
+    ) -> Iterator[None]:
+        """Seats the policy for the length of a call.
+
+        Args:
+            policy: decides at each seat.
+            owned: the blocks that run here.
+            current: the generation under way.
+            core: (layer, backend, joint) -> the attention of a layer.
+            dispatch: the name of the attention backend that hands over to a core.
+        """
+        memo = _Memo(self.spec, current)
+        with ExitStack() as stack:
+            self._seat_forward(stack, policy, current)
+            for seat in self.chain:
+                override(stack, seat.block, "forward", self._seat_block(seat, policy, current))
+                if seat.index in owned:
+                    self._seat_attention(stack, seat, core, dispatch)
+            self._seat_output(stack, policy)
+            memo.install(stack, self.transformer, first=0 in owned)
+            yield
+
+    def _seat_forward(self, stack: ExitStack, policy: Policy, current: Callable[[], Generation]) -> None:
+        forward = self.transformer.forward
+        names = _parameters(self.transformer)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            now, inputs = current(), dict(zip(names, args, strict=False)) | kwargs
+            grid = now.memory.constant(("grid", now.branch), lambda: self.spec.grid(self.transformer, inputs))
+            policy.begin_call(grid)
+            result = forward(*args, **kwargs)
+            policy.end_call()
+            return result
+
+        override(stack, self.transformer, "forward", called)
+
+    def _seat_block(self, seat: Seat, policy: Policy, current: Callable[[], Generation]) -> Callable[..., Any]:
+        forward, io, names = seat.block.forward, seat.io, _parameters(seat.block)
+        streams = "text" in io.returns
+
+        def seated(*args: Any, **kwargs: Any) -> Any:
+            call = dict(zip(names, args, strict=False)) | kwargs
+
+            def block(state: State) -> State:
+                call["hidden_states"] = state.image
+                if streams:
+                    call["encoder_hidden_states"] = state.text
+                _cut_arguments(call, io, current())
+                out = forward(**call)
+                named = dict(zip(io.returns, out if isinstance(out, tuple) else (out,), strict=True))
+                return State(named["image"], named.get("text"))
+
+            state = State(call["hidden_states"], call["encoder_hidden_states"] if streams else None)
+            state = policy.run(seat.index, block, state)
+            if not streams:
+                return state.image
+            return tuple(state.text if name == "text" else state.image for name in io.returns)
+
+        return seated
+
+    def _seat_attention(self, stack: ExitStack, seat: Seat, core: Callable[..., Core], dispatch: Any) -> None:
+        for name in (*seat.io.attn, *seat.io.image_attn):
+            attention = getattr(seat.block, name, None)
+            if attention is None:
+                continue
+            stock = attention.processor
+            layer, joint = f"{seat.name}.{name}", name in seat.io.attn
+            override(stack, attention, "processor", self._processor(stock, layer, joint, core, dispatch))
+
+    def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
+        if self.spec.processor is not None:
+            if type(stock) not in self.spec.stock:
+                known = ", ".join(cls.__name__ for cls in self.spec.stock)
+                raise ModelError(f"{layer} has processor {type(stock).__name__}, and only {known} is known; set it back")
+            return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
+        if isinstance(stock, nn.Module):
+            raise ModelError(f"{layer} has processor {type(stock).__name__}, which has weights; unload the IP-adapter")
+        mine = copy.copy(stock)
+        mine._parallel_config = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
+        mine._attention_backend = dispatch
+        return mine
+
+    def _seat_output(self, stack: ExitStack, policy: Policy) -> None:
+        head = self.transformer.get_submodule(self.spec.out)
+        forward, width = head.forward, int(head.out_features)  # type: ignore[arg-type]
+        override(stack, head, "forward", lambda x: policy.output(forward, x, width))
+
+
+class _Memo:
+    """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
+
+    def __init__(self, spec: ModelSpec, current: Callable[[], Generation]) -> None:
+        self._spec, self._current = spec, current
+
+    def install(self, stack: ExitStack, transformer: nn.Module, *, first: bool) -> None:
+        """Off the first stage the embedded latents are never read, and so are as good as constant."""
+        constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
+        for patterns, wrap in ((constant, self._constant), (self._spec.per_step, self._of_step)):
+            for pattern in patterns:
+                for name, module in _matching(transformer, pattern):
+                    override(stack, module, "forward", wrap(name, module.forward))
+
+    def _constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            now = self._current()
+            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
+            return now.memory.constant((name, now.branch, shapes), lambda: forward(*args, **kwargs))
+
+        return remembered
+
+    def _of_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            now = self._current()
+            if now.micro.patch is None:
+                return forward(*args, **kwargs)
+            return now.memory.of_step((name, now.branch), lambda: forward(*args, **kwargs))
+
+        return remembered
+
+
+def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute on an instance until the stack is closed."""
+    before = vars(owner).get(name, _ABSENT)
+    vars(owner)[name] = value
+
+    def undo() -> None:
+        if before is _ABSENT:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = before
+
+    stack.callback(undo)
+
+
+def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
+    patch = now.micro.patch
+    if patch is None:
+        return
+    for name, cut in io.tokens.items():
+        value = call.get(name)
+        if value is not None:
+            key = (name, now.branch, patch)
+            view = View(now.layout, patch)
+            call[name] = now.memory.sliced(key, value, lambda cut=cut, value=value, view=view: cut(value, view))
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+
+def _matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Sub-modules whose path matches a pattern in which `*` stands for one name."""
+    found = [("", root)]
+    for part in pattern.split("."):
+        found = [
+            (f"{path}.{name}".lstrip("."), child)
+            for path, module in found
+            for name, child in module.named_children()
+            if part in ("*", name)
+        ]
+    yield from found

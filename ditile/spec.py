@@ -1,0 +1,76 @@
+"""ModelSpec: all that ditile must know of a family of transformers, in a few lines. The family's own forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ditile.layout import Grid, Joint, Layout
+
+
+class View(NamedTuple):
+    """The tokens that a transformer call computes: a patch, or the whole image (patch None)."""
+
+    layout: Layout
+    patch: int | None
+
+
+Slicer = Callable[[Any, View], Any]
+"""Cuts a per-token argument down to the tokens of a view."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockIO:
+    """How a block of a listed `ModuleList` reads and returns its tokens.
+
+    Attributes:
+        returns: the streams in the order that the block returns them.
+        tokens: per-token arguments and how each is cut.
+        attn: attributes of the block that hold its attention over the whole sequence (text and image).
+        image_attn: attributes that hold attention over image tokens alone, in a model that has joint attention too.
+        cost: a block's share of time, relative to the other lists.
+    """
+
+    returns: tuple[str, ...] = ("image",)
+    tokens: Mapping[str, Slicer] = field(default_factory=dict)
+    attn: tuple[str, ...] = ("attn",)
+    image_attn: tuple[str, ...] = ()
+    cost: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A family.
+
+    Attributes:
+        name: what people call it.
+        pipelines: diffusers pipelines that were tried with it.
+        blocks: `ModuleList` name -> how its blocks read tokens, in the order of execution.
+        joint: where the text lies in the sequence of joint attention.
+        latent_dim: the dimension of the pipeline's latents that patches cut.
+        grid: (transformer, arguments of forward) -> the token grid of the image.
+        image_tokens: embeds the latents; its value is read on the first stage only.
+        out: makes the prediction of each token.
+        constant: modules whose output does not change during a generation; `*` stands for one name.
+        per_step: modules whose output does not change during a step.
+        processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
+            diffusers' `dispatch_attention_fn`; `stock` are the processors that it stands for.
+        refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
+    """
+
+    name: str
+    blocks: Mapping[str, BlockIO]
+    joint: Joint
+    latent_dim: int
+    grid: Callable[[nn.Module, Mapping[str, Any]], Grid]
+    pipelines: tuple[str, ...] = ()
+    image_tokens: str = "pos_embed"
+    out: str = "proj_out"
+    constant: tuple[str, ...] = ()
+    per_step: tuple[str, ...] = ()
+    processor: Callable[[Any], Any] | None = None
+    stock: tuple[type, ...] = ()
+    refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

@@ -1,0 +1,170 @@
+"""Transport: point-to-point messages and the few collectives, over gloo or NCCL, with every byte counted.
+
+A `Wire` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout and are
+never exchanged. CUDA tensors over gloo (several ranks on one GPU) are staged through the CPU. A sent tensor is kept
+until its work is done; each receive has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and messages that this rank has sent, by kind."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: str, size: int) -> None:
+        """Adds one message."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + size
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def clear(self) -> None:
+        """Starts from zero."""
+        self.bytes.clear()
+        self.calls.clear()
+
+
+class Receipt(NamedTuple):
+    """A receive that was posted."""
+
+    key: Any
+    work: dist.Work
+    buffer: Tensor
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        """The message, on the device that it was asked for."""
+        self.work.wait()
+        return self.buffer.to(self.device)
+
+
+class Wire:
+    """An ordered one-way channel to or from one peer of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic) -> None:
+        self._group, self._peer, self._kind, self._traffic = group, peer, kind, traffic
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[Receipt] = deque()
+
+    @property
+    def posted(self) -> int:
+        """Receives that were posted and not yet taken."""
+        return len(self._posted)
+
+    def send(self, message: Tensor) -> None:
+        """Starts to send; returns at once."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        message = _stageable(message.contiguous(), self._group)
+        work = dist.isend(message, group=self._group, group_dst=self._peer)
+        self._sending.append((_real(work), message))
+        self._traffic.count(self._kind, message.numel() * message.element_size())
+
+    def post(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
+        """Starts to receive the next message, of a shape and `like`'s dtype and device."""
+        buffer = torch.empty(shape, dtype=like.dtype, device=_stage(like.device, self._group))
+        work = dist.irecv(buffer, group=self._group, group_src=self._peer)
+        self._posted.append(Receipt(key, _real(work), buffer, like.device))
+
+    def take(self, key: Any) -> Tensor:
+        """Waits for the first posted message, which must be `key`'s."""
+        receipt = self._posted.popleft()
+        if receipt.key != key:
+            raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
+        return receipt.wait()
+
+    def flush(self) -> None:
+        """Waits until all that was sent is gone."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+    def abandon(self) -> None:
+        """Forgets what is under way, after an error that ends the run."""
+        self._sending.clear()
+        self._posted.clear()
+
+
+class Ballot:
+    """A vote that is open: the largest value that any rank of the group has cast."""
+
+    def __init__(self, group: dist.ProcessGroup | None, value: int) -> None:
+        self._value = torch.tensor([value], dtype=torch.int64)
+        self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
+
+    def result(self) -> int:
+        """Waits for all ranks and returns the largest value."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._value)
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
+    """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
+    staged = _stageable(tensor.contiguous(), group)
+    dist.broadcast(staged, group=group, group_src=source)
+    if dist.get_rank(group) == source:
+        traffic.count(kind, staged.numel() * staged.element_size())
+    return staged.to(tensor.device)
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank. Travels as JSON over a CPU group; no pickle."""
+    if group is None:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
+
+
+def broadcast_tensors(
+    tensors: dict[str, Tensor], source: int, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None,
+    device: torch.device, traffic: Traffic, kind: str,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
+    if group is None:
+        return tensors
+    headers = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    headers = gather_json(headers, control)[source]
+    received = {}
+    for name, (dtype, shape) in headers.items():
+        mine = dist.get_rank(group) == source
+        empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        received[name] = broadcast(tensors[name].to(device) if mine else empty, source, group, traffic, kind)
+    return received
+
+
+def _real(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the group that it sends to or receives from")
+    return work
+
+
+def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where a message must lie: gloo cannot see a GPU."""
+    backends = dist.get_backend_config(group)
+    if device.type == "cuda" and "nccl" not in backends:
+        return torch.device("cpu")
+    return device
+
+
+def _stageable(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return message.to(_stage(message.device, group))

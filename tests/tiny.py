@@ -1,0 +1,151 @@
+"""Real diffusers pipelines with tiny random weights, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    PixArtAlphaPipeline,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+WORDS = "a the red green blue circle square ring left right above below large small on of and".split()
+WIDTH = 32
+
+
+def tokenizer(length: int = 16) -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+    )
+
+
+def t5(width: int = WIDTH) -> T5EncoderModel:
+    config = T5Config(
+        vocab_size=64, d_model=width, d_kv=8, num_heads=4, d_ff=64, num_layers=1, num_decoder_layers=1,
+        feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=0, eos_token_id=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    return T5EncoderModel(config).eval()
+
+
+def clip(cls: type = CLIPTextModel) -> Any:
+    config = CLIPTextConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=64, projection_dim=WIDTH, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=16, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    return cls(config).eval()
+
+
+def vae(channels: int = 4) -> AutoencoderKL:
+    return AutoencoderKL(
+        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=(8, 16), layers_per_block=1,
+        latent_channels=channels, norm_num_groups=4, sample_size=32, scaling_factor=1.0, shift_factor=0.1,
+        use_quant_conv=False, use_post_quant_conv=False,
+    ).eval()  # fmt: skip
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """No zero-initialised gate or head may hide a block's output; attention must matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            parameter.data = noise * 1.6 / parameter[0].numel() ** 0.5
+        else:
+            parameter.data = noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return model.eval()
+
+
+def flux(double: int = 2, single: int = 3, *, guidance: bool = False) -> FluxPipeline:
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=double, num_single_layers=single, attention_head_dim=8,
+        num_attention_heads=4, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=guidance,
+        axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    return quiet(
+        FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.5), vae=vae(), text_encoder=clip(),
+            tokenizer=tokenizer(), text_encoder_2=t5(), tokenizer_2=tokenizer(), transformer=randomise(transformer),
+        )  # fmt: skip
+    )
+
+
+def pixart(blocks: int = 4, *, alpha: bool = False) -> Any:
+    torch.manual_seed(0)
+    transformer = PixArtTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=blocks,
+        cross_attention_dim=WIDTH, sample_size=32, patch_size=2, caption_channels=WIDTH, interpolation_scale=1,
+        use_additional_conditions=False,
+    )  # fmt: skip
+    cls = PixArtAlphaPipeline if alpha else PixArtSigmaPipeline
+    return quiet(
+        cls(
+            tokenizer=tokenizer(), text_encoder=t5(), vae=vae(), transformer=randomise(transformer),
+            scheduler=DPMSolverMultistepScheduler(),
+        )  # fmt: skip
+    )
+
+
+def sd3(blocks: int = 4, dual: tuple[int, ...] = (0, 1)) -> StableDiffusion3Pipeline:
+    torch.manual_seed(0)
+    transformer = SD3Transformer2DModel(
+        sample_size=32, patch_size=2, in_channels=4, num_layers=blocks, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=2 * WIDTH, caption_projection_dim=WIDTH, pooled_projection_dim=2 * WIDTH, out_channels=4,
+        pos_embed_max_size=32, dual_attention_layers=dual, qk_norm="rms_norm" if dual else None,
+    )  # fmt: skip
+    return quiet(
+        StableDiffusion3Pipeline(
+            transformer=randomise(transformer), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(),
+            text_encoder=clip(CLIPTextModelWithProjection), tokenizer=tokenizer(),
+            text_encoder_2=clip(CLIPTextModelWithProjection), tokenizer_2=tokenizer(),
+            text_encoder_3=t5(2 * WIDTH), tokenizer_3=tokenizer(),
+        )  # fmt: skip
+    )
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+FAMILIES: dict[str, Any] = {"flux": flux, "pixart": pixart, "sd3": sd3}
+
+
+def arguments(family: str, **changes: Any) -> dict[str, Any]:
+    """Call arguments of a family: 4 steps, latents out, guidance on."""
+    call: dict[str, Any] = {"prompt": "a red circle", "num_inference_steps": 4, "output_type": "latent"}
+    if family == "pixart":
+        call |= {"height": 32, "width": 24, "guidance_scale": 3.0, "use_resolution_binning": False}
+        call |= {"clean_caption": False, "max_sequence_length": 12}
+    else:
+        call |= {"height": 32, "width": 24, "max_sequence_length": 12}
+    if family == "sd3":
+        call |= {"guidance_scale": 3.0}
+    call |= changes
+    seed = call.pop("seed", 7)
+    if "generator" not in call:
+        call["generator"] = torch.Generator().manual_seed(seed)
+    return call
