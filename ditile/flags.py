@@ -17,9 +17,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, metavar: str | None = None) -> Any:
-    """A dataclass field with its default and the one line that `--help` shows."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "metavar": metavar})
+def option(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
+    positional: bool = False,
+) -> Any:
+    """A dataclass field with its default and the one line that `--help` shows; a bool that is False is a switch."""
+    metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -42,12 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
     """Adds one flag per field of `cls`; a flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
     for field, read in readers(cls):
-        doc = field.metadata["doc"] + ("" if field.default is None else f" (default {field.default})")
-        choices, metavar = field.metadata.get("choices"), field.metadata.get("metavar")
-        group.add_argument(
-            flag(field.name), dest=field.name, type=read, choices=choices, help=doc, default=argparse.SUPPRESS,
-            metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
-        )  # fmt: skip
+        doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
+        if field.metadata["positional"]:
+            group.add_argument(field.name, type=read, help=doc, metavar=metavar or field.name.upper())
+        elif read is bool:
+            group.add_argument(flag(field.name), action="store_true", help=doc, default=argparse.SUPPRESS)
+        else:
+            group.add_argument(
+                flag(field.name), type=read, choices=choices, default=argparse.SUPPRESS,
+                help=doc + ("" if field.default is None else f" (default {field.default})"),
+                metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
+            )  # fmt: skip
 
 
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:

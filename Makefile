@@ -1,0 +1,27 @@
+# make demo | test | check: each makes .venv first, and makes it anew when the versions in it would change.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
+DEMO := ditile-demo.png
+
+.PHONY: demo test check environment
+
+demo: environment
+	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
+	  --model shapes-flux --pipefusion 2 --patches 4 --out $(DEMO)
+	@echo "the picture is $(CURDIR)/$(DEMO)"
+
+test: environment
+	$(RUN) -m pytest
+
+check: environment
+	scripts/check
+
+environment: $(STAMP)
+
+$(STAMP):
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
+	touch $@

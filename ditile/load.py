@@ -1,0 +1,161 @@
+"""Loading a pipeline by the name of a bundled model, from a folder, or from the hub. Safetensors only.
+
+What can be seen without reading weights (files that are missing or cut short, pickles) is said before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ditile.errors import LoadError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+
+ASSETS = Path(__file__).parent / "assets"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def bundled() -> list[str]:
+    """The names of the models that come with this package."""
+    return sorted(index.parent.name for index in ASSETS.glob("*/model_index.json"))
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """The call options in the `generation.json` beside a model; none if it has no such file.
+
+    Raises:
+        ModelError: if `name` is no model.
+        LoadError: if the file is no JSON object.
+    """
+    source = find(name)
+    path = source / "generation.json" if isinstance(source, Path) else None
+    return _json(path) if path is not None and path.exists() else {}
+
+
+def find(name: str) -> Path | str:
+    """Where a model is: the folder of a bundled or local one, or the hub id itself.
+
+    Raises:
+        ModelError: if `name` is none of the three.
+        LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
+    """
+    if name in bundled():
+        return checked(ASSETS / name)
+    if Path(name).is_dir():
+        return checked(Path(name))
+    if HUB_ID.fullmatch(name) and not Path(name).exists():
+        return name
+    raise ModelError(
+        f"model {name!r} is not known; bundled are {', '.join(bundled()) or 'none'}; "
+        "a folder saved by save_pretrained and a hub id (owner/name) work too"
+    )
+
+
+def load(name: str, *, dtype: torch.dtype | str | None = None) -> DiffusionPipeline:
+    """The pipeline of a bundled model, a folder or a hub id, on the CPU.
+
+    Args:
+        dtype: a torch dtype or its name. By default float32 for bundled models and where there is no GPU, else
+            bfloat16; float16 only if asked for.
+
+    Raises:
+        ModelError: if the name, the dtype or the pipeline's class is not known.
+        LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
+    """
+    import safetensors
+    from diffusers import DiffusionPipeline
+
+    source = find(name)
+    try:
+        pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
+            source, dtype=_dtype(source, dtype), use_safetensors=True
+        )
+    except safetensors.SafetensorError as error:
+        raise LoadError(f"model {name!r} has a corrupt safetensors file: {_line(error)}") from error
+    except OSError as error:
+        raise LoadError(f"model {name!r} cannot be loaded: {_line(error)}") from error
+    except (ValueError, AttributeError, ImportError) as error:
+        raise ModelError(f"model {name!r} is not one that diffusers can build here: {_line(error)}") from error
+    return pipe
+
+
+def checked(folder: Path) -> Path:
+    """The folder, if it is a pipeline whose weights are all there and whole, as far as their headers tell.
+
+    Raises:
+        LoadError: if it is not.
+    """
+    index = folder / "model_index.json"
+    if not index.exists():
+        raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
+    for part, entry in _json(index).items():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
+            _check_part(folder / part)
+    return folder
+
+
+def _check_part(part: Path) -> None:
+    """A component that is a model has a config.json, and weights beside it."""
+    if not part.is_dir():
+        raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
+    if not (part / "config.json").exists():
+        return
+    indices = list(part.glob("*.safetensors.index.json"))
+    named = {part / file for index in indices for file in _json(index).get("weight_map", {}).values()}
+    files = sorted(named | set(part.glob("*.safetensors")))
+    if not files and (pickles := sorted([*part.glob("*.bin"), *part.glob("*.pt"), *part.glob("*.ckpt")])):
+        raise LoadError(
+            f"{part} has only {pickles[0].name}, a pickle, which can run code when it is read; "
+            "convert it with save_pretrained(..., safe_serialization=True)"
+        )
+    if not files:
+        raise LoadError(f"{part} has no weights; a *.safetensors file belongs there")
+    for file in files:
+        _check_weights(file)
+
+
+def _check_weights(file: Path) -> None:
+    import safetensors
+
+    if not file.exists():
+        raise LoadError(f"{file} is missing, and the index beside it names it; copy the whole model")
+    try:
+        with safetensors.safe_open(file, framework="np"):
+            return
+    except (safetensors.SafetensorError, OSError) as error:
+        raise LoadError(f"{file} is no whole safetensors file ({_line(error)}); copy it again") from error
+
+
+def _dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
+    import torch
+
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if wanted is None:
+        ours = isinstance(source, Path) and source.resolve().parent == ASSETS.resolve()
+        return torch.bfloat16 if torch.cuda.is_available() and not ours else torch.float32
+    if wanted not in DTYPES:
+        raise ModelError(f"dtype={wanted!r} is not known; try {', '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, wanted)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} is no readable JSON: {_line(error)}") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} is no JSON object")
+    return content
+
+
+def _line(error: Exception) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

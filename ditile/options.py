@@ -1,0 +1,122 @@
+"""What `ditile generate` takes besides a plan: what to draw, and how to run it. Values are checked when made."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ditile.errors import ModelError
+from ditile.flags import option
+from ditile.load import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generate:
+    """What to draw. None leaves a value to the model's `generation.json`, or else to its pipeline.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    prompt: str = option("", "what to draw", positional=True)
+    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int | None = option(None, "denoising steps", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    negative_prompt: str | None = option(None, "what to keep out", metavar="TEXT")
+    seed: int | None = option(None, "seed of the first image; chosen and reported by default", metavar="N")
+    height: int | None = option(None, "pixels", metavar="N")
+    width: int | None = option(None, "pixels", metavar="N")
+    num_images: int = option(1, "images, with seeds that count up", metavar="N")
+    image: str | None = option(None, "a picture to start from", metavar="FILE")
+    strength: float | None = option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise ModelError("the prompt is empty; say what to draw")
+        for name in ("steps", "height", "width", "num_images"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ModelError(f"{name}={value} is not a whole number of at least 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ModelError(f"seed={self.seed} is out of range; try seed=0")
+        if self.strength is not None and self.image is None:
+            raise ModelError(f"strength={self.strength} needs a picture to start from; add --image FILE")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
+
+    def call(self) -> dict[str, Any]:
+        """The given values under the names that diffusers uses, guidance and the picture apart."""
+        values = {
+            "prompt": self.prompt, "num_inference_steps": self.steps, "negative_prompt": self.negative_prompt,
+            "height": self.height, "width": self.width, "strength": self.strength,
+        }  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Where to run, and what to write.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    out: str = option("ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
+    )
+    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
+    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
+    trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")
+    json: str | None = option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
+    dry_run: bool = option(False, "show how the work would be divided, without reading weights")
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ModelError(f"threads={self.threads} is not a whole number of at least 1")
+        if not self.stall_timeout > 0:
+            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
+        if Path(self.out).suffix.lower() not in ("", ".png"):
+            raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
+
+    def images(self, count: int) -> list[Path]:
+        """The paths of `count` pictures."""
+        path = Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
+        return [path] if count == 1 else [path.with_stem(f"{path.stem}-{k}") for k in range(count)]
+
+    def check_outputs(self, count: int) -> None:
+        """Raises `ModelError` unless everything that will be written can be."""
+        named = [("out", path) for path in self.images(count)]
+        named += [("trace", Path(self.trace))] if self.trace is not None else []
+        named += [("json", Path(self.json))] if self.json not in (None, "-") else []
+        for name, path in named:
+            _check_writable(name, path)
+
+
+def check_image(path: str) -> None:
+    """Raises `ModelError` unless `path` is a picture that Pillow can read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except (OSError, SyntaxError) as error:
+        raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
+
+
+def _check_writable(name: str, path: Path) -> None:
+    if path.is_dir():
+        raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
+    if not path.parent.is_dir():
+        raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+    try:
+        if path.exists():
+            with path.open("ab"):
+                return
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error

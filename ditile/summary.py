@@ -1,0 +1,61 @@
+"""What a run has to say when it is over: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ditile.generate import Outcome
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """The summary as JSON types; seconds are those of rank 0, lists are in the order of the ranks."""
+    first = outcome.reports[0]
+    return {
+        "plan": outcome.plan,
+        "model": outcome.model,
+        "seed": outcome.seed,
+        "steps": first["steps"],
+        "ranks": len(outcome.reports),
+        "images": outcome.images,
+        "seconds": {name: first["seconds"][name] for name in ("total", "text", "denoise", "decode")},
+        "peak_memory_bytes": [report["peak_memory_bytes"] for report in outcome.reports],
+        "bytes_sent": [report["bytes_sent"] for report in outcome.reports],
+    }
+
+
+def as_table(outcome: Outcome) -> Table:
+    """The same as a table."""
+    from rich.table import Table
+
+    facts = as_dict(outcome)
+    seconds, steps = facts["seconds"], facts["steps"]
+    parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in (
+        ("images", " ".join(outcome.images)),
+        ("model", outcome.model),
+        ("seed", str(outcome.seed)),
+        ("plan", outcome.plan),
+        ("seconds", f"{seconds['total']:.2f}  ({parts})"),
+        ("per step", f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps"),
+        ("peak memory", _per_rank(facts["peak_memory_bytes"])),
+        ("bytes sent", _per_rank(facts["bytes_sent"])),
+    ):
+        table.add_row(name, text)
+    return table
+
+
+def amount(count: float) -> str:
+    """A number of bytes for a person."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def _per_rank(counts: list[int]) -> str:
+    return ", ".join(f"rank {rank}: {amount(count)}" for rank, count in enumerate(counts))
