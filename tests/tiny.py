@@ -67,12 +67,13 @@ def vae(channels: int = 4) -> AutoencoderKL:
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """No zero-initialised gate or head may hide a block's output; attention must matter."""
+    """No zero-initialised gate or head may hide a block's output; attention must matter; latents stay near 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim >= 2:
-            parameter.data = noise * 1.6 / parameter[0].numel() ** 0.5
+            gain = 0.4 if name == "proj_out.weight" else 1.6
+            parameter.data = noise * gain / parameter[0].numel() ** 0.5
         else:
             parameter.data = noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return model.eval()
@@ -104,7 +105,7 @@ def pixart(blocks: int = 4, *, alpha: bool = False) -> Any:
     return quiet(
         cls(
             tokenizer=tokenizer(), text_encoder=t5(), vae=vae(), transformer=randomise(transformer),
-            scheduler=DPMSolverMultistepScheduler(),
+            scheduler=DPMSolverMultistepScheduler(beta_end=0.004),  # an untrained epsilon is divided by alpha
         )  # fmt: skip
     )
 
