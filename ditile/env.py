@@ -1,13 +1,15 @@
 """The only reader of `os.environ`.
 
-    DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
-    DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress
-    RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
+DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
+DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
+                        any byte but NUL does
+RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import NamedTuple
 
 
@@ -36,3 +38,18 @@ def progress_fd() -> int | None:
     """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     return int(text) if text else None
+
+
+def for_rank(rank: int, world: int, threads: int, progress_fd: int) -> dict[str, str]:
+    """The whole environment of a rank that `launch` starts; its connections stay on the loopback device."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "DITILE_PROGRESS_FD": str(progress_fd),
+    }

@@ -1,0 +1,304 @@
+"""The parent's side of `launch`: hear what every rank says, judge who failed first, leave nothing behind.
+
+A rank is one process, in a session of its own, with three anonymous pipes:
+
+    control   to the rank: its job, then one byte that lets it leave; its end (the parent died) ends it
+    report    from the rank: one frame, what it returned or how it failed
+    pulse     from the rank: a NUL every second says that it lives, any other byte that it makes progress
+
+The parent never waits on one pipe alone: a rank that is stopped in the middle of a frame holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile import errors
+from ditile.errors import DitileError, RankError
+
+STACK_SIGNAL = signal.SIGUSR1
+"""What makes a rank write the Python stacks of its threads into its stack file."""
+
+HEARTBEAT = b"\0"
+PROGRESS = b"."
+LEAVE = b"!"
+HEADER = 8
+"""Bytes of a frame's length, little-endian, before its pickle."""
+
+PLAIN = ("PlanError", "ModelError", "LoadError", "StateError")
+"""What a rank may raise that needs no traceback: the parent raises the very type with the same message."""
+
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How long each thing may take, in seconds."""
+
+    stall: float = 600.0
+    """no rank reports progress; at least `start` while one is starting"""
+    silence: float = 10.0
+    """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
+    start: float = 120.0
+    """the same before it has started: loading torch from a cold disk holds that lock"""
+    grace: float = 0.3
+    """after the first failure, for an earlier cause to arrive"""
+    term: float = 1.0
+    """from SIGTERM to SIGKILL"""
+    leave: float = 10.0
+    """for ranks that all returned to exit by themselves"""
+
+
+class Returned(NamedTuple):
+    """A rank's result."""
+
+    value: Any
+
+
+class Failure(NamedTuple):
+    """How a rank failed.
+
+    Attributes:
+        at: when, on the monotonic clock that the processes of one machine share.
+        cause: the exception type, or how the rank ended.
+        message: one line for a person.
+        traceback: the rank's own traceback or stack.
+        plain: the name in `PLAIN` of what it raised, or "".
+    """
+
+    at: float
+    cause: str
+    message: str
+    traceback: str = ""
+    plain: str = ""
+
+    @property
+    def consequence(self) -> bool:
+        """Whether this is what a peer of the culprit sees: its connection to it broke."""
+        return bool(_CONSEQUENCE.search(f"{self.message}\n{self.traceback}"))
+
+    def error(self, rank: int) -> DitileError:
+        """What the parent raises."""
+        error = RankError(rank, self.cause, self.message, self.traceback)
+        if self.plain:
+            plain: DitileError = getattr(errors, self.plain)(self.message)
+            plain.__cause__ = error
+            return plain
+        if self.traceback and sys.version_info >= (3, 11):
+            error.add_note(f"\n{self.traceback.rstrip()}")
+        return error
+
+
+class Rank:
+    """One rank as its parent sees it.
+
+    Args:
+        number: its place in the world.
+        command: the command line; the numbers of its three descriptors follow as words.
+        environ: its whole environment, given the number of its pulse descriptor.
+        job: the frame that it is sent.
+        stacks: the file into which it writes its stacks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environ: Callable[[int], dict[str, str]],
+        job: bytes,
+        stacks: Path,
+    ) -> None:
+        self.number, self.stacks = number, stacks
+        self.outcome: Returned | Failure | None = None
+        self.started = False
+        self.heard = self.moved = time.monotonic()
+        self._outbox, self._inbox = memoryview(job), bytearray()
+        (theirs_in, self._control), (self._report, theirs_out), (self._pulse, theirs_pulse) = (
+            os.pipe(), os.pipe(), os.pipe(),
+        )  # fmt: skip
+        theirs = (theirs_in, theirs_out, theirs_pulse)
+        try:
+            self.process = subprocess.Popen(
+                [*command, *map(str, theirs)],
+                env=environ(theirs_pulse),
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            self.close()
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+
+    def register(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
+        """Adds its three pipes; the data of each is a function that handles it, false when it is done."""
+        for fd in (self._control, self._report, self._pulse):
+            os.set_blocking(fd, False)
+        selector.register(self._control, selectors.EVENT_WRITE, self._send)
+        selector.register(self._report, selectors.EVENT_READ, self._receive)
+        selector.register(self._pulse, selectors.EVENT_READ, lambda: self._feel(progress))
+
+    def judge(self, limits: Limits) -> None:
+        """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
+        code, now = self.process.poll(), time.monotonic()
+        if code is not None and self.outcome is None:
+            with contextlib.suppress(BlockingIOError):  # what it said last may still be in the pipe
+                while self._receive():
+                    pass
+        if self.outcome is not None:
+            return
+        if code is not None:
+            cause = _ended(code)
+            self.outcome = Failure(now, cause, cause, self.stack())
+        elif now - self.heard > (limits.silence if self.started else limits.start):
+            message = f"no sign of life for {now - self.heard:.0f} s: stopped, or its interpreter is blocked"
+            self.outcome = Failure(now, "no sign of life", message)
+
+    def stack(self) -> str:
+        """What the rank wrote into its stack file so far."""
+        return self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
+
+    def kill(self, number: signal.Signals) -> None:
+        """Sends a signal to the rank and to whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+            os.killpg(self.process.pid, number)
+
+    def dismiss(self) -> None:
+        """Lets a rank that returned leave."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control, LEAVE)
+
+    def wait(self, deadline: float) -> None:
+        """Returns when the process has ended, or at `deadline`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Closes the parent's ends of the pipes."""
+        for fd in (self._control, self._report, self._pulse):
+            os.close(fd)
+
+    def _send(self) -> bool:
+        try:
+            self._outbox = self._outbox[os.write(self._control, self._outbox[: 1 << 16]) :]
+        except BrokenPipeError:  # it ended: `judge` says how
+            return False
+        return bool(self._outbox)
+
+    def _receive(self) -> bool:
+        data = os.read(self._report, 1 << 20)
+        self._inbox += data
+        if self.outcome is None and len(self._inbox) >= HEADER:
+            end = HEADER + int.from_bytes(self._inbox[:HEADER], "little")
+            if len(self._inbox) >= end:
+                self.outcome = pickle.loads(memoryview(self._inbox)[HEADER:end])
+                self._inbox = bytearray()
+                self.moved = time.monotonic()
+        return bool(data)
+
+    def _feel(self, progress: Callable[[int, int], None] | None) -> bool:
+        data = os.read(self._pulse, 1 << 16)
+        self.heard = time.monotonic()
+        if reports := len(data) - data.count(HEARTBEAT):
+            reports -= not self.started  # the first says that it has started
+            self.moved, self.started = self.heard, True
+            if progress and reports:
+                progress(self.number, reports)
+        return bool(data)
+
+
+def watch(ranks: Sequence[Rank], limits: Limits, progress: Callable[[int, int], None] | None) -> list[Any]:
+    """What the ranks return, in their order.
+
+    Raises:
+        RankError: for the first rank that fails, is silent or stalls.
+        PlanError, ModelError, LoadError, StateError: if that is what it raised.
+    """
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            rank.register(selector, progress)
+        while not all(isinstance(rank.outcome, Returned) for rank in ranks):
+            for key, _ in selector.select(timeout=0.1):
+                if not key.data():
+                    selector.unregister(key.fd)
+            for rank in ranks:  # after the pipes were emptied: this process may have been stopped too
+                rank.judge(limits)
+            _raise_failure(ranks, limits)
+            _raise_stall(ranks, limits)
+    for rank in ranks:
+        rank.dismiss()
+    deadline = time.monotonic() + limits.leave
+    for rank in ranks:
+        rank.wait(deadline)
+    return [rank.outcome.value for rank in ranks if isinstance(rank.outcome, Returned)]
+
+
+def end(ranks: Iterable[Rank], limits: Limits) -> None:
+    """Ends every rank and what it started, however it is blocked; returns when none is left."""
+    try:
+        deadline = time.monotonic() + limits.term
+        for rank in ranks:
+            rank.kill(signal.SIGTERM)
+        for rank in ranks:
+            rank.wait(deadline)
+    finally:  # also when an impatient second Ctrl-C comes while it waits
+        for rank in ranks:
+            rank.kill(signal.SIGKILL)
+        for rank in ranks:
+            rank.process.wait()
+            rank.close()
+
+
+def _raise_failure(ranks: Sequence[Rank], limits: Limits) -> None:
+    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, Failure)]
+    if not failed or time.monotonic() < min(failed)[0].at + limits.grace:
+        return
+    failure, number = min([pair for pair in failed if not pair[0].consequence] or failed)
+    if failure.cause == "no sign of life":
+        failure = failure._replace(traceback=_stacks(ranks))
+    raise failure.error(number)
+
+
+def _raise_stall(ranks: Sequence[Rank], limits: Limits) -> None:
+    idle = time.monotonic() - max(rank.moved for rank in ranks)
+    waiting = [rank for rank in ranks if rank.outcome is None]
+    starting = not all(rank.started for rank in waiting)
+    if not waiting or idle <= (max(limits.stall, limits.start) if starting else limits.stall):
+        return
+    first = min(waiting, key=lambda rank: rank.moved)
+    message = f"no rank made progress for {idle:.0f} s; this one has been without for longest"
+    raise Failure(time.monotonic(), "no progress", message, _stacks(ranks)).error(first.number)
+
+
+def _stacks(ranks: Sequence[Rank]) -> str:
+    """The Python stacks of every rank, asked for now."""
+    for rank in ranks:
+        if rank.process.poll() is None and rank.stacks.exists():  # without its file the signal would end it
+            rank.process.send_signal(STACK_SIGNAL)
+    time.sleep(0.5)
+    return "\n".join(f"rank {rank.number}:\n{rank.stack() or '  (left no stack)'}" for rank in ranks)
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code} before it returned"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"

@@ -1,0 +1,25 @@
+"""Fixtures of every test. Tests never use the network, assert the ages of keys, and use one torch thread."""
+
+import os
+from collections.abc import Iterator
+
+os.environ |= {
+    "DITILE_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The ranks that all tests share: `pool.run(fn, ranks, *args)`."""
+    with Pool() as pool:
+        yield pool

@@ -1,0 +1,218 @@
+"""One pool of ranks for all tests: starting gloo and importing diffusers costs seconds, a case milliseconds.
+
+    def test_sum(pool):
+        assert pool.run(summed, 2, 1.0) == [2.0, 2.0]
+
+Each case gets a fresh process group of exactly `ranks` workers. A worker that failed, or whose peers did, may
+hold half of a collective: after a failure all workers of the case are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ditile.launch import die_with_parent
+
+MOST = 8
+"""Ranks of the largest case."""
+
+STACK_SIGNAL = signal.SIGUSR1
+
+
+class CaseError(AssertionError):
+    """A case failed on some ranks; the message has the traceback of each.
+
+    Attributes:
+        tracebacks: by rank; of a rank that hangs, its stack.
+    """
+
+    def __init__(self, what: str, tracebacks: dict[int, str]) -> None:
+        super().__init__("\n".join([what, *(f"--- rank {r} ---\n{text}" for r, text in tracebacks.items())]))
+        self.tracebacks = tracebacks
+
+
+class Worker:
+    """One process of the pool, and the parent's ends of its two pipes."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.stacks = directory / f"stacks-{number}"
+        theirs_in, self.jobs = context.Pipe(duplex=False)
+        self.results, theirs_out = context.Pipe(duplex=False)
+        self.process = context.Process(target=_work, args=(theirs_in, theirs_out, self.stacks), daemon=True)
+        self.process.start()
+        theirs_in.close()
+        theirs_out.close()
+
+    def stack(self) -> str:
+        """Asks for the Python stacks of its threads."""
+        if self.stacks.exists() and self.process.pid and self.process.is_alive():
+            os.kill(self.process.pid, STACK_SIGNAL)
+            time.sleep(0.3)
+        text = self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
+        return text or f"(no stack; exit code {self.process.exitcode})"
+
+    def end(self) -> None:
+        """Kills it, however it is blocked."""
+        self.process.kill()
+        self.process.join()
+        self.jobs.close()
+        self.results.close()
+        self.stacks.unlink(missing_ok=True)
+
+
+class Pool:
+    """Up to `MOST` ranks, started when they are first needed. A context: its end ends them."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._started = self._cases = 0
+
+    def __enter__(self) -> Pool:
+        self._directory = tempfile.TemporaryDirectory(prefix="ditile-pool-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._replace(len(self._workers))
+        self._directory.cleanup()
+
+    def run(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """What `fn(*args)` returns on each of `ranks` ranks, in their order.
+
+        Raises:
+            CaseError: if a rank raises or dies, or any has not answered after `timeout` seconds.
+        """
+        if not 1 <= ranks <= MOST:
+            raise ValueError(f"ranks={ranks}: the pool has 1 to {MOST}")
+        workers, done = self._ready(ranks), False
+        self._cases += 1
+        store = Path(self._directory.name, f"store-{self._cases}")
+        call = pickle.dumps((fn, args))
+        try:
+            for rank, worker in enumerate(workers):
+                worker.jobs.send_bytes(pickle.dumps(Case(rank, ranks, str(store), timeout, call)))
+            answers = self._gather(workers, time.monotonic() + timeout)
+            failed = {rank: answer.traceback for rank, answer in sorted(answers.items()) if not answer.ok}
+            hung = {rank: workers[rank].stack() for rank in range(ranks) if rank not in answers}
+            done = not failed and not hung
+        finally:  # a test that was interrupted leaves no half-run case to the next one
+            store.unlink(missing_ok=True)
+            if not done:
+                self._replace(ranks)
+        if not done:
+            name = getattr(fn, "__name__", repr(fn))
+            what = f"{name} failed on rank(s) {list(failed)}" if failed else f"{name} hung for {timeout:g} s"
+            silent = f"; rank(s) {list(hung)} did not answer" if hung else ""
+            raise CaseError(f"{what}{silent}, of {ranks}", failed | hung)
+        return [pickle.loads(answers[rank].value) for rank in range(ranks)]
+
+    def _gather(self, workers: Sequence[Worker], deadline: float) -> dict[int, Answer]:
+        """Answers by rank. Once one has failed, the others get two seconds more: they may wait for it."""
+        answers: dict[int, Answer] = {}
+        open_ends = {worker.results: rank for rank, worker in enumerate(workers)}
+        while open_ends and (left := deadline - time.monotonic()) > 0:
+            for end in wait(list(open_ends), left):
+                rank = open_ends.pop(cast(Connection, end))
+                answers[rank] = _answer(end, workers[rank])
+                if not answers[rank].ok:
+                    deadline = min(deadline, time.monotonic() + 2)
+        return answers
+
+    def _ready(self, ranks: int) -> list[Worker]:
+        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
+        while len(self._workers) < ranks:
+            self._started += 1
+            self._workers.append(Worker(Path(self._directory.name), self._started))
+        return self._workers[:ranks]
+
+    def _replace(self, ranks: int) -> None:
+        for worker in self._workers[:ranks]:
+            worker.end()
+        del self._workers[:ranks]
+
+
+class Case(NamedTuple):
+    """What a worker is sent."""
+
+    rank: int
+    world: int
+    store: str
+    timeout: float
+    call: bytes
+
+
+class Answer(NamedTuple):
+    """What a worker sends back: the pickle of its result, or a traceback."""
+
+    ok: bool
+    value: bytes = b""
+    traceback: str = ""
+
+
+def _answer(end: Any, worker: Worker) -> Answer:
+    try:
+        answer: Answer = pickle.loads(end.recv_bytes())
+    except EOFError:
+        worker.process.join(5)
+        text = f"the process ended with exit code {worker.process.exitcode}\n{worker.stack()}"
+        return Answer(False, traceback=text)
+    return answer
+
+
+def _work(jobs: Connection, results: Connection, stacks: Path) -> None:
+    """The life of a worker: cases until the pipe ends."""
+    import torch
+
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("default")  # errors in the test process only
+    os.environ |= {"DITILE_CHECK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with stacks.open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        with contextlib.suppress(EOFError):
+            while True:
+                case = pickle.loads(jobs.recv_bytes())
+                results.send_bytes(pickle.dumps(_run(case)))
+
+
+def _run(case: Case) -> Answer:
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(case.rank), "LOCAL_RANK": str(case.rank), "WORLD_SIZE": str(case.world)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(case.store, case.world),  # type: ignore[attr-defined]
+            rank=case.rank,
+            world_size=case.world,
+            timeout=datetime.timedelta(seconds=case.timeout + 60),  # the pool notices first
+        )
+        fn, args = pickle.loads(case.call)
+        torch.manual_seed(0)
+        value = pickle.dumps(fn(*args))
+        dist.barrier()  # a rank that left before its peers were done would break their connections
+        dist.destroy_process_group()
+        return Answer(True, value)
+    except BaseException:  # SystemExit and pytest's Failed too: the parent shows whatever ended the case
+        text = io.StringIO()
+        traceback.print_exc(file=text)
+        return Answer(False, traceback=text.getvalue())
