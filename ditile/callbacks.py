@@ -7,7 +7,6 @@ point: every rank gets the whole latents, every rank's callback is called, and w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 

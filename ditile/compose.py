@@ -20,6 +20,7 @@ from ditile.errors import StateError
 from ditile.mesh import Mesh
 from ditile.plan import Plan
 from ditile.seats import Core, Seats
+from ditile.shape import Weights
 from ditile.spec import ModelSpec
 from ditile.trace import Trace
 
@@ -30,6 +31,7 @@ class Composition:
 
     Attributes:
         stages: the blocks of every stage, of which this rank owns one.
+        weights: the parameters of the undivided transformer.
     """
 
     pipe: Any
@@ -39,6 +41,7 @@ class Composition:
     spec: ModelSpec
     seats: Seats
     stages: list[range]
+    weights: Weights
     pipefusion: PipeFusion
     trace: Trace
 
@@ -61,9 +64,7 @@ class Composition:
             return AttentionCore(loop.current, layer, kernel, joint=joint, check=check)
 
         with ExitStack() as stack:
-            stack.enter_context(
-                self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND)
-            )
+            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
 
@@ -82,9 +83,10 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
     stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+    weights = seats.weights()
     seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
     pipe.to(device)
     dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace)
-    return Composition(pipe, plan, mesh, device, spec, seats, stages, pipefusion, trace)
+    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, trace)

@@ -68,8 +68,7 @@ class Layout:
 
     def message(self, patch: int) -> int:
         """Tokens that travel between stages for a patch."""
-        span = self.tokens(patch)
-        return span.stop - span.start + (self.text if self.carries_text(patch) else 0)
+        return self.rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
 
 
 def cut_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators]
 
 
-def restore(generators: Sequence[torch.Generator], saved: Sequence[torch.Tensor]) -> None:
+def restore(generators: Sequence[torch.Generator], saved: Iterable[torch.Tensor]) -> None:
     """Puts generators back into saved states."""
     for generator, state in zip(generators, saved, strict=True):
         generator.set_state(state)
@@ -47,4 +47,4 @@ def share(
         return
     saved = states(generators)
     joined = broadcast(torch.cat(saved), source, group, traffic, "control")
-    restore(generators, list(joined.split([state.numel() for state in saved])))
+    restore(generators, torch.split(joined, [state.numel() for state in saved]))

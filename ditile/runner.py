@@ -23,6 +23,7 @@ from ditile.compose import Composition, compose
 from ditile.errors import ModelError, StateError
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
+from ditile.shape import Shape, filled_call
 from ditile.table import describe
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
@@ -72,6 +73,8 @@ class Runner:
         self._parts, self._origin, self._keep = composition, origin, keep_weights
         self._adapters = self._lora_adapters()
         self._restored = self._running = False
+        self._devices = gather_json(str(composition.device), self.mesh.control)
+        self._call: dict[str, Any] = {}
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
@@ -96,6 +99,7 @@ class Runner:
         if reason:
             raise ModelError(reason)
         self._assert_alike(call)
+        self._call = call
         self._running = True
         try:
             return self._run(call, output)
@@ -111,7 +115,9 @@ class Runner:
         if self._restored:
             return
         if self.mesh.world > 1 and not self._keep:
-            raise StateError("the weights of the other stages were freed; reload the pipeline, or use keep_weights=True")
+            raise StateError(
+                "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
+            )
         if self.mesh.world > 1 and self._lora_adapters() != self._adapters:
             raise StateError(
                 f"LoRAs {sorted(self._lora_adapters())} are loaded on this stage's blocks alone, and "
@@ -140,7 +146,14 @@ class Runner:
             write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
 
     def __str__(self) -> str:
-        return describe(self._parts)
+        """Rank -> device, stage, blocks, parameters, memory of keys, bytes per step; for the last call's size."""
+        pipe, parts = self.pipe, self._parts
+        scale = pipe.vae_scale_factor
+        call = filled_call(type(pipe), pipe.transformer.config, scale, self._call)
+        size = next(pipe.transformer.parameters()).element_size()
+        shape = Shape.of(parts.spec, pipe.transformer.config, scale, size, call)
+        name = type(pipe).__name__
+        return describe(name, parts.spec, self.plan, shape, parts.stages, parts.weights, self._devices)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
         generators = rng.sources(call.get("generator"), self._parts.device)
@@ -161,7 +174,9 @@ class Runner:
 
     def _assert_alike(self, call: Mapping[str, Any]) -> None:
         """A rank that was called with another prompt or size would hang the others, or spoil the picture."""
-        plain = {name: value for name, value in call.items() if isinstance(value, str | int | float | bool)}
+        plain: dict[str, Any] = {
+            name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
+        }
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
         everyone = gather_json(plain, self.mesh.control)
         for rank, theirs in enumerate(everyone):

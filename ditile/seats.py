@@ -8,6 +8,7 @@ list, its weights and children are gone, and its seat passes the tokens through.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
+from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
 
 _ABSENT = object()
@@ -27,7 +29,7 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class State(NamedTuple):
-    """The tokens on their way through the blocks: image `[B, n, C]`, text `[B, t, C]` where a model has such a stream."""
+    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where it is a stream too."""
 
     image: Tensor
     text: Tensor | None
@@ -77,6 +79,12 @@ class Seats:
         """The relative cost of each block."""
         return [seat.io.cost for seat in self.chain]
 
+    def weights(self) -> Weights:
+        """The parameters of each block, and of the rest."""
+        blocks = tuple(sum(p.numel() for p in seat.block.parameters()) for seat in self.chain)
+        everything = sum(p.numel() for p in self.transformer.parameters())
+        return Weights(blocks=blocks, shared=everything - sum(blocks))
+
     def is_cut(self) -> bool:
         """Whether some block is hollow."""
         return any(not seat.block._modules and not seat.block._parameters for seat in self.chain)
@@ -95,7 +103,8 @@ class Seats:
         """Puts the weights back that `hollow` kept."""
         for index, parts in self._hollow.items():
             block = self.chain[index].block
-            for mine, kept in zip((block._modules, block._parameters, block._buffers), parts, strict=True):
+            parts_of_block: tuple[dict[str, Any], ...] = (block._modules, block._parameters, block._buffers)
+            for mine, kept in zip(parts_of_block, parts, strict=True):
                 mine.update(kept)
         self._hollow.clear()
 
@@ -174,7 +183,7 @@ class Seats:
         if self.spec.processor is not None:
             if type(stock) not in self.spec.stock:
                 known = ", ".join(cls.__name__ for cls in self.spec.stock)
-                raise ModelError(f"{layer} has processor {type(stock).__name__}, and only {known} is known; set it back")
+                raise ModelError(f"{layer} has processor {type(stock).__name__}, known is {known}; set it back")
             return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
         if isinstance(stock, nn.Module):
             raise ModelError(f"{layer} has processor {type(stock).__name__}, which has weights; unload the IP-adapter")
@@ -242,9 +251,8 @@ def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
     for name, cut in io.tokens.items():
         value = call.get(name)
         if value is not None:
-            key = (name, now.branch, patch)
-            view = View(now.layout, patch)
-            call[name] = now.memory.sliced(key, value, lambda cut=cut, value=value, view=view: cut(value, view))
+            make = functools.partial(cut, value, View(now.layout, patch))
+            call[name] = now.memory.sliced((name, now.branch, patch), value, make)
 
 
 def _parameters(module: nn.Module) -> list[str]:

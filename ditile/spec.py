@@ -41,6 +41,20 @@ class BlockIO:
     cost: float = 1.0
 
 
+class Conditioning(NamedTuple):
+    """What the arguments of a pipeline's call make of one image.
+
+    Attributes:
+        text: tokens of text in the sequence of joint attention.
+        rows: rows of the batch for each image.
+        calls: transformer calls per step.
+    """
+
+    text: int = 0
+    rows: int = 1
+    calls: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A family.
@@ -52,6 +66,8 @@ class ModelSpec:
         joint: where the text lies in the sequence of joint attention.
         latent_dim: the dimension of the pipeline's latents that patches cut.
         grid: (transformer, arguments of forward) -> the token grid of the image.
+        latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
+        conditioning: call arguments -> text, batch and calls, for tables and dry runs.
         image_tokens: embeds the latents; its value is read on the first stage only.
         out: makes the prediction of each token.
         constant: modules whose output does not change during a generation; `*` stands for one name.
@@ -66,6 +82,8 @@ class ModelSpec:
     joint: Joint
     latent_dim: int
     grid: Callable[[nn.Module, Mapping[str, Any]], Grid]
+    latent_per_token: Callable[[Mapping[str, Any]], int]
+    conditioning: Callable[[Mapping[str, Any]], Conditioning]
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
     out: str = "proj_out"

@@ -50,7 +50,7 @@ class Trace:
         """A point in time, on the device's own clock."""
         if not self.on:
             return None
-        if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        if not torch.cuda.is_available():
             return time.perf_counter()
         if self._origin is None:
             self._origin = (time.perf_counter(), _mark())
@@ -63,7 +63,7 @@ class Trace:
 
     def events(self) -> list[Event]:
         """What was recorded. Waits for the GPU."""
-        return [Event(*head, self._seconds(start), self._seconds(end)) for *head, start, end in self._events]
+        return [Event(*event[:4], self._seconds(event[4]), self._seconds(event[5])) for event in self._events]
 
     def _seconds(self, point: Any) -> float:
         if isinstance(point, float):
@@ -71,7 +71,7 @@ class Trace:
         assert self._origin is not None
         wall, origin = self._origin
         point.synchronize()
-        return wall + origin.elapsed_time(point) / 1e3
+        return wall + float(origin.elapsed_time(point)) / 1e3
 
 
 def write_chrome(path: str | Path, events_of_rank: list[list[Event]]) -> None:

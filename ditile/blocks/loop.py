@@ -54,7 +54,7 @@ class StepTimesteps(Tensor):
         is_open = isinstance(index, slice) and index.stop is None and index.step in (None, 1)
         return StepTimesteps.of(part, self.loop) if is_open else part
 
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Tensor]:
         return self.loop.drive(self.plain().unbind(0))
 
 
@@ -98,12 +98,16 @@ class Loop:
     def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
         """Overrides the scheduler of a pipeline until the stack is closed."""
         self._pipe, self._hooks = pipe, hooks
-        mine = {"set_timesteps": self._set_timesteps, "step": self._step, "scale_model_input": self._scale}
+        mine: dict[str, Callable[..., Any]] = {
+            "set_timesteps": self._set_timesteps,
+            "step": self._step,
+            "scale_model_input": self._scale,
+        }
         for name in OVERRIDES:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
-                function = functools.update_wrapper(functools.partial(mine[name], stock), stock)
-                override(stack, self._scheduler, name, function)
+                seated = functools.update_wrapper(functools.partial(mine[name], stock), stock)
+                override(stack, self._scheduler, name, seated)
         stack.callback(self.drop)
 
     def current(self) -> Generation:
@@ -236,10 +240,12 @@ class Loop:
     def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         now = self.current()
         result: Any = None
+        patch: Tensor | None = None
         for op in self._schedule.after(self._pipefusion.stage, now.micro):
             assert op.patch is not None and self._latents is not None
             span = now.layouts[0].latents(op.patch)
             if op.kind is Kind.RETURN:
+                assert patch is not None
                 self._pipefusion.give_back(patch)
                 continue
             with self._trace.span("step", op.step, op.patch):

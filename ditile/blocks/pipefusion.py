@@ -195,9 +195,9 @@ class PipeFusion:
         """All that follows is patch-sized; without the text, two dummy tokens stand for it."""
         now = self.generation
         if now.branch not in now.layouts:
-            text = 0 if state.text is None else state.text.shape[1]
+            length = 0 if state.text is None else state.text.shape[1]
             self._plan.check_rows(self._grid.rows)
-            now.layouts[now.branch] = Layout.of(self._grid, self._patches, text, self._joint)
+            now.layouts[now.branch] = Layout.of(self._grid, self._patches, length, self._joint)
         if self.stage > 0:
             self._shapes[now.branch] = (state.image.shape[0], state.image.shape[2])
             if now.micro.step == 0:
@@ -226,10 +226,11 @@ class PipeFusion:
         self._start = self._trace.now()
         if not parts:
             return state
-        text = self.generation.layout.text if self.generation.layout.carries_text(self.generation.micro.patch) else 0
-        words = parts[0][:, :text].contiguous() if text else self._dummy(state)
-        image = torch.cat([parts[0][:, text:], *parts[1:]], dim=1) if len(parts) > 1 else parts[0][:, text:]
-        return State(image.contiguous(), words)
+        layout = self.generation.layout
+        length = layout.text if layout.carries_text(self.generation.micro.patch) else 0
+        text = parts[0][:, :length].contiguous() if length else self._dummy(state)
+        image = torch.cat([parts[0][:, length:], *parts[1:]], dim=1) if len(parts) > 1 else parts[0][:, length:]
+        return State(image.contiguous(), text)
 
     def _hand_over(self, state: State) -> None:
         self._computed()

@@ -21,7 +21,7 @@ from ditile.spec import BlockIO, ModelSpec
 
 __all__ = ["BlockIO", "Family", "ModelSpec", "families", "register", "spec_of", "support"]
 
-_SPECS: dict[type[nn.Module], ModelSpec] = {
+_SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
     PixArtTransformer2DModel: PIXART,
     SD3Transformer2DModel: SD3,

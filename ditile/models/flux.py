@@ -14,7 +14,7 @@ from torch import nn
 
 from ditile.layout import Grid
 from ditile.models.slicers import rotary
-from ditile.spec import BlockIO, ModelSpec
+from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
 def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
@@ -32,6 +32,12 @@ def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
     return None
 
 
+def conditioning(call: Mapping[str, Any]) -> Conditioning:
+    """True CFG, where it is on, is a second call."""
+    guided = call.get("true_cfg_scale", 1.0) > 1 and call.get("negative_prompt") is not None
+    return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
+
+
 FLUX = ModelSpec(
     name="FLUX.1",
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
@@ -42,6 +48,8 @@ FLUX = ModelSpec(
     joint="text_first",
     latent_dim=1,
     grid=grid,
+    latent_per_token=lambda config: 2,
+    conditioning=conditioning,
     image_tokens="x_embedder",
     constant=("context_embedder", "pos_embed"),
     per_step=(

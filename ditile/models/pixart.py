@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
 from ditile.models.slicers import image_grid
-from ditile.spec import BlockIO, ModelSpec
+from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
 class PixArtSelfAttention:
@@ -31,6 +31,8 @@ PIXART = ModelSpec(
     joint="none",
     latent_dim=2,
     grid=image_grid,
+    latent_per_token=lambda config: int(config["patch_size"]),
+    conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
     processor=PixArtSelfAttention,

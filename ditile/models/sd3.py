@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: joint attention with the image first; 3.5 medium adds image-only attention to some blocks.
+"""Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 medium adds image-only attention to some blocks.
 
 Skip-layer guidance tests the index of the loop's iteration, which counts patches here: refused.
 """
@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from torch import Tensor
 
 from ditile.models.slicers import image_grid
-from ditile.spec import BlockIO, ModelSpec
+from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
 class SD3Attention:
@@ -59,6 +59,12 @@ def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
     return None
 
 
+def conditioning(call: Mapping[str, Any]) -> Conditioning:
+    """CLIP's 77 tokens and T5's follow each other; guidance doubles the batch."""
+    guided = call.get("guidance_scale", 7.0) > 1
+    return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
+
+
 SD3 = ModelSpec(
     name="Stable Diffusion 3 / 3.5",
     pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
@@ -66,6 +72,8 @@ SD3 = ModelSpec(
     joint="image_first",
     latent_dim=2,
     grid=image_grid,
+    latent_per_token=lambda config: int(config["patch_size"]),
+    conditioning=conditioning,
     constant=("context_embedder",),
     per_step=(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",

@@ -1,0 +1,68 @@
+"""A dry run: the runner's table and the first steps of the schedule, from configs alone. No weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from ditile.blocks.gantt import as_text
+from ditile.blocks.schedule import Schedule
+from ditile.blocks.stages import cut
+from ditile.errors import LoadError, ModelError
+from ditile.load import find
+from ditile.models import spec_of
+from ditile.plan import Plan
+from ditile.seats import Seats
+from ditile.shape import Shape, filled_call
+from ditile.table import describe
+
+STEPS_SHOWN = 2
+
+
+def report(model: str, plan: Plan, call: Mapping[str, Any]) -> str:
+    """What a call of a model under a plan would look like.
+
+    Args:
+        model: a bundled model, a folder or a hub id (of which only configs are fetched).
+        plan: the plan.
+        call: the call's arguments; the pipeline's own defaults fill the gaps.
+
+    Raises:
+        LoadError, ModelError, PlanError: if the model is not there, has no spec, or does not fit the plan.
+    """
+    source = find(model)
+    pipeline, transformer, vae_scale = _skeleton(source)
+    spec = spec_of(transformer)
+    seats = Seats(transformer, spec)
+    plan.check_blocks(type(transformer).__name__, len(seats.chain))
+    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+    config: Any = transformer.config
+    shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
+    devices = ["as found"] * plan.world
+    table = describe(model, spec, plan, shape, stages, seats.weights(), devices)
+    schedule = Schedule(plan.pipefusion, plan.num_patches, shape.steps, min(plan.warmup, shape.steps))
+    shown = min(plan.warmup + STEPS_SHOWN, shape.steps) if plan.warmup < 2 else STEPS_SHOWN
+    return f"{table}\n\n{as_text(schedule, shown, shape.calls)}"
+
+
+def _skeleton(source: Path | str) -> tuple[type, nn.Module, int]:
+    """The pipeline's class, its transformer without weights, and pixels per latent pixel."""
+    try:
+        index = diffusers.DiffusionPipeline.load_config(source)
+        pipeline = getattr(diffusers, index["_class_name"])
+        name = index.get("transformer", (None, None))[1]
+        if name is None:
+            raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
+        cls = getattr(diffusers, name)
+        config = cls.load_config(source, subfolder="transformer")
+        vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
+    except (OSError, KeyError, AttributeError) as error:
+        raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+    with torch.device("meta"):
+        transformer: nn.Module = cls.from_config(config)
+    return pipeline, transformer, 2 ** (len(vae["block_out_channels"]) - 1)

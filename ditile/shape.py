@@ -1,0 +1,118 @@
+"""Shape: the numbers of one job, from a model's config and the arguments of a call. No weights, no torch.
+
+What the table of a runner and a dry run show is computed here: tokens, messages, memory of keys, parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ditile.layout import Grid, Layout
+from ditile.plan import Plan
+from ditile.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Parameters of a transformer: of each block, and of what every rank holds (embeddings, head)."""
+
+    blocks: tuple[int, ...]
+    shared: int
+
+    def of(self, owned: range) -> int:
+        """Parameters of a stage."""
+        return self.shared + sum(self.blocks[block] for block in owned)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One job.
+
+    Attributes:
+        height, width: pixels.
+        steps: denoising steps.
+        grid: token rows of the image.
+        text: text tokens in the sequence of joint attention.
+        batch: rows of a transformer call.
+        images: images made at once.
+        calls: transformer calls per step.
+        channels: width of a token in the blocks.
+        latent_elements: elements of one image's latents.
+        element_size: bytes of an activation.
+    """
+
+    height: int
+    width: int
+    steps: int
+    grid: Grid
+    text: int
+    batch: int
+    images: int
+    calls: int
+    channels: int
+    latent_elements: int
+    element_size: int
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, config: Mapping[str, Any], vae_scale: int, element_size: int, call: Mapping[str, Any]
+    ) -> Shape:
+        """The shape of a call of a pipeline.
+
+        Args:
+            spec: the family.
+            config: the transformer's config.
+            vae_scale: pixels of a latent pixel's side.
+            element_size: bytes of an activation.
+            call: the call's arguments, `height` and `width` among them.
+        """
+        side = spec.latent_per_token(config)
+        height, width = int(call["height"]), int(call["width"])
+        rows, columns = height // (vae_scale * side), width // (vae_scale * side)
+        conditioning = spec.conditioning(call)
+        prompt = call.get("prompt")
+        images = (len(prompt) if isinstance(prompt, list) else 1) * int(call.get("num_images_per_prompt", 1))
+        packed = spec.latent_dim == 1
+        channels = int(config["in_channels"])
+        return cls(
+            height=height, width=width, steps=int(call["num_inference_steps"]),
+            grid=Grid(rows, columns, columns if packed else side),
+            text=0 if spec.joint == "none" else conditioning.text, batch=images * conditioning.rows, images=images,
+            calls=conditioning.calls, channels=int(config["num_attention_heads"] * config["attention_head_dim"]),
+            latent_elements=rows * columns * channels * (1 if packed else side * side), element_size=element_size,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence, text included."""
+        return self.grid.rows * self.grid.tokens_per_row + self.text
+
+    def layout(self, plan: Plan, spec: ModelSpec) -> Layout:
+        """The cuts of the image."""
+        plan.check_rows(self.grid.rows)
+        return Layout.of(self.grid, plan.num_patches, self.text, spec.joint)
+
+    def step_bytes(self, plan: Plan, stage: int) -> int:
+        """Bytes that a stage sends in a step that another one follows; headers apart."""
+        if plan.pipefusion == 1:
+            return 0
+        if stage == plan.pipefusion - 1:
+            return self.images * self.latent_elements * self.element_size
+        return self.calls * self.batch * self.tokens * self.channels * self.element_size
+
+    def key_bytes(self, plan: Plan, layers: int) -> int:
+        """Bytes of the keys and values that a stage of `layers` attention layers keeps."""
+        if plan.num_patches == 1 or plan.warmup >= self.steps:
+            return 0
+        return 2 * layers * self.calls * self.batch * self.tokens * self.channels * self.element_size
+
+
+def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Call arguments with the pipeline's own defaults in the gaps, and its default size."""
+    parameters = inspect.signature(pipeline.__call__).parameters.values()
+    own = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
+    side = int(config.get("sample_size") or 128) * vae_scale
+    return {"height": side, "width": side} | own | {k: v for k, v in call.items() if v is not None}
