@@ -13,12 +13,12 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import ditile
 from ditile import env
 from ditile.errors import DitileError, ModelError, PlanError, RankError
-from ditile.flags import add_arguments, collect, normalise
+from ditile.flags import add_arguments, collect, flag, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
 from ditile.options import Generate, Run, check_image
@@ -83,9 +83,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _flags(command: str) -> list[str]:
-    commands = next(action for action in parser()._actions if isinstance(action.choices, dict))
-    chosen: argparse.ArgumentParser = commands.choices[command]  # type: ignore[index, call-overload]
-    return [name for action in chosen._actions for name in action.option_strings]
+    kinds = (Generate, Plan, Run) if command == "generate" else ()
+    return ["--help", *(flag(field.name) for kind in kinds for field in dataclasses.fields(kind))]
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -126,7 +125,7 @@ def _dry_run(wanted: Generate, plan: Plan) -> int:
 
     base = defaults(wanted.model)
     call = base | wanted.call() | ({guidance_name(base): wanted.guidance} if wanted.guidance is not None else {})
-    dry_run.describe(wanted.model, plan, call)
+    print(dry_run.report(wanted.model, plan, call))
     return 0
 
 
@@ -149,7 +148,9 @@ def _models() -> int:
 
     from ditile.models import families
 
-    table = Table("family", "transformer", "pipelines", "rung", "why")
+    table = Table()
+    for title in ("family", "transformer", "pipelines", "rung", "why"):
+        table.add_column(title, overflow="fold")
     for family in families():
         table.add_row(family.name, family.transformer, "\n".join(family.pipelines), family.rung, family.note)
     console = _console(stderr=False)
@@ -161,12 +162,10 @@ def _models() -> int:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False)
+    piped = not (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
 
 
 def _say(message: str, code: int) -> int:
     print(f"ditile: {message}", file=sys.stderr)
     return code
-
-
-__all__: list[Any] = ["main", "parser"]

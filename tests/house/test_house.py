@@ -1,0 +1,147 @@
+"""The rules of the house hold in every file, and each of them can fail."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ditile
+from tests.house import rules
+from tests.house.rules import Source
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests/house/"
+Rule = Callable[[Source], Iterator[str]]
+
+OF_PACKAGE: list[Rule] = [
+    rules.globals_, rules.environment, rules.swallowed, rules.patched, rules.unsafe, rules.directions,
+]  # fmt: skip
+OF_PYTHON: list[Rule] = [rules.sizes, rules.vague]
+OF_TEXT: list[Rule] = [rules.unfinished, rules.machine_paths]
+TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
+
+WRONG = {
+    rules.sizes: [
+        "\n" * 401,
+        "def f():\n" + "    x = 1\n" * 50,
+        "async def f():\n    '''doc'''\n" + "    x = 1\n" * 50,
+    ],
+    rules.globals_: ["def f():\n    global x\n    x = 1"],
+    rules.environment: ["import os\nos.environ['A']", "from os import environ", "import os\nos.getenv('A')"],
+    rules.swallowed: [
+        "try:\n    f()\nexcept:\n    g()",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept (OSError, BaseException) as e:\n    raise ValueError from e",
+        "with contextlib.suppress(Exception):\n    f()",
+    ],
+    rules.patched: [
+        "FluxPipeline.__call__ = mine",
+        "type(block).forward = mine",
+        "block.__class__.forward = mine",
+        "diffusers.FluxPipeline.forward = mine",
+        "setattr(cls, 'forward', mine)",
+    ],
+    rules.unsafe: [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load('x')",
+        "f(trust_remote_code=True)",
+        "f(trust_remote_code=wanted)",
+        "f(use_safetensors=False)",
+    ],
+    rules.directions: [
+        "from ditile.tokens import ring",
+        "import ditile.tokens.ring",
+        "from ditile import compose",
+        "import ditile",
+        "from ..tokens import ring",
+        "def f():\n    from ditile.runner import Runner",
+    ],
+    rules.vague: ["class CacheManager: ...", "class BaseSplit: ...", "class Base: ...", "class _SeatHelper: ..."],
+    rules.unfinished: ["x = 1  # TO" + "DO later", "# FIX" + "ME"],
+    rules.machine_paths: ["open('/" + "tmp/x')", "see /" + "root/notes", "/" + "home/ann/models"],
+}
+
+RIGHT = {
+    rules.sizes: ["\n" * 400, "def f():\n    '''\n" + "\n" * 60 + "'''\n    return 1"],
+    rules.swallowed: [
+        "try:\n    f()\nexcept BaseException:\n    g()\n    raise",
+        "try:\n    f()\nexcept OSError:\n    g()",
+    ],
+    rules.patched: ["self.forward = mine", "block.forward = mine", "setattr(block, 'forward', mine)", "x.T = 1"],
+    rules.unsafe: ["f(trust_remote_code=False, use_safetensors=True)", "json.load(file)"],
+    rules.directions: ["from ditile.models import spec", "from ditile.plan import Plan", "from . import spec"],
+    rules.vague: ["class Baseline: ...", "class Seat: ..."],
+    rules.machine_paths: ["https://example.org/" + "home/x", "~/models", "'a/" + "tmp/b'"],
+}
+
+
+def cases(samples: dict[Rule, list[str]]) -> list[object]:
+    return [
+        pytest.param(rule, text, id=f"{rule.__name__}-{k}") for rule in samples for k, text in enumerate(samples[rule])
+    ]
+
+
+def tracked() -> list[Source]:
+    """Every text file that git knows, or would; all files where there is no git."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    paths = [ROOT / name for name in names if name and Path(name).suffix in TEXTS]
+    return [Source(p.relative_to(ROOT).as_posix(), p.read_text("utf-8")) for p in paths if p.is_file()]
+
+
+FILES = tracked()
+
+
+@pytest.mark.parametrize("rule", OF_PACKAGE, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Rule) -> None:
+    assert_kept(rule, [s for s in FILES if s.path.startswith("ditile/") and s.path.endswith(".py")])
+
+
+@pytest.mark.parametrize("rule", OF_PYTHON, ids=lambda rule: rule.__name__)
+def test_all_python_keeps(rule: Rule) -> None:
+    assert_kept(rule, [s for s in FILES if s.path.endswith(".py")])
+
+
+@pytest.mark.parametrize("rule", OF_TEXT, ids=lambda rule: rule.__name__)
+def test_all_text_keeps(rule: Rule) -> None:
+    assert_kept(rule, [s for s in FILES if not s.path.startswith(HERE) and not s.path.endswith("tokenizer.json")])
+
+
+@pytest.mark.parametrize(("rule", "text"), cases(WRONG))
+def test_a_rule_finds_what_breaks_it(rule: Rule, text: str) -> None:
+    assert list(rule(Source("ditile/models/sample.py", text)))
+
+
+@pytest.mark.parametrize(("rule", "text"), cases(RIGHT))
+def test_a_rule_leaves_the_rest_alone(rule: Rule, text: str) -> None:
+    assert not list(rule(Source("ditile/models/sample.py", text)))
+
+
+def test_every_rule_has_a_sample_that_breaks_it() -> None:
+    assert set(WRONG) == {*OF_PACKAGE, *OF_PYTHON, *OF_TEXT}
+    assert list(rules.vague(Source("ditile/utils.py", "")))
+
+
+def test_the_public_names_are_these_and_sorted() -> None:
+    names = [
+        "DitileError", "LoadError", "ModelError", "ModelSpec", "Plan", "PlanError", "RankError", "Runner", "StateError",
+        "__version__", "launch", "load", "parallelize", "register",
+    ]  # fmt: skip
+    assert ditile.__all__ == sorted(names) == dir(ditile)
+    for name in names:
+        assert getattr(ditile, name) is not None
+
+
+def test_the_readme_is_short() -> None:
+    readme = next(source for source in FILES if source.path == "README.md")
+    assert len(readme.text.splitlines()) <= 150
+
+
+def assert_kept(rule: Rule, sources: list[Source]) -> None:
+    """Fails with every place that breaks the rule."""
+    broken = [f"{source.path}: {what}" for source in sources for what in rule(source)]
+    assert sources and not broken, "\n".join([rule.__doc__ or "", *broken])
