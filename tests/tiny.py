@@ -27,7 +27,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-WORDS = "a the red green blue circle square ring left right above below large small on of and".split()
+WORDS = ["a", "the", "red", "green", "blue", "circle", "square", "ring", "left", "right", "above", "below", "large"]
+WORDS += ["small", "on", "of", "and"]
 WIDTH = 32
 
 
@@ -66,14 +67,17 @@ def vae(channels: int = 4) -> AutoencoderKL:
     ).eval()  # fmt: skip
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """No zero-initialised gate or head may hide a block's output; attention must matter; latents stay near 1."""
+def randomise(model: torch.nn.Module, seed: int = 0, gain: float = 1.6) -> torch.nn.Module:
+    """No zero-initialised gate or head may hide a block's output; attention must matter; latents stay near 1.
+
+    The gain is that of each matrix: attention matters more with a larger one, and so does the last bit of a number.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim >= 2:
-            gain = 0.4 if name == "proj_out.weight" else 1.6
-            parameter.data = noise * gain / parameter[0].numel() ** 0.5
+            wanted = 0.4 if name == "proj_out.weight" else gain
+            parameter.data = noise * wanted / parameter[0].numel() ** 0.5
         else:
             parameter.data = noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return model.eval()
@@ -88,8 +92,13 @@ def flux(double: int = 2, single: int = 3, *, guidance: bool = False) -> FluxPip
     )  # fmt: skip
     return quiet(
         FluxPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.5), vae=vae(), text_encoder=clip(),
-            tokenizer=tokenizer(), text_encoder_2=t5(), tokenizer_2=tokenizer(), transformer=randomise(transformer),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.5),
+            vae=vae(),
+            text_encoder=clip(),
+            tokenizer=tokenizer(),
+            text_encoder_2=t5(),
+            tokenizer_2=tokenizer(),
+            transformer=randomise(transformer),
         )  # fmt: skip
     )
 
@@ -104,7 +113,10 @@ def pixart(blocks: int = 4, *, alpha: bool = False) -> Any:
     cls = PixArtAlphaPipeline if alpha else PixArtSigmaPipeline
     return quiet(
         cls(
-            tokenizer=tokenizer(), text_encoder=t5(), vae=vae(), transformer=randomise(transformer),
+            tokenizer=tokenizer(),
+            text_encoder=t5(),
+            vae=vae(),
+            transformer=randomise(transformer, gain=1.0),
             scheduler=DPMSolverMultistepScheduler(beta_end=0.004),  # an untrained epsilon is divided by alpha
         )  # fmt: skip
     )
@@ -119,10 +131,15 @@ def sd3(blocks: int = 4, dual: tuple[int, ...] = (0, 1)) -> StableDiffusion3Pipe
     )  # fmt: skip
     return quiet(
         StableDiffusion3Pipeline(
-            transformer=randomise(transformer), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(),
-            text_encoder=clip(CLIPTextModelWithProjection), tokenizer=tokenizer(),
-            text_encoder_2=clip(CLIPTextModelWithProjection), tokenizer_2=tokenizer(),
-            text_encoder_3=t5(2 * WIDTH), tokenizer_3=tokenizer(),
+            transformer=randomise(transformer),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=vae(),
+            text_encoder=clip(CLIPTextModelWithProjection),
+            tokenizer=tokenizer(),
+            text_encoder_2=clip(CLIPTextModelWithProjection),
+            tokenizer_2=tokenizer(),
+            text_encoder_3=t5(2 * WIDTH),
+            tokenizer_3=tokenizer(),
         )  # fmt: skip
     )
 
