@@ -47,4 +47,5 @@ def share(
         return
     saved = states(generators)
     joined = broadcast(torch.cat(saved), source, group, traffic, "control")
-    restore(generators, torch.split(joined, [state.numel() for state in saved]))
+    parts = torch.split(joined, [state.numel() for state in saved])
+    restore(generators, [part.clone() for part in parts])  # set_state reads a view from the start of its storage
