@@ -203,14 +203,14 @@ class Rank:
         return bool(self._outbox)
 
     def _receive(self) -> bool:
-        data = os.read(self._report, 1 << 20)
+        data = os.read(self._report, 1 << 16)
         self._inbox += data
+        self.moved = time.monotonic()
         if self.outcome is None and len(self._inbox) >= HEADER:
             end = HEADER + int.from_bytes(self._inbox[:HEADER], "little")
             if len(self._inbox) >= end:
                 self.outcome = pickle.loads(memoryview(self._inbox)[HEADER:end])
                 self._inbox = bytearray()
-                self.moved = time.monotonic()
         return bool(data)
 
     def _feel(self, progress: Callable[[int, int], None] | None) -> bool:

@@ -28,16 +28,17 @@ from ditile.supervise import Limits
 ROOT = Path(__file__).parents[2]
 
 
-def _ranks() -> list[psutil.Process]:
-    """Every living rank on this machine that a test of this file started."""
+def _ranks(folder: Path) -> list[psutil.Process]:
+    """Every living rank whose directory is below `folder`, whoever started it."""
     marked = []
     for process in psutil.process_iter():
         try:
-            if "ditile-rank" in process.cmdline() and str(ROOT) in " ".join(process.cmdline()):
+            words = process.cmdline()
+            if "ditile-rank" in words and str(folder) in words[2] and process.status() != psutil.STATUS_ZOMBIE:
                 marked.append(process)
         except psutil.Error:  # gone meanwhile
             continue
-    return [process for process in marked if process.status() != psutil.STATUS_ZOMBIE]
+    return marked
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before, descriptors = set(psutil.Process().children(recursive=True)), psutil.Process().num_fds()
     yield
-    assert _ranks() == []
+    assert _ranks(tmp_path) == []
     assert set(psutil.Process().children(recursive=True)) <= before
     assert list(scratch.iterdir()) == []
     assert psutil.Process().num_fds() <= descriptors
@@ -260,26 +261,30 @@ def _script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def test_a_function_of_a_script(tmp_path: Path) -> None:
-    out, err = _script(tmp_path, "double").communicate(timeout=60)
+    with _script(tmp_path, "double") as script:
+        out, err = script.communicate(timeout=60)
     assert (out.strip(), err) == ("[42, 42]", "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_parent_that_is_ended_takes_its_ranks_along(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """Both ranks are blocked in C, one of them with its interpreter's lock held."""
-    parent = _script(tmp_path, str(tmp_path))
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("running-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
-    assert len(_ranks()) == 2
-    parent.send_signal(number)
-    _, err = parent.communicate(timeout=10)
+    with _script(tmp_path, str(tmp_path)) as parent:
+        try:
+            while len(list(tmp_path.glob("running-*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            assert len(_ranks(tmp_path)) == 2
+            parent.send_signal(number)
+            _, err = parent.communicate(timeout=20)
+        finally:
+            parent.kill()
     assert parent.returncode == code
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
     assert err.count("Traceback") == (number == signal.SIGINT), "ranks print none"
     if number == signal.SIGKILL:  # nobody was left to remove the directory
         for directory in (tmp_path / "scratch").iterdir():
             shutil.rmtree(directory)
-    while _ranks() and time.monotonic() < deadline:
+    while _ranks(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -42,7 +42,7 @@ def test_cases_of_different_sizes(pool: Pool) -> None:
     ("how", "texts"),
     [
         ("raise", ["KeyError: 'from 0'", "ValueError: from 1"]),
-        ("die", ["KeyError: 'from 0'", "exit code 3"]),
+        ("die", ["Traceback", "exit code 3"]),
         ("wait", ["in fail", "ValueError: from 1"]),
     ],
 )
