@@ -84,7 +84,7 @@ def normalise(argv: list[str]) -> list[str]:
 
 
 def _reader(hint: Any) -> Callable[[str], Any]:
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return _reader(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType))
     if typing.get_origin(hint) is tuple:
         return integers

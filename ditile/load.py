@@ -82,6 +82,8 @@ def load(name: str, *, dtype: torch.dtype | str | None = None) -> DiffusionPipel
         raise LoadError(f"model {name!r} cannot be loaded: {_line(error)}") from error
     except (ValueError, AttributeError, ImportError) as error:
         raise ModelError(f"model {name!r} is not one that diffusers can build here: {_line(error)}") from error
+    if isinstance(source, Path):
+        _check_complete(pipe, source)
     return pipe
 
 
@@ -130,6 +132,20 @@ def _check_weights(file: Path) -> None:
             return
     except (safetensors.SafetensorError, OSError) as error:
         raise LoadError(f"{file} is no whole safetensors file ({_line(error)}); copy it again") from error
+
+
+def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
+    """Of weights that a file lacks, diffusers makes random ones, and draws with them."""
+    import safetensors
+
+    transformer, there = getattr(pipe, "transformer", None), set()
+    if transformer is None:
+        return
+    for file in (folder / "transformer").glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="np") as tensors:
+            there |= set(tensors.keys())
+    if lacking := sorted({name for name, _ in transformer.named_parameters()} - there):
+        raise LoadError(f"{folder / 'transformer'} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
 
 
 def _dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:

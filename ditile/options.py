@@ -89,7 +89,7 @@ class Run:
 
     def check_outputs(self, count: int) -> None:
         """Raises `ModelError` unless everything that will be written can be."""
-        named = [("out", path) for path in self.images(count)]
+        named = [("out", path) for path in (Path(self.out), *self.images(count))]
         named += [("trace", Path(self.trace))] if self.trace is not None else []
         named += [("json", Path(self.json))] if self.json not in (None, "-") else []
         for name, path in named:

@@ -48,14 +48,7 @@ def as_table(outcome: Outcome) -> Table:
     return table
 
 
-def amount(count: float) -> str:
-    """A number of bytes for a person."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
-
-
 def _per_rank(counts: list[int]) -> str:
+    from ditile.table import amount
+
     return ", ".join(f"rank {rank}: {amount(count)}" for rank, count in enumerate(counts))
