@@ -32,6 +32,7 @@ class Composition:
     Attributes:
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
+        attention: what each attention layer becomes.
     """
 
     pipe: Any
@@ -44,6 +45,7 @@ class Composition:
     weights: Weights
     pipefusion: PipeFusion
     trace: Trace
+    attention: type[AttentionCore] = AttentionCore
 
     @property
     def owned(self) -> range:
@@ -61,7 +63,7 @@ class Composition:
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
             kernel = dispatched(backend) if through_dispatch else native
-            return AttentionCore(loop.current, layer, kernel, joint=joint, check=check)
+            return self.attention(loop.current, layer, kernel, joint=joint, check=check)
 
         with ExitStack() as stack:
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))

@@ -1,0 +1,134 @@
+"""Fidelity of PipeFusion on the bundled models: how far its pictures are from those of one process.
+
+    python -m ditile.bench.fidelity --models shapes-pixart,shapes-flux --captions 100 --ranks 2,4,8
+
+For each number of ranks N (M = N patches), real gloo runs over the same captions and seeds: PSNR and SSIM against one
+process, and caption accuracy. The control never reads keys of another patch after the warmup: it shows that the
+measure can tell a right exchange from none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ditile.attend.core import AttentionCore
+from ditile.bench.captions import score
+from ditile.flags import add_arguments, collect, option
+from ditile.launch import launch
+from ditile.layout import DUMMY_TEXT
+from ditile.load import ASSETS, defaults, load
+from ditile.plan import Plan
+from ditile.runner import parallelize
+
+Pictures = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured."""
+
+    models: str = option("shapes-pixart,shapes-flux", "bundled models")
+    captions: int = option(100, "captions of the held-out list")
+    ranks: str = option("2,4,8", "numbers of ranks; as many patches")
+    warmup: int = option(1, "synchronous steps")
+    steps: int = option(20, "denoising steps")
+    size: int = option(128, "pixels of a side")
+    batch: int = option(10, "captions at once")
+    out: str | None = option(None, "write the rows as JSON", metavar="FILE")
+
+
+class OwnPatchOnly(AttentionCore):
+    """The control: after the warmup a patch attends to itself (and the text, where it came along)."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attends to what is fresh in this very call."""
+        now = self._current()
+        if now.micro.patch and self._joint and now.layout.text:
+            own = slice(DUMMY_TEXT, None) if now.layout.joint == "text_first" else slice(None, -DUMMY_TEXT)
+            k, v = k[:, own], v[:, own]
+        return self._kernel(q, k, v)
+
+
+def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> Pictures | None:
+    """The pictures `[n, H, W, 3]` of all captions, on rank 0."""
+    pipe = load(model)
+    pipe.set_progress_bar_config(disable=True)
+    runner = parallelize(pipe, plan, device="cpu")
+    if control:
+        runner._parts = dataclasses.replace(runner._parts, attention=OwnPatchOnly)
+    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    done = []
+    for start in range(0, len(captions), job.batch):
+        some = list(captions[start : start + job.batch])
+        generators = [torch.Generator().manual_seed(start + k) for k in range(len(some))]
+        if call.get("negative_prompt") is not None:
+            call["negative_prompt"] = [""] * len(some)
+        result = runner(some, output="first", output_type="np", generator=generators, **call)
+        if result is not None:
+            done.append((result.images * 255).round().astype(np.uint8))
+    return np.concatenate(done) if done else None
+
+
+def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
+    error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
+    return 10 * np.log10(1 / np.maximum(error, 1e-10))
+
+
+def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default.
+
+    Written out to spare the dependency on scipy.
+    """
+
+    def blur(x: Tensor) -> Tensor:
+        return torch.nn.functional.avg_pool2d(x, 7, stride=1)
+
+    x, y = (torch.from_numpy(p).double().permute(0, 3, 1, 2) / 255 for p in (a, b))
+    mx, my = blur(x), blur(y)
+    sample = 49 / 48  # unbiased covariance
+    vx, vy, vxy = ((blur(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my)))
+    index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
+    return index.mean(dim=(1, 2, 3)).numpy()  # type: ignore[no-any-return]
+
+
+def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
+    """One row for one process, each number of ranks, and the control."""
+    plans = [(Plan(), False)] + [(Plan(pipefusion=n, warmup=job.warmup), False) for n in map(int, job.ranks.split(","))]
+    plans.append((Plan(patches=4, warmup=job.warmup), True))
+    found, reference = [], None
+    for plan, control in plans:
+        pictures = launch(draw, plan.world, (model, captions, job, plan, control), threads=1, stall_timeout=3600.0)[0]
+        reference = pictures if reference is None else reference
+        quality = {"psnr": float(psnr(pictures, reference).mean()), "psnr_min": float(psnr(pictures, reference).min())}
+        quality["ssim"] = float(ssim(pictures, reference).mean())
+        name = f"{plan}{' (control: own patch only)' if control else ''}"
+        found.append({"model": model, "plan": name, **quality, **score(pictures, captions)})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    """Measures and prints a line of JSON per row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, Job, title="job")
+    job = Job(**collect(Job, parser.parse_args()))
+    captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
+    table = [row for model in job.models.split(",") for row in rows(model, captions, job)]
+    if job.out is not None:
+        Path(job.out).write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Figures for the docs: the Gantt chart of a real trace, and where keys are fresh. The only user of matplotlib.
+
+python -m ditile.bench.plots gantt trace.json docs/images/gantt.png --steps 1-4
+python -m ditile.bench.plots freshness docs/images/freshness.png --patches 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from ditile.blocks.schedule import Schedule
+from ditile.generation import Micro
+
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
+FRESH, STALE = "#4477aa", "#dddddd"
+
+
+def gantt(trace: Path, out: Path, steps: range) -> None:
+    """Draws the computed micro-steps of each stage, one colour per patch; waiting is hatched."""
+    slices = [e for e in json.loads(trace.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"]
+    shown = [e for e in slices if e["args"]["step"] in steps and e["cat"] in ("compute", "receive", "take")]
+    stages = 1 + max(e["tid"] for e in shown)
+    origin = min(e["ts"] for e in shown if e["cat"] == "compute")
+    figure, axes = plt.subplots(figsize=(11, 0.6 * stages + 1.2))
+    for event in shown:
+        _bar(axes, event, origin)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_xlim(0, max(e["ts"] + e["dur"] - origin for e in shown if e["cat"] == "compute") / 1e3)
+    title = (
+        f"steps {steps.start} to {steps.stop - 1}: grey = whole synchronous step, colours = patches, hatched = waiting"
+    )
+    axes.set_title(title, fontsize=10)
+    _save(figure, out)
+
+
+def freshness(patches: int, out: Path) -> None:
+    """Draws which patches' keys are fresh in each micro-step of a step (figure 4 of arXiv 2405.14430)."""
+    schedule = Schedule(stages=patches, patches=patches, steps=3, warmup=1)
+    figure, rows = plt.subplots(2, 1, figsize=(8, 3.4))
+    own = [tuple(int(q != p) for q in range(patches)) for p in range(patches)]
+    ours = [schedule.ages(Micro(1, p)) for p in range(patches)]
+    for axes, ages, title in zip(rows, (ours, own), ("PipeFusion", "DistriFusion"), strict=True):
+        _ages(axes, ages)
+        axes.set_title(
+            f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)", fontsize=9
+        )
+    _save(figure, out)
+
+
+def main() -> None:
+    """Draws one figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    chart = kinds.add_parser("gantt")
+    chart.add_argument("trace", type=Path)
+    chart.add_argument("out", type=Path)
+    chart.add_argument("--steps", default="0-3", help="first-last")
+    fresh = kinds.add_parser("freshness")
+    fresh.add_argument("out", type=Path)
+    fresh.add_argument("--patches", type=int, default=4)
+    given = parser.parse_args()
+    if given.kind == "freshness":
+        freshness(given.patches, given.out)
+    else:
+        first, _, last = given.steps.partition("-")
+        gantt(given.trace, given.out, range(int(first), int(last or first) + 1))
+
+
+def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
+    start, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
+    patch = event["args"]["patch"]
+    if event["cat"] != "compute":
+        axes.barh(event["tid"], width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)
+        return
+    colour = "#888888" if patch is None else COLOURS[patch % len(COLOURS)]
+    axes.barh(event["tid"], width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
+    axes.text(start + width / 2, event["tid"], "all" if patch is None else patch, ha="center", va="center", fontsize=7)
+
+
+def _ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
+    patches = len(ages)
+    for column, of_patch in enumerate(ages):
+        for row, age in enumerate(of_patch):
+            colour = STALE if age else FRESH
+            axes.barh(row, 0.9, left=column * 1.2, height=0.9, color=colour)
+    axes.set_xticks([1.2 * p + 0.45 for p in range(patches)], [f"p = {p}" for p in range(patches)], fontsize=8)
+    axes.set_yticks(range(patches), [f"patch {p}" for p in range(patches)], fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _save(figure: Any, out: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
