@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import secrets
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ditile.plan import Plan
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL import Image
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,7 @@ def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
         if wanted.image is not None:
             pipe = image_to_image(pipe)
         runner = ditile.parallelize(pipe, plan, device=run.device)
-        seed = _agreed_seed(wanted.seed)
+        seed = _agreed_seed(wanted.seed, runner.mesh.control)
         call = arguments(pipe, wanted, defaults(wanted.model))
         runner.trace = run.trace is not None
         result = runner(**call, **_objects(wanted, seed), output="first")
@@ -164,27 +166,13 @@ def _write(
     return [str(path) for path in paths]
 
 
-def _agreed_seed(seed: int | None) -> int:
+def _agreed_seed(seed: int | None, control: ProcessGroup | None) -> int:
     """The given seed; without one, rank 0's own, which torchrun's ranks have yet to hear."""
-    import torch
-    import torch.distributed as dist
+    from ditile.transport import gather_json
 
     if seed is not None:
         return seed
-    box = torch.randint(2**31, (1,), generator=_fresh())
-    if dist.is_initialized():
-        shared = [int(box)]
-        dist.broadcast_object_list(shared, device=torch.device("cpu"))
-        return shared[0]
-    return int(box)
-
-
-def _fresh() -> Any:
-    import torch
-
-    generator = torch.Generator("cpu")
-    generator.seed()
-    return generator
+    return int(gather_json(secrets.randbelow(2**31), control)[0])
 
 
 def _set_threads(count: int) -> None:

@@ -75,6 +75,7 @@ class Runner:
         self._restored = self._running = False
         self._devices = gather_json(str(composition.device), self.mesh.control)
         self._call: dict[str, Any] = {}
+        self._signature = inspect.signature(self.pipe.__call__)
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
@@ -93,11 +94,12 @@ class Runner:
             raise StateError("this runner is in the middle of a call; one at a time")
         if output not in ("all", "first"):
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
-        call = dict(inspect.signature(self.pipe.__call__).bind(*args, **kwargs).arguments)
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(call)
         if reason:
             raise ModelError(reason)
+        self._check_rows(call)
         self._assert_alike(call)
         self._call = call
         self._running = True
@@ -147,12 +149,7 @@ class Runner:
 
     def __str__(self) -> str:
         """Rank -> device, stage, blocks, parameters, memory of keys, bytes per step; for the last call's size."""
-        pipe, parts = self.pipe, self._parts
-        scale = pipe.vae_scale_factor
-        call = filled_call(type(pipe), pipe.transformer.config, scale, self._call)
-        size = next(pipe.transformer.parameters()).element_size()
-        shape = Shape.of(parts.spec, pipe.transformer.config, scale, size, call)
-        name = type(pipe).__name__
+        name, parts, shape = type(self.pipe).__name__, self._parts, self._shape(self._call)
         return describe(name, parts.spec, self.plan, shape, parts.stages, parts.weights, self._devices)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
@@ -171,6 +168,16 @@ class Runner:
         rng.share(generators, self.mesh.world - 1, self.mesh.control, self.mesh.traffic)
         self.report = watch.report()
         return None if skip else result
+
+    def _check_rows(self, call: Mapping[str, Any]) -> None:
+        """Says no to too many patches before anything runs, where the size asked for is the size that is made."""
+        if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
+            self.plan.check_rows(self._shape(call).grid.rows)
+
+    def _shape(self, call: Mapping[str, Any]) -> Shape:
+        config, scale = self.pipe.transformer.config, self.pipe.vae_scale_factor
+        size = next(self.pipe.transformer.parameters()).element_size()
+        return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
 
     def _assert_alike(self, call: Mapping[str, Any]) -> None:
         """A rank that was called with another prompt or size would hang the others, or spoil the picture."""

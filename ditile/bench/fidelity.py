@@ -62,7 +62,7 @@ class OwnPatchOnly(AttentionCore):
 
 def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> Pictures | None:
     """The pictures `[n, H, W, 3]` of all captions, on rank 0."""
-    pipe = load(model)
+    pipe: Any = load(model)
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
@@ -83,7 +83,8 @@ def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: boo
 def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
     error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
-    return 10 * np.log10(1 / np.maximum(error, 1e-10))
+    decibels: NDArray[np.float64] = 10 * np.log10(1 / np.maximum(error, 1e-10))
+    return decibels
 
 
 def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
@@ -100,7 +101,8 @@ def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     sample = 49 / 48  # unbiased covariance
     vx, vy, vxy = ((blur(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my)))
     index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
-    return index.mean(dim=(1, 2, 3)).numpy()  # type: ignore[no-any-return]
+    found: NDArray[np.float64] = index.mean(dim=(1, 2, 3)).numpy()
+    return found
 
 
 def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
