@@ -91,4 +91,5 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace)
+    pipefusion.connect(device)
     return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, trace)

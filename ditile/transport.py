@@ -63,6 +63,13 @@ class Wire:
         """Receives that were posted and not yet taken."""
         return len(self._posted)
 
+    def touch(self, device: torch.device, *, sends: bool) -> None:
+        """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=_stage(device, self._group))
+        start = dist.isend if sends else dist.irecv
+        peer = {"group_dst": self._peer} if sends else {"group_src": self._peer}
+        _real(start(byte, group=self._group, **peer)).wait()
+
     def send(self, message: Tensor) -> None:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():

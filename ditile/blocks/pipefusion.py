@@ -96,6 +96,14 @@ class PipeFusion:
             if self.stage == last:
                 self._giver = Wire(mesh.latents, 0, "latents", mesh.traffic)
 
+    def connect(self, device: torch.device) -> None:
+        """Uses every wire once, in one order for all stages: down the pipeline, then from the last to the first."""
+        for box in (self._inbox, self._outbox, self._giver, self._returns):
+            if isinstance(box, Inbox):
+                box.wire.touch(device, sends=False)
+            elif box is not None:
+                box.touch(device, sends=True)
+
     @property
     def is_last(self) -> bool:
         """Whether this stage makes the prediction and steps the scheduler."""

@@ -1,0 +1,80 @@
+"""What a micro-step spends outside the blocks: embedding, constants, head, scheduler copies, the loop itself.
+
+    python -m ditile.bench.overhead
+
+FLUX's real widths, 4096 image and 512 text tokens, 8 patches, one thread, random weights, fp32. Few blocks are run, and
+their time is scaled to the share of the 57 blocks that one of 8 stages owns. CPU time is counted, not wall time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from torch import nn
+
+from ditile.plan import Plan
+from ditile.runner import parallelize
+
+DOUBLE, SINGLE, STAGES, PATCHES = 19, 38, 8, 8
+
+
+def pipeline() -> Any:
+    """One double and one single block of FLUX.1-dev's widths."""
+    torch.manual_seed(0)
+    transformer: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=16,
+    )  # fmt: skip
+    parts = dict.fromkeys(("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"))
+    pipe: Any = FluxPipeline(
+        vae=vae, transformer=transformer.eval(), scheduler=FlowMatchEulerDiscreteScheduler(), **parts
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+class BlockClock:
+    """CPU seconds spent in a list of blocks, per call."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self.seconds: list[float] = []
+        for block in blocks:
+            block.register_forward_pre_hook(self._start)
+            block.register_forward_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self._began = time.thread_time()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds.append(time.thread_time() - self._began)
+
+
+def main() -> None:
+    """Measures one asynchronous step from zero keys and prints one line of JSON."""
+    torch.set_num_threads(1)
+    pipe = pipeline()
+    double = BlockClock(pipe.transformer.transformer_blocks)
+    single = BlockClock(pipe.transformer.single_transformer_blocks)
+    runner = parallelize(pipe, Plan(patches=PATCHES, warmup=0), device="cpu")
+    embeds = torch.randn(1, 512, 4096)
+    began = time.thread_time()
+    runner(
+        prompt_embeds=embeds, pooled_prompt_embeds=embeds[:, 0, :768], height=1024, width=1024, output_type="latent",
+        num_inference_steps=2, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    total = time.thread_time() - began
+    micro_steps = len(double.seconds)
+    outside = (total - sum(double.seconds) - sum(single.seconds)) / micro_steps
+    of_stage = (DOUBLE * statistics.median(double.seconds) + SINGLE * statistics.median(single.seconds)) / STAGES
+    share = outside / (outside + of_stage)
+    print(json.dumps({"outside_s": outside, "blocks_of_a_stage_s": of_stage, "outside_share": share}))
+
+
+if __name__ == "__main__":
+    main()
