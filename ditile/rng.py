@@ -12,15 +12,12 @@ from ditile.transport import Traffic, broadcast
 
 
 def sources(generator: Any, device: torch.device) -> list[torch.Generator]:
-    """The generators that a call draws from: the given one or list, else torch's own."""
-    if isinstance(generator, torch.Generator):
-        return [generator]
-    if generator:
-        return list(generator)
+    """The generators that a call may draw from: the given one or list, and torch's own, which some schedulers use."""
+    given = [generator] if isinstance(generator, torch.Generator) else list(generator or [])
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]
-    return [torch.default_generator]
+        given.append(torch.cuda.default_generators[index])
+    return [*given, torch.default_generator]
 
 
 def states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ class Runner:
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
-        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(call)
+        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
         if reason:
             raise ModelError(reason)
         self._check_rows(call)
@@ -262,11 +262,16 @@ class _Watch:
         return Report(seconds, self._steps, dict(self._parts.mesh.traffic.bytes), peak, self._key_bytes)
 
 
-def _refuse_whole_image(call: Mapping[str, Any]) -> str | None:
-    """Guidance that takes a statistic of the whole prediction is not exact on one that is partly stale."""
+def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Statistics of the whole prediction are not exact on one that is partly stale, nor on a patch."""
     if call.get("guidance_rescale"):
         return (
             f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "
             "stale in a patch pipeline; leave it at 0"
         )
+    scheduler = type(pipe.scheduler).__name__
+    if pipe.scheduler.config.get("thresholding"):
+        return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
+    if pipe.scheduler.config.get("noise_sampler_seed") is not None:
+        return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
     return None

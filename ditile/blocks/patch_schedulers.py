@@ -27,12 +27,14 @@ class PatchSchedulers:
         hide: attributes of the instance that must not be copied (overrides).
         timesteps: the plain timesteps.
         patches: M.
+        steps: how many steps will be made.
     """
 
-    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int) -> None:
+    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
         self._copies = [_clone(scheduler, kept) for _ in range(patches)]
+        self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
         self._stochastic: bool | None = None
         self._saved: list[Tensor] = []
 
@@ -73,10 +75,12 @@ class PatchSchedulers:
             StateError: if the scheduler draws random numbers now and drew none in the first step.
         """
         generators = rng.sources(call.get("generator"), sample.device)
-        part = tuple(x.narrow(span[0], span[1].start, span[1].stop - span[1].start) for x in (prediction, sample))
         before = rng.states(generators)
+        part = _own(prediction, span), _own(sample, span)
         if self._stochastic is None:
-            copy.deepcopy(self._copies[patch]).step(part[0], timestep, part[1], **call)
+            probe = copy.deepcopy(self._copies[patch])
+            for _ in range(self._probes):
+                probe.step(part[0], timestep, part[1], **call)
             self._stochastic = rng.moved(generators, before)
             rng.restore(generators, before)
         if not self._stochastic:
@@ -84,14 +88,23 @@ class PatchSchedulers:
             if rng.moved(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
-                    "use warmup equal to the steps, or another scheduler"
+                    "use patches=1, or another scheduler"
                 )
             return first(result), result
         if patch == 0:
             self._saved = before
         rng.restore(generators, self._saved)
-        result = self._copies[patch].step(prediction, timestep, sample, **call)
-        return first(result).narrow(span[0], span[1].start, span[1].stop - span[1].start), result
+        result = self._copies[patch].step(prediction.clone(), timestep, sample.clone(), **call)
+        return _narrow(first(result), span), result
+
+
+def _narrow(x: Tensor, span: Span) -> Tensor:
+    return x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
+
+
+def _own(x: Tensor, span: Span) -> Tensor:
+    """A patch of a tensor, which the scheduler may keep: the tensor itself is written over in the next step."""
+    return _narrow(x, span).clone()
 
 
 def first(result: Any) -> Tensor:
