@@ -86,12 +86,18 @@ class Runner:
         Raises:
             ModelError: if an argument cannot be honoured exactly.
             PlanError: if the image has fewer token rows than the plan has patches.
-            StateError: if the runner was restored or runs already, or the ranks were called with different arguments.
+            StateError: if the runner was restored or runs already, or an earlier call on several ranks raised in the
+                middle of a picture, or the ranks were called with different arguments.
         """
         if self._restored:
             raise StateError("this runner was restored; call ditile.parallelize again")
         if self._running:
             raise StateError("this runner is in the middle of a call; one at a time")
+        if self._parts.pipefusion.broken:
+            raise StateError(
+                "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
+                "ranks again. To stop a picture, set pipe._interrupt = True"
+            )
         if output not in ("all", "first"):
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)

@@ -2,9 +2,9 @@
 
     python -m ditile.bench.fidelity --models shapes-pixart,shapes-flux --captions 100 --ranks 2,4,8
 
-For each number of ranks N (M = N patches), real gloo runs over the same captions and seeds: PSNR and SSIM against one
-process, and caption accuracy. The control never reads keys of another patch after the warmup: it shows that the
-measure can tell a right exchange from none.
+For each number of ranks N (M = N patches), real gloo runs over the same captions and seeds: PSNR and SSIM
+against one process, and caption accuracy. The control never reads keys of another patch after the warmup: it
+shows that the measure can tell a right exchange from none.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
     for plan, control in plans:
         pictures = launch(draw, plan.world, (model, captions, job, plan, control), threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
-        quality = {"psnr": float(psnr(pictures, reference).mean()), "psnr_min": float(psnr(pictures, reference).min())}
+        quality = {
+            "psnr": float(psnr(pictures, reference).mean()),
+            "psnr_min": float(psnr(pictures, reference).min()),
+        }
         quality["ssim"] = float(ssim(pictures, reference).mean())
         name = f"{plan}{' (control: own patch only)' if control else ''}"
         found.append({"model": model, "plan": name, **quality, **score(pictures, captions)})

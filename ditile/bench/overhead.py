@@ -1,9 +1,11 @@
-"""What a micro-step spends outside the blocks: embedding, constants, head, scheduler copies, the loop itself.
+"""What a micro-step spends outside the blocks: embedding, constants, head, scheduler copies, the loop
+itself.
 
     python -m ditile.bench.overhead
 
-FLUX's real widths, 4096 image and 512 text tokens, 8 patches, one thread, random weights, fp32. Few blocks are run, and
-their time is scaled to the share of the 57 blocks that one of 8 stages owns. CPU time is counted, not wall time.
+FLUX's real widths, 4096 image and 512 text tokens, 8 patches, one thread, random weights, fp32. Few blocks
+are run, and their time is scaled to the share of the 57 blocks that one of 8 stages owns. CPU time is
+counted, not wall time.
 """
 
 from __future__ import annotations

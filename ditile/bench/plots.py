@@ -1,4 +1,5 @@
-"""Figures for the docs: the Gantt chart of a real trace, and where keys are fresh. The only user of matplotlib.
+"""Figures for the docs: the Gantt chart of a real trace, and where keys are fresh. The only user of
+matplotlib.
 
 python -m ditile.bench.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m ditile.bench.plots freshness docs/images/freshness.png --patches 4
@@ -54,7 +55,8 @@ def freshness(patches: int, out: Path) -> None:
     for axes, ages, title in zip(rows, (ours, own), ("PipeFusion", "DistriFusion"), strict=True):
         _ages(axes, ages)
         axes.set_title(
-            f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)", fontsize=9
+            f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)",
+            fontsize=9,
         )
     _save(figure, out)
 
@@ -86,7 +88,14 @@ def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
         return
     colour = "#888888" if patch is None else COLOURS[patch % len(COLOURS)]
     axes.barh(event["tid"], width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
-    axes.text(start + width / 2, event["tid"], "all" if patch is None else patch, ha="center", va="center", fontsize=7)
+    axes.text(
+        start + width / 2,
+        event["tid"],
+        "all" if patch is None else patch,
+        ha="center",
+        va="center",
+        fontsize=7,
+    )
 
 
 def _ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:

@@ -2,8 +2,9 @@
 
     python -m ditile.bench.speed --ranks 2 --patches 4 --warmup 1 --rounds 5
 
-Rank 0 runs the plain pipeline while the others wait; then all run the divided one; and so on, medians in the end. The
-model is a real diffusers class with random weights and no text encoder, so that what is measured is the denoising.
+Rank 0 runs the plain pipeline while the others wait; then all run the divided one; and so on, medians in the
+end. The model is a real diffusers class with random weights and no text encoder, so that what is measured is
+the denoising.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def pipeline(job: Job) -> Any:
             num_attention_heads=job.heads, attention_head_dim=job.head_dim, num_layers=job.blocks,
             cross_attention_dim=width, caption_channels=64, sample_size=job.size // 8,
         )  # fmt: skip
-        parts: dict[str, Any] = {"scheduler": DPMSolverMultistepScheduler(), "tokenizer": None, "text_encoder": None}
+        parts: dict[str, Any] = {
+            "scheduler": DPMSolverMultistepScheduler(),
+            "tokenizer": None,
+            "text_encoder": None,
+        }
         pipe: Any = PixArtSigmaPipeline(vae=vae, transformer=transformer.eval(), **parts)
     else:
         double = job.blocks // 3

@@ -75,6 +75,9 @@ class PipeFusion:
         plan: the patches and their check.
         joint: where the text lies in the sequence.
         trace: records each op.
+
+    Attributes:
+        broken: whether messages of a generation that failed are still under way.
     """
 
     def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace) -> None:
@@ -84,6 +87,7 @@ class PipeFusion:
         self._shapes: dict[int, tuple[int, int]] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
+        self.broken = False
         if mesh.activations is not None and mesh.latents is not None:
             last = self.stages - 1
             if self.stage > 0:
@@ -119,7 +123,8 @@ class PipeFusion:
         self._latents: tuple[tuple[int, ...], int] | None = None
 
     def end(self, *, clean: bool) -> None:
-        """The generation is over: what was sent is gone, or, after an error, abandoned."""
+        """The generation is over: what was sent is gone, or, after an error, abandoned in the wires for good."""
+        self.broken = not clean and self.stages > 1
         for box in (self._inbox, self._returns):
             if box is not None:
                 box.clear()

@@ -88,9 +88,7 @@ def equal_over_ranks(pool: Pool, degrees: Sequence[int], name: str, plans: Any, 
     """Runs `pictures` on 1 rank and on each of `degrees`; every rank of every degree must give the same."""
     wanted: list[Tensor] = pool.run(pictures, 1, name, [plan | {"pipefusion": 1} for plan in plans], calls)[0]
     for ranks in degrees:
-        for rank, got in enumerate(
-            pool.run(pictures, ranks, name, [p | {"pipefusion": ranks} for p in plans], calls)
-        ):
+        for rank, got in enumerate(pool.run(pictures, ranks, name, [p | {"pipefusion": ranks} for p in plans], calls)):
             for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
                 where = (plans[index // len(calls)], calls[index % len(calls)])
                 same(one, other, f"{name}, rank {rank} of {ranks}, {where}")

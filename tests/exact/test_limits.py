@@ -54,9 +54,7 @@ def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
     one = equal_over_ranks(pool, (), name, [{"patches": 3}], [SMALL])
     assert len(one) == 1
     for cut in ((1,) * blocks, (1, blocks - 1)):
-        pool.run(
-            like_given, len(cut), name, {"pipefusion": len(cut), "stage_blocks": cut, "patches": 3}, one[0]
-        )
+        pool.run(like_given, len(cut), name, {"pipefusion": len(cut), "stage_blocks": cut, "patches": 3}, one[0])
 
 
 def like_given(name: str, plan: dict[str, Any], wanted: Any) -> None:
