@@ -295,7 +295,5 @@ class Loop:
 
     def _patch_schedulers(self) -> PatchSchedulers:
         if self._copies is None:
-            self._copies = PatchSchedulers(
-                self._scheduler, OVERRIDES, self._plain, self._patches, len(self._timesteps)
-            )
+            self._copies = PatchSchedulers(self._scheduler, OVERRIDES, self._plain, self._patches, len(self._timesteps))
         return self._copies

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from diffusers.callbacks import PipelineCallback
 
 from ditile.errors import StateError
-from tests.exact.cases import MAKE, call_of, different, divided, run, same
+from tests.exact.cases import MAKE, different, divided, run, same
 from tests.pool import Pool
 
 STEPS = 4
@@ -273,5 +273,5 @@ def raising(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_a_call_that_raises(pool: Pool, name: str, ranks: int) -> None:
-    """A failure means that a runner is spoiled by a call that failed, or goes on with the messages of another picture."""
+    """A failure means that a runner is spoiled by a failed call, or goes on with messages of another picture."""
     pool.run(raising, ranks, name, ranks)

@@ -148,7 +148,7 @@ def test_without_guidance(pool: Pool, name: str) -> None:
 
 
 def test_resolution_binning(pool: Pool) -> None:
-    """PixArt's own rounding of sizes. A failure means that the picture's size was taken from the call, not the latents."""
+    """PixArt's own rounding of sizes. A failure means that the size was taken from the call, not the latents."""
     pool.run(like_plain, 2, "pixart sigma", [{"pipefusion": 2, "patches": 3, "warmup": 2}], BINNED)
 
 

@@ -1,0 +1,1 @@
+"""Training of the two bundled text-to-image models; see README.md in this folder."""
