@@ -160,8 +160,8 @@ class Runner:
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
         generators = rng.sources(call.get("generator"), self._parts.device)
-        rng.share(generators, 0, self.mesh.control, self.mesh.traffic)
         watch = _Watch(self._parts, self.trace)
+        rng.share(generators, 0, self.mesh.control, self.mesh.traffic)
         with ExitStack() as stack:
             ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
             hooks = ends.install(stack, call)
