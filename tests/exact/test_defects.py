@@ -1,0 +1,50 @@
+"""What other pipeline-parallel DiT systems were seen to get wrong, and which test here would see it.
+
+| defect | test |
+|---|---|
+| warmup 0 crashes, or starts from the keys of the picture before | test_limits: a_call_knows_nothing_of_the_one_before |
+| another text length, batch or resolution in the second call crashes | the same; test_limits: every_way_to_call |
+| guidance of 1 or less crashes PixArt | test_limits: without_guidance |
+| Euler and UniPC crash; other schedulers are rewritten | test_schedulers: every_scheduler_is_exact |
+| callbacks crash, or see each patch with old latents | test_callbacks |
+| an uneven last patch; rows that M does not divide | test_limits: any_number_of_stages_is_one_stage (10 rows, M = 3, 7) |
+| stages that do not divide the blocks; FLUX's two lists | test_limits: nothing_stale_is_the_plain_pipeline (5 blocks) |
+| SD3's keys updated twice; SD3.5's dual attention crashes | test_limits, sd3 and sd3.5 medium |
+| shapes agreed by messages that block | here; traffic/test_bytes |
+| the whole device is waited for in the hot path | here |
+| no accelerator, no import | every test |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.exact.cases import MAKE, divided, run, same
+from tests.pool import Pool
+
+WAITS = ("barrier", "send", "recv", "all_gather_object", "broadcast_object_list", "batch_isend_irecv")
+"""Calls of torch.distributed that block, agree on shapes, or pickle."""
+
+
+def forbidden(name: str) -> Any:
+    return mock.Mock(side_effect=AssertionError(f"{name} was called in the middle of a picture"))
+
+
+def without_waiting(name: str) -> None:
+    pipe = MAKE[name]()
+    with divided(pipe, pipefusion=2, patches=3) as runner:
+        wanted = run(runner, name)
+        with mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in WAITS}):
+            with mock.patch.multiple(torch.cuda, synchronize=forbidden("synchronize")):
+                same(run(runner, name), wanted)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
+def test_nothing_blocks_but_the_wait_for_a_message(pool: Pool, name: str) -> None:
+    """A failure means that ranks shake hands, pickle, or wait for the whole device."""
+    pool.run(without_waiting, 2, name)
