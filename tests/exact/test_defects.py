@@ -2,12 +2,12 @@
 
 | defect | test |
 |---|---|
-| warmup 0 crashes, or starts from the keys of the picture before | test_limits: a_call_knows_nothing_of_the_one_before |
+| warmup 0 crashes, or reads the last picture's keys | test_limits: a_call_knows_nothing_of_the_one_before |
 | another text length, batch or resolution in the second call crashes | the same; test_limits: every_way_to_call |
 | guidance of 1 or less crashes PixArt | test_limits: without_guidance |
 | Euler and UniPC crash; other schedulers are rewritten | test_schedulers: every_scheduler_is_exact |
 | callbacks crash, or see each patch with old latents | test_callbacks |
-| an uneven last patch; rows that M does not divide | test_limits: any_number_of_stages_is_one_stage (10 rows, M = 3, 7) |
+| an uneven last patch | test_limits: any_number_of_stages_is_one_stage (10 rows, M = 3, 7) |
 | stages that do not divide the blocks; FLUX's two lists | test_limits: nothing_stale_is_the_plain_pipeline (5 blocks) |
 | SD3's keys updated twice; SD3.5's dual attention crashes | test_limits, sd3 and sd3.5 medium |
 | shapes agreed by messages that block | here; traffic/test_bytes |
@@ -39,9 +39,9 @@ def without_waiting(name: str) -> None:
     pipe = MAKE[name]()
     with divided(pipe, pipefusion=2, patches=3) as runner:
         wanted = run(runner, name)
-        with mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in WAITS}):
-            with mock.patch.multiple(torch.cuda, synchronize=forbidden("synchronize")):
-                same(run(runner, name), wanted)
+        no_waits = mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in WAITS})
+        with no_waits, mock.patch.multiple(torch.cuda, synchronize=forbidden("synchronize")):
+            same(run(runner, name), wanted)
 
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
