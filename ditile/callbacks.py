@@ -1,7 +1,8 @@
 """Ends of steps: the pipeline's callbacks and progress bar, mapped back from micro-steps to steps.
 
-A callback that asks for no tensors costs nothing. One that asks for any makes the end of its steps a synchronisation
+A callback that asks for no tensors sends nothing. One that asks for any makes the end of its steps a synchronisation
 point: every rank gets the whole latents, every rank's callback is called, and what rank 0's returns is used on all.
+After either, what was remembered as constant is made anew: it may have changed the prompt, or the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class StepEnd:
             self._bar.update()
         if self._legacy is not None and self._shows(step) and step % self._every == 0:
             self._legacy(step // getattr(self._pipe.scheduler, "order", 1), timestep, latents)
+            self.loop.forget_constants()
 
     def _shows(self, step: int) -> bool:
         """Whether the stock pipelines show this iteration: every one, or every second with two-stage schedulers."""
@@ -113,15 +115,13 @@ class StepEnd:
             return {}
         answer = self._callback(pipe, step, timestep, dict(tensors)) if self._callback else {}
         answer = answer if isinstance(answer, dict) else {}
+        self.loop.forget_constants()
         if not self._tensors:
             return answer
         given = {name: value for name, value in answer.items() if isinstance(value, Tensor)}
-        agreed = broadcast_tensors(
+        return answer | broadcast_tensors(
             given, 0, self._mesh.latents, self._mesh.control, self._device, self._mesh.traffic, "callback"
         )
-        if any(name != "latents" and agreed[name] is not tensors.get(name) for name in agreed):
-            self.loop.forget_constants()
-        return answer | agreed
 
     def _progress(self) -> None:
         if self._progress_fd is not None:

@@ -142,6 +142,6 @@ class Memory:
         self._of_step.clear()
 
     def forget_constants(self) -> None:
-        """Forgets what was constant in the generation: its inputs were changed by a callback."""
+        """Forgets what was constant in the generation: a callback may have changed what it was made of."""
         self._constants.clear()
         self._sliced.clear()

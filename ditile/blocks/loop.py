@@ -130,7 +130,7 @@ class Loop:
         return micro.step if self._schedule.closes(micro) else None
 
     def forget_constants(self) -> None:
-        """A callback changed what was constant."""
+        """A callback may have changed what was constant."""
         self.current().memory.forget_constants()
 
     def drop(self) -> None:
