@@ -16,7 +16,7 @@ from ditile.attend.kernel import dispatched, native
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import cut
-from ditile.errors import StateError
+from ditile.errors import ModelError, StateError
 from ditile.mesh import Mesh
 from ditile.plan import Plan
 from ditile.seats import Core, Seats
@@ -83,6 +83,9 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     seats = Seats(pipe.transformer, spec)
     if seats.is_cut():
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
+    reason = seats.refuse(range(len(seats.chain)))
+    if reason:
+        raise ModelError(reason)
     plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
     stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
     weights = seats.weights()

@@ -6,6 +6,7 @@ draw the same numbers, maps progress bar and callbacks from micro-steps back to 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import resource
 import time
@@ -71,7 +72,7 @@ class Runner:
         self.trace = False
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._adapters = self._lora_adapters()
+        self._loras = self._lora_state()
         self._restored = self._running = False
         self._devices = gather_json(str(composition.device), self.mesh.control)
         self._call: dict[str, Any] = {}
@@ -103,10 +104,8 @@ class Runner:
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
-        if reason:
-            raise ModelError(reason)
+        self._assert_alike(call, reason or self._parts.seats.refuse(self._parts.owned))
         self._check_rows(call)
-        self._assert_alike(call)
         self._call = call
         self._running = True
         try:
@@ -118,7 +117,7 @@ class Runner:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
 
         Raises:
-            StateError: if the weights of other stages were freed, or LoRAs were loaded since.
+            StateError: if the weights of other stages were freed, or LoRAs were loaded, scaled or fused since.
         """
         if self._restored:
             return
@@ -126,10 +125,11 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
-        if self.mesh.world > 1 and self._lora_adapters() != self._adapters:
+        before, now = self._loras, self._lora_state()
+        if self.mesh.world > 1 and now != before:
             raise StateError(
-                f"LoRAs {sorted(self._lora_adapters())} are loaded on this stage's blocks alone, and "
-                f"{sorted(self._adapters)} were there before; unload what was loaded since"
+                f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
+                "not in the blocks that were kept aside; set them back to what they were"
             )
         self._parts.seats.refill()
         self.pipe.to(self._origin)
@@ -185,13 +185,17 @@ class Runner:
         size = next(self.pipe.transformer.parameters()).element_size()
         return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
 
-    def _assert_alike(self, call: Mapping[str, Any]) -> None:
-        """A rank that was called with another prompt or size would hang the others, or spoil the picture."""
+    def _assert_alike(self, call: Mapping[str, Any], refused: str | None) -> None:
+        """A rank that says no, or was called with another prompt or size, would hang the others or spoil all."""
         plain: dict[str, Any] = {
             name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
         }
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
-        everyone = gather_json(plain, self.mesh.control)
+        answers = gather_json([refused, plain], self.mesh.control)
+        for reason, _ in answers:
+            if reason:
+                raise ModelError(reason)
+        everyone = [theirs for _, theirs in answers]
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 name = next(n for n in {*theirs, *everyone[0]} if theirs.get(n) != everyone[0].get(n))
@@ -200,8 +204,13 @@ class Runner:
                     f"{everyone[0].get(name)!r}; call all ranks alike"
                 )
 
-    def _lora_adapters(self) -> set[str]:
-        return set(getattr(self.pipe.transformer, "peft_config", {}))
+    def _lora_state(self) -> tuple[list[str], list[Any]]:
+        """The names of all LoRAs, and what peft's layers on this stage do with them."""
+        transformer = self.pipe.transformer
+        layers = [layer for layer in transformer.modules() if hasattr(layer, "merged_adapters")]
+        does = ("scaling", "active_adapters", "merged_adapters", "disable_adapters")
+        state = [[copy.copy(getattr(layer, name, None)) for name in does] for layer in layers]
+        return sorted(getattr(transformer, "peft_config", {})), state
 
 
 def parallelize(

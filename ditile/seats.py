@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
 from ditile.shape import Weights
@@ -60,6 +59,11 @@ class Seat:
     block: nn.Module
     io: BlockIO
 
+    def attentions(self) -> list[tuple[str, Any]]:
+        """The attention modules that the block has, by attribute."""
+        found = ((name, getattr(self.block, name, None)) for name in (*self.io.attn, *self.io.image_attn))
+        return [(name, attention) for name, attention in found if attention is not None]
+
 
 class Seats:
     """The chain of seats of one transformer."""
@@ -88,6 +92,24 @@ class Seats:
     def is_cut(self) -> bool:
         """Whether some block is hollow."""
         return any(not seat.block._modules and not seat.block._parameters for seat in self.chain)
+
+    def refuse(self, blocks: range) -> str | None:
+        """Why the attention of some of these blocks cannot be handed to a core, or None: somebody else's processor."""
+        for seat in self.chain[blocks.start : blocks.stop]:
+            for name, attention in seat.attentions():
+                found = attention.processor
+                if not self._knows(found):
+                    known = ", ".join(cls.__name__ for cls in self.spec.stock) or "those of dispatch_attention_fn"
+                    return (
+                        f"{seat.name}.{name} has the attention processor {type(found).__name__}, and known to work "
+                        f"under PipeFusion: {known}; set it back, or unload the IP-adapter that brought it"
+                    )
+        return None
+
+    def _knows(self, processor: Any) -> bool:
+        if self.spec.stock:
+            return type(processor) in self.spec.stock
+        return hasattr(processor, "_attention_backend") and not isinstance(processor, nn.Module)
 
     def hollow(self, owned: range, *, keep: bool) -> None:
         """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
@@ -171,22 +193,14 @@ class Seats:
         return seated
 
     def _seat_attention(self, stack: ExitStack, seat: Seat, core: Callable[..., Core], dispatch: Any) -> None:
-        for name in (*seat.io.attn, *seat.io.image_attn):
-            attention = getattr(seat.block, name, None)
-            if attention is None:
-                continue
-            stock = attention.processor
+        for name, attention in seat.attentions():
             layer, joint = f"{seat.name}.{name}", name in seat.io.attn
-            override(stack, attention, "processor", self._processor(stock, layer, joint, core, dispatch))
+            mine = self._processor(attention.processor, layer, joint, core, dispatch)
+            override(stack, attention, "processor", mine)
 
     def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
         if self.spec.processor is not None:
-            if type(stock) not in self.spec.stock:
-                known = ", ".join(cls.__name__ for cls in self.spec.stock)
-                raise ModelError(f"{layer} has processor {type(stock).__name__}, known is {known}; set it back")
             return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
-        if isinstance(stock, nn.Module):
-            raise ModelError(f"{layer} has processor {type(stock).__name__}, which has weights; unload the IP-adapter")
         mine = copy.copy(stock)
         mine._parallel_config = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
         mine._attention_backend = dispatch

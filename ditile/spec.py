@@ -73,7 +73,8 @@ class ModelSpec:
         constant: modules whose output does not change during a generation; `*` stands for one name.
         per_step: modules whose output does not change during a step.
         processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
-            diffusers' `dispatch_attention_fn`; `stock` are the processors that it stands for.
+            diffusers' `dispatch_attention_fn`.
+        stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
         refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 from ditile.layout import Grid
@@ -27,8 +28,10 @@ def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """IP-adapters attend to image prompts through the same processors."""
-    if call.get("ip_adapter_image") is not None or call.get("ip_adapter_image_embeds") is not None:
-        return "IP-adapter images are not supported by PipeFusion; leave ip_adapter_image out"
+    images = ("ip_adapter_image", "ip_adapter_image_embeds")
+    given = [name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None]
+    if given:
+        return f"IP-adapter images are not supported by PipeFusion; leave {given[0]} out"
     return None
 
 
@@ -56,5 +59,6 @@ FLUX = ModelSpec(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
+    stock=(FluxAttnProcessor,),
     refuse=refuse,
 )  # fmt: skip
