@@ -61,9 +61,16 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
     for cls in type(transformer).__mro__:
         if cls in _SPECS:
             return _SPECS[cls]
+    name = type(transformer).__name__
+    inside = [type(module).__name__ for module in transformer.modules() if type(module) in _SPECS]
+    if inside:
+        raise ModelError(
+            f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
+            "(peft: get_base_model(), which keeps its LoRAs; torch.compile: _orig_mod)"
+        )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
-        f"{type(transformer).__name__} has no ModelSpec, so it cannot be cut into stages; known are {known}; "
+        f"{name} has no ModelSpec, so it cannot be cut into stages; known are {known}; "
         "ditile.register(cls, ModelSpec(...)) adds one"
     )
 

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 from ditile.layout import Grid
-from ditile.models.slicers import rotary
+from ditile.models.slicers import refuse_ip_adapters, rotary
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -24,15 +24,6 @@ def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     ids = ids[0] if ids.ndim == 3 else ids
     columns = int(ids[-1, 2] - ids[0, 2]) + 1
     return Grid(ids.shape[0] // columns, columns, columns)
-
-
-def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """IP-adapters attend to image prompts through the same processors."""
-    images = ("ip_adapter_image", "ip_adapter_image_embeds")
-    given = [name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None]
-    if given:
-        return f"IP-adapter images are not supported by PipeFusion; leave {given[0]} out"
-    return None
 
 
 def conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -60,5 +51,5 @@ FLUX = ModelSpec(
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
     stock=(FluxAttnProcessor,),
-    refuse=refuse,
+    refuse=lambda pipe, call: refuse_ip_adapters(call),
 )  # fmt: skip

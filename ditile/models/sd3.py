@@ -12,7 +12,7 @@ import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import image_grid
+from ditile.models.slicers import image_grid, refuse_ip_adapters
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -54,9 +54,7 @@ def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
             "skip_guidance_layers tests the index of the loop's iteration, which counts patches under PipeFusion; "
             "leave it out, or run on one rank without a plan"
         )
-    if call.get("ip_adapter_image") is not None or call.get("ip_adapter_image_embeds") is not None:
-        return "IP-adapter images are not supported by PipeFusion; leave ip_adapter_image out"
-    return None
+    return refuse_ip_adapters(call)
 
 
 def conditioning(call: Mapping[str, Any]) -> Conditioning:

@@ -1,4 +1,4 @@
-"""What several families share: the grid of an image, and cutting per-token tables."""
+"""What several families share: the grid of an image, cutting per-token tables, and saying no to IP-adapters."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ def joint_rows(table: Tensor, view: View) -> Tensor:
 def rotary(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
     """Rotary tables (cos, sin) of a joint sequence with the text first."""
     return joint_rows(tables[0], view), joint_rows(tables[1], view)
+
+
+def refuse_ip_adapters(call: Mapping[str, Any]) -> str | None:
+    """They attend to image prompts in the processors that PipeFusion stands for."""
+    images = ("ip_adapter_image", "ip_adapter_image_embeds")
+    given = [name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None]
+    return f"IP-adapter images are not supported by PipeFusion; leave {given[0]} out" if given else None

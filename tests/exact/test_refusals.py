@@ -1,0 +1,205 @@
+"""What a patch pipeline cannot honour: before a step, on every rank, an error says what is wrong and what works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import (
+    DiffusionPipeline,
+    DiTTransformer2DModel,
+    FluxControlNetModel,
+    FluxControlNetPipeline,
+    FluxInpaintPipeline,
+    PixArtSigmaPipeline,
+    StableDiffusion3InpaintPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.plan import Plan
+from ditile.runner import parallelize
+from tests import tiny
+from tests.exact.cases import MAKE, divided, run, same
+from tests.pool import Pool
+
+STALE = {"patches": 3, "warmup": 1}
+
+
+class OwnProcessor(FluxAttnProcessor):
+    """A user's, which may attend to anything."""
+
+
+def _instead(make: Callable[[], Any], wrap: Callable[[Any], nn.Module]) -> Callable[[], Any]:
+    def made() -> Any:
+        pipe = make()
+        pipe.transformer = wrap(pipe.transformer)
+        return pipe
+
+    return made
+
+
+def _unknown(_: Any) -> nn.Module:
+    made: nn.Module = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=8)
+    return made
+
+
+def _peft(transformer: Any) -> nn.Module:
+    return get_peft_model(transformer, LoraConfig(target_modules=["to_q"]))
+
+
+def _controlnet() -> Any:
+    pipe = tiny.flux()
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4}
+    net = FluxControlNetModel.from_transformer(pipe.transformer, load_weights_from_transformer=False, **sizes)
+    return FluxControlNetPipeline(**pipe.components | {"controlnet": net})
+
+
+def _unet() -> Any:
+    pipe = tiny.pixart()
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )  # fmt: skip
+    return StableDiffusionPipeline(
+        vae=pipe.vae, text_encoder=tiny.clip(), tokenizer=pipe.tokenizer, unet=unet, scheduler=pipe.scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def _with_processor(make: Callable[[], Any], path: str, processor: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        pipe = make()
+        pipe.transformer.get_submodule(path).set_processor(processor())
+        return pipe
+
+    return made
+
+
+def _ip_adapter() -> Any:
+    return FluxIPAdapterAttnProcessor(32, 32)
+
+
+def _from(make: Callable[[], Any], cls: type[DiffusionPipeline]) -> Callable[[], Any]:
+    return lambda: cls.from_pipe(make())
+
+
+PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
+    "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*run it without a plan"),
+    "FLUX inpaint": (_from(tiny.flux, FluxInpaintPipeline), "FluxInpaintPipeline paints.*run it without a plan"),
+    "SD3 inpaint": (_from(tiny.sd3, StableDiffusion3InpaintPipeline), "Inpaint.* paints.*run it without a plan"),
+    "U-Net": (_unet, "StableDiffusionPipeline has no transformer"),
+    "unknown": (_instead(tiny.pixart, _unknown),
+                "DiTTransformer2DModel has no ModelSpec.*FluxTransformer2DModel.*ditile.register"),
+    "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
+    "compiled": (_instead(tiny.flux, torch.compile), "OptimizedModule wraps a FluxTransformer2DModel.*_orig_mod"),
+    "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
+            r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),
+    "IP-adapter": (_with_processor(tiny.flux, "transformer_blocks.1.attn", _ip_adapter), "unload the IP-adapter"),
+    "PixArt's": (_with_processor(tiny.pixart, "transformer_blocks.3.attn1", JointAttnProcessor2_0),
+                 "transformer_blocks.3.attn1 has .*: AttnProcessor2_0; set it back"),
+    "SD3 fused": (_with_processor(tiny.sd3, "transformer_blocks.0.attn2", FusedJointAttnProcessor2_0),
+                  "blocks.0.attn2 has .* FusedJointAttnProcessor2_0.*: JointAttnProcessor2_0; set it back"),
+}  # fmt: skip
+"""Pipelines that cannot be divided, and what is said of them."""
+
+
+def refused(what: str) -> None:
+    make, says = PIPELINES[what]
+    pipe = make()
+    blocks = None if what == "U-Net" else list(pipe.transformer.state_dict())
+    with pytest.raises(ModelError, match=says):
+        parallelize(pipe, Plan(pipefusion=dist.get_world_size()))
+    assert blocks is None or list(pipe.transformer.state_dict()) == blocks, "something was cut"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pipelines_that_cannot_be_divided(pool: Pool, ranks: int) -> None:
+    """A failure means a wrong picture in silence, or a pipeline that was refused and is damaged all the same."""
+    for what in PIPELINES:
+        pool.run(refused, ranks, what)
+
+
+class Rescaled(PixArtSigmaPipeline):  # type: ignore[misc]
+    """A user's pipeline, whose call knows `guidance_rescale` as those of other families do."""
+
+    def __call__(self, *args: Any, guidance_rescale: float = 0.0, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def _rescaled() -> Any:
+    return tiny.quiet(Rescaled(**tiny.pixart().components))
+
+
+ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("sd3", {"skip_guidance_layers": [1]}, ModelError, "skip_guidance_layers .*leave it out"),
+    ("sd3", {"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
+    ("sd3", {"ip_adapter_image_embeds": 1}, ModelError, "leave ip_adapter_image_embeds out"),
+    ("sd3", {"height": 16}, PlanError, "patches"),
+    ("flux", {"ip_adapter_image_embeds": 1}, ModelError, "leave ip_adapter_image_embeds out"),
+    ("flux", {"negative_ip_adapter_image": 1}, ModelError, "leave negative_ip_adapter_image out"),
+    ("flux", {"hieght": 32}, TypeError, "hieght"),
+    ("flux", {"control_image": 1}, TypeError, "control_image"),
+    ("flux", {"output": "frist"}, ModelError, "output='frist' .*try 'all' or 'first'"),
+    ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
+]
+"""A call, and how it is refused."""
+
+
+def refused_arguments(name: str) -> None:
+    pipe = _rescaled() if name == "rescaled" else MAKE[name]()
+    call = "pixart sigma" if name == "rescaled" else name
+    with divided(pipe, pipefusion=2, **STALE | {"patches": 5}) as runner:
+        wanted = run(runner, call)
+        for _, changes, error, says in (row for row in ARGUMENTS if row[0] == name):
+            with pytest.raises(error, match=says):
+                run(runner, call, **changes)
+            same(run(runner, call), wanted, f"{name}, after {changes}")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "rescaled"])
+def test_arguments_that_cannot_be_honoured(pool: Pool, name: str) -> None:
+    """A failure means a wrong picture in silence, or a runner that a refusal has spoiled."""
+    pool.run(refused_arguments, 2, name)
+
+
+DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"prompt": "a blue square"}, StateError, "rank 1 was called with prompt='a blue square' .*'a red circle'"),
+    ({"prompt": ["a blue square"]}, StateError, "call all ranks alike"),
+    ({"num_inference_steps": 3}, StateError, "rank 1 was called with num_inference_steps=3 and rank 0 with 4"),
+    ({"height": 16}, StateError, "height=16"),
+    ({"max_sequence_length": 9}, StateError, "max_sequence_length=9"),
+    ({"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
+]
+"""What rank 1 alone is called with, and what all ranks say."""
+
+
+def called_differently() -> None:
+    pipe = tiny.flux()
+    with divided(pipe, pipefusion=2, **STALE | {"patches": 5}) as runner:
+        wanted = run(runner, "flux")
+        for changes, error, says in DIFFERING:
+            with pytest.raises(error, match=says):
+                run(runner, "flux", **(changes if dist.get_rank() == 1 else {}))
+            same(run(runner, "flux"), wanted, f"after {changes}")
+        if dist.get_rank() == 1:
+            pipe.transformer.single_transformer_blocks[2].attn.set_processor(OwnProcessor())
+        with pytest.raises(ModelError, match="single_transformer_blocks.2.attn has .*OwnProcessor"):
+            run(runner, "flux")
+        if dist.get_rank() == 1:
+            pipe.transformer.single_transformer_blocks[2].attn.set_processor(FluxAttnProcessor())
+        same(run(runner, "flux"), wanted, "the processor set back")
+
+
+def test_what_one_rank_cannot_do_no_rank_does(pool: Pool) -> None:
+    """A failure means that the other ranks hang, or make a picture of two prompts."""
+    pool.run(called_differently, 2)
