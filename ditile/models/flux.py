@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diffusers import FluxKontextPipeline
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
@@ -24,6 +25,16 @@ def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     ids = ids[0] if ids.ndim == 3 else ids
     columns = int(ids[-1, 2] - ids[0, 2]) + 1
     return Grid(ids.shape[0] // columns, columns, columns)
+
+
+def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Kontext, and IP-adapters."""
+    if isinstance(pipe, FluxKontextPipeline):
+        return (
+            f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
+            "cut into patches of one; run it without a plan"
+        )
+    return refuse_ip_adapters(call)
 
 
 def conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -51,5 +62,5 @@ FLUX = ModelSpec(
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
     stock=(FluxAttnProcessor,),
-    refuse=lambda pipe, call: refuse_ip_adapters(call),
+    refuse=refuse,
 )  # fmt: skip

@@ -150,7 +150,7 @@ def backends() -> None:
     name, asked = "flux", []
     registry = stock._AttentionBackendRegistry
     active = registry.get_active_backend()[0]
-    for backend in ("native", "_native_math"):
+    for backend, of_others in (("native", "_native_math"), ("_native_math", "native")):
         pipe = MAKE[name]()
         member = stock.AttentionBackendName(backend)
         attend = registry._backends[member]
@@ -163,6 +163,7 @@ def backends() -> None:
         try:
             asked.clear()
             pipe.transformer.set_attention_backend(backend)
+            registry.set_active_backend(stock.AttentionBackendName(of_others))  # as another pipeline would
             wanted, calls = run(pipe, name), len(asked)
             asked.clear()
             with divided(pipe, pipefusion=2, **EXACT) as runner:
@@ -171,7 +172,7 @@ def backends() -> None:
             asked.clear()
             run(pipe, name)
             assert len(asked) == calls, f"{backend} is not set any more"
-            assert registry.get_active_backend()[0] is member
+            assert registry.get_active_backend()[0].value == of_others
         finally:
             registry._backends[member] = attend
             registry.set_active_backend(active)
