@@ -63,6 +63,7 @@ class Runner:
 
     Attributes:
         pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
+            Load LoRAs that may touch the blocks of one stage alone before `parallelize`: peft raises on the others.
         trace: whether the next call records a trace.
         report: what the last call took on this rank; None before the first.
     """
