@@ -83,6 +83,14 @@ def assemble(kind: str, transformer: Path, text: Path | None, vae: Path | None) 
     return flux(transformer, tokenizer, t5, text / "clip" if text else bundled / "text_encoder", vae)
 
 
+def forget_paths(folder: Path) -> None:
+    """diffusers writes where a part was loaded from into its config."""
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        config.pop("_name_or_path", None)
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def replace(folder: Path, fresh: Path) -> None:
     """Move a complete new folder into the place of an old one, keeping the old one's README.md."""
     if (folder / "README.md").exists():
@@ -108,6 +116,7 @@ def main() -> None:
     folder = ASSETS / f"shapes-{args.kind}"
     fresh = folder.with_name(f".{folder.name}.new")
     pipe.save_pretrained(fresh)
+    forget_paths(fresh)
     defaults = call_defaults(args.kind, args.side, args.guidance)
     (fresh / "generation.json").write_text(json.dumps(defaults, indent=2) + "\n")
     replace(folder, fresh)

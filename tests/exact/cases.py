@@ -33,6 +33,8 @@ def call_of(name: str, **changes: Any) -> dict[str, Any]:
     """Arguments for a pipeline of `MAKE`. `seeds=[..]` is a list of generators, `embeds=t` random prompt embeddings."""
     if name == "flux true cfg":
         changes = TRUE_CFG | changes
+        if isinstance(changes.get("prompt"), list):  # FluxPipeline wants as many negative prompts
+            changes["negative_prompt"] = [changes["negative_prompt"]] * len(changes["prompt"])
     seeds, embeds = changes.pop("seeds", None), changes.pop("embeds", None)
     if seeds:
         changes["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]

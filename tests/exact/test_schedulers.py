@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ditile.errors import ModelError
-from tests.exact.cases import MAKE, call_of, different, divided, equal_over_ranks, same
+from tests.exact.cases import MAKE, call_of, different, divided, same
 from tests.pool import Pool
 
 STEPS = 4
