@@ -137,8 +137,10 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(threads)
     devices = torch.cuda.device_count()
+    if not devices:
+        _keep_to_own_cores(number, world, threads)
+    torch.set_num_threads(threads)
     if devices:
         torch.cuda.set_device(number % devices)
     dist.init_process_group(
@@ -148,6 +150,17 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
         world_size=world,
         timeout=datetime.timedelta(seconds=stall + 60),  # the parent notices first, with every stack
     )
+
+
+def _keep_to_own_cores(number: int, world: int, threads: int) -> None:
+    """Ranks that fill the cores each keep to theirs: one that is moved beside another makes the whole pipeline wait.
+
+    Where cores are to spare they are left free to move, as other programs may run here too.
+    """
+    cores = _cores()
+    if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
+        own = sorted(os.sched_getaffinity(0))[number * threads : (number + 1) * threads]
+        os.sched_setaffinity(0, own)
 
 
 def _part() -> None:

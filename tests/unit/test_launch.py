@@ -73,6 +73,20 @@ def test_results_come_in_rank_order() -> None:
         assert result == (rank, 6.0, "gloo", 1, [str(rank), str(rank), "3", "1"])
 
 
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs are not bound")
+def test_ranks_that_fill_the_cores_keep_to_their_own() -> None:
+    """A failure means that two ranks compute on one core while another idles, or a lone one may not move."""
+    mine = cores()
+    assert sum(launch(cores, len(mine), threads=1), []) == mine
+    assert launch(cores, 1, threads=1) == [mine]
+    assert launch(cores, len(mine) + 1, threads=1) == [mine] * (len(mine) + 1)
+
+
 def echo(values: tuple[Any, ...]) -> tuple[Any, ...]:
     print("a rank may print")
     return (*values, dist.get_rank())
