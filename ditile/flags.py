@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import types
 import typing
@@ -25,7 +26,10 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field with its default and the one line that `--help` shows; a bool that is False is a switch."""
+    """A dataclass field with its default and the one line that `--help` shows.
+
+    A bool that is False is a switch; one that is None has a `--no-` form too.
+    """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -37,6 +41,15 @@ def integers(text: str) -> tuple[int, ...]:
         ValueError: if a part is not a whole number.
     """
     return tuple(int(part) for part in text.split(","))
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`"1,0.5"` as `(1.0, 0.5)`.
+
+    Raises:
+        ValueError: if a part is no number.
+    """
+    return tuple(float(part) for part in text.split(","))
 
 
 def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Callable[[str], Any]]]:
@@ -53,8 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
         doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
         if field.metadata["positional"]:
             group.add_argument(field.name, type=read, help=doc, metavar=metavar or field.name.upper())
-        elif read is bool:
-            group.add_argument(flag(field.name), action="store_true", help=doc, default=argparse.SUPPRESS)
+        elif read is boolean:
+            action = "store_true" if field.default is False else argparse.BooleanOptionalAction
+            group.add_argument(flag(field.name), action=action, help=doc, default=argparse.SUPPRESS)
         else:
             group.add_argument(
                 flag(field.name), type=read, choices=choices, default=argparse.SUPPRESS,
@@ -83,11 +97,42 @@ def normalise(argv: list[str]) -> list[str]:
     return [one(word) for word in argv]
 
 
+def boolean(text: str) -> bool:
+    """`"True"` or `"false"`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
 def _reader(hint: Any) -> Callable[[str], Any]:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return _reader(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType))
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return _reader(kinds[0]) if len(kinds) == 1 else _first_of([_reader(kind) for kind in kinds])
     if typing.get_origin(hint) is tuple:
-        return integers
+        return integers if typing.get_args(hint)[0] is int else numbers
     if typing.get_origin(hint) is typing.Literal:
-        return str
-    return typing.cast(Callable[[str], Any], hint)
+        return _one_of(typing.get_args(hint))
+    return boolean if hint is bool else typing.cast(Callable[[str], Any], hint)
+
+
+def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+def _first_of(choices: list[Callable[[str], Any]]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        for choice in choices:
+            with contextlib.suppress(ValueError):
+                return choice(text)
+        raise ValueError(text)
+
+    return read

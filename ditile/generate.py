@@ -48,7 +48,7 @@ def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
         if wanted.image is not None:
             pipe = image_to_image(pipe)
         runner = ditile.parallelize(pipe, plan, device=run.device)
-        seed = _agreed_seed(wanted.seed, runner.mesh.control)
+        seed = _agreed_seed(wanted.seed, runner.mesh.everyone)
         call = arguments(pipe, wanted, defaults(wanted.model))
         runner.trace = run.trace is not None
         result = runner(**call, **_objects(wanted, seed), output="first")

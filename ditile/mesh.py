@@ -1,12 +1,15 @@
 """Mesh: the ranks of a plan on named axes, and the process groups of each axis. Groups are passed, never looked up.
 
-Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tensor). This version has pipefusion.
+Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tensor).
 """
 
 from __future__ import annotations
 
 import datetime
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,33 @@ from ditile.errors import PlanError
 from ditile.plan import Plan
 from ditile.transport import Traffic
 
-AXES = ("pipefusion",)
+AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+IMAGE = AXES[1:]
+"""The axes of the ranks that make one image together."""
+SEQUENCE = ("ring", "ulysses")
+"""The axes that share out the tokens of a patch exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """This rank's line along one or several axes.
+
+    Attributes:
+        name: the axes.
+        ranks: global ranks along it, in order.
+        index: this rank's place among them.
+        group: their process group; None where this rank is alone.
+    """
+
+    name: str = ""
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
 
 
 @dataclass(slots=True)
@@ -26,23 +55,39 @@ class Mesh:
 
     Attributes:
         rank: this rank among `world`.
-        activations, latents, control: groups over the pipefusion axis: stage to stage; last stage to first and the
-            few collectives; a CPU group for headers, votes and reports. NCCL's P2P has no tags, so they are apart.
+        local_rank: this rank among those of its machine.
+        axes: the line along each axis of `AXES`.
+        sequence: ring and ulysses as one, ring outside.
+        image: all ranks that make this rank's image.
+        latents: a second group along pipefusion, for what the last stage returns: NCCL's P2P has no tags.
+        control: a CPU group of the ranks of one image, for headers, votes and decisions.
+        everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
     """
 
     rank: int
     world: int
     local_rank: int
-    activations: dist.ProcessGroup | None = None
+    axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
+    sequence: Axis = Axis("sequence")
+    image: Axis = Axis("image")
     latents: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
 
     @property
     def stage(self) -> int:
         """The coordinate on the pipefusion axis."""
-        return self.rank
+        return self.axes["pipefusion"].index
+
+    @property
+    def stages(self) -> int:
+        """The size of the pipefusion axis."""
+        return self.axes["pipefusion"].size
 
 
 def build(plan: Plan) -> Mesh:
@@ -59,15 +104,45 @@ def build(plan: Plan) -> Mesh:
     if world == 1:
         return Mesh(0, 1, 0)
     rank = dist.get_rank()
-    local = place.local_rank if place is not None else rank
-    axes = DeviceMesh("cpu", torch.arange(world).reshape(plan.pipefusion), mesh_dim_names=AXES)
-    ranks = dist.get_process_group_ranks(axes.get_group("pipefusion"))
+    used = {name: getattr(plan, name) for name in AXES if getattr(plan, name) > 1}
+    device_mesh = DeviceMesh("cpu", torch.arange(world).reshape(*used.values()), mesh_dim_names=tuple(used))
+    axes = {name: Axis(name, (rank,)) for name in AXES}
+    for name in used:
+        group = device_mesh.get_group(name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        axes[name] = Axis(name, ranks, ranks.index(rank), group)
+    together = [axes[name] for name in SEQUENCE if axes[name].size > 1]
     return Mesh(
-        rank, world, local,
-        activations=axes.get_group("pipefusion"),
-        latents=dist.new_group(ranks),
-        control=dist.new_group(ranks, backend="gloo"),
+        rank, world, place.local_rank if place is not None else rank, axes,
+        sequence=together[0] if len(together) == 1 else _line("sequence", SEQUENCE, plan, rank),
+        image=_line("image", IMAGE, plan, rank),
+        latents=_line("latents", ("pipefusion",), plan, rank).group,
+        control=_line("control", IMAGE, plan, rank, backend="gloo").group,
+        everyone=dist.new_group(backend="gloo"),
     )  # fmt: skip
+
+
+def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
+    sizes = [getattr(plan, name) for name in AXES]
+    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+
+    def ranks(chosen: Sequence[int]) -> list[int]:
+        steps = [[index * strides[k] for index in range(sizes[k])] for k in chosen]
+        return [sum(parts) for parts in product(*steps)]
+
+    along = [k for k, name in enumerate(AXES) if name in names]
+    across = [k for k, name in enumerate(AXES) if name not in names]
+    return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
+
+def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> Axis:
+    """This rank's line along some axes, with a new group; every rank makes the groups of all lines, in one order."""
+    mine = Axis(name, (rank,))
+    for ranks in lines(plan, names):
+        group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Axis(name, ranks, ranks.index(rank), group)
+    return mine
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

@@ -6,70 +6,163 @@ A plan is a value: it knows no process, device or model. `str(plan)` is one line
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditile.errors import PlanError
 from ditile.flags import flag, option, readers
 
-WARMUP_MODES = ("serial",)
+DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
+SPLIT_SCHEMES = ("row", "sequence")
+TEXT_PLACES = ("each", "first", "split")
+VAE_PLACES = ("whole", "rows")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Degrees, patches and warmup of one generation.
+    """Degrees, patches and warmup of one generation. World = the product of the degrees.
 
     Raises:
         PlanError: if a value is out of its range, or two of them contradict each other.
     """
 
+    data: int = option(1, "replicas that share out prompts and images", metavar="N")
+    cfg: int = option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
     pipefusion: int = option(1, "stages that the blocks are cut into, one rank each", metavar="N")
+    ring: int = option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
+    distrifusion: int = option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
+    ulysses: int = option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
+    tensor: int = option(1, "ranks that share the weights of every block", metavar="N")
     patches: int | None = option(None, "patches that the image is cut into; as many as stages by default", metavar="M")
-    warmup: int = option(1, "synchronous steps before stale keys and values are used", metavar="W")
-    warmup_mode: Literal["serial"] = option("serial", "how the synchronous steps run", choices=WARMUP_MODES)
+    warmup: int | Literal["auto"] = option(1, "synchronous steps before stale keys are used, or auto", metavar="W")
+    warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = option(
+        "serial", "how the synchronous steps run", choices=WARMUP_MODES
+    )
+    warmup_bound: float = option(0.15, "warmup=auto ends where latents and keys change less in a step", metavar="X")
+    warmup_ranks: int | None = option(
+        None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
+    )
     stage_blocks: tuple[int, ...] | None = option(
         None, "blocks of each stage, such as 7,7,8; balanced by their cost by default", metavar="A,B,.."
     )
+    stage_weights: tuple[float, ...] | None = option(
+        None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,.."
+    )
+    uaa: bool | None = option(None, "force or forbid lengths and heads that ulysses does not divide")
+    async_ulysses: bool = option(False, "exchange each projection while the next one is computed")
+    split_scheme: Literal["row", "sequence"] = option(
+        "row", "tensor: all-reduce, or reduce-scatter and all-gather", choices=SPLIT_SCHEMES
+    )
+    text: Literal["each", "first", "split"] = option(
+        "each", "text encoders on each rank, on the first one, or their layers shared out", choices=TEXT_PLACES
+    )
+    vae: Literal["whole", "rows"] = option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
 
     def __post_init__(self) -> None:
-        for name, least in (("pipefusion", 1), ("patches", 1), ("warmup", 0)):
+        for name, least in (*((degree, 1) for degree in DEGREES), ("patches", 1), ("warmup", 0), ("warmup_ranks", 1)):
             value = getattr(self, name)
-            if name == "patches" and value is None:
+            if (value is None and name in ("patches", "warmup_ranks")) or (name == "warmup" and value == AUTO):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}")
-        if self.warmup_mode not in WARMUP_MODES:
-            raise PlanError(f"warmup_mode={self.warmup_mode!r} is not known; try one of {', '.join(WARMUP_MODES)}")
-        if self.stage_blocks is not None:
-            self._check_stage_blocks(tuple(self.stage_blocks))
+        for name, known in (
+            ("warmup_mode", WARMUP_MODES), ("split_scheme", SPLIT_SCHEMES), ("text", TEXT_PLACES), ("vae", VAE_PLACES),
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name}={getattr(self, name)!r} is not known; try one of {', '.join(known)}")
+        if not self.warmup_bound > 0:
+            raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.15")
+        self._check_together()
+        for name, least in (("stage_blocks", 1), ("stage_weights", 0)):
+            if getattr(self, name) is not None:
+                self._check_stages(name, tuple(getattr(self, name)), least)
 
-    def _check_stage_blocks(self, blocks: tuple[int, ...]) -> None:
-        object.__setattr__(self, "stage_blocks", blocks)
-        text = ",".join(map(str, blocks))
-        if len(blocks) != self.pipefusion:
+    def _check_together(self) -> None:
+        """What excludes each other. There is little."""
+        if self.cfg > 2:
+            raise PlanError(f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once")
+        if self.distrifusion > 1 and self.pipefusion > 1:
             raise PlanError(
-                f"stage_blocks={text} names {len(blocks)} stages and pipefusion={self.pipefusion}; "
+                f"distrifusion={self.distrifusion} and pipefusion={self.pipefusion} spend the same staleness; set one "
+                "of them to 1, and use ulysses or tensor for the other ranks"
+            )
+        if self.distrifusion > 1 and self.ring > 1:
+            raise PlanError(
+                f"distrifusion={self.distrifusion} takes the place of ring={self.ring}; use ulysses={self.ring} beside it"
+            )
+        if self.distrifusion > 1 and self.patches is not None:
+            raise PlanError(f"patches={self.patches}: distrifusion has one patch per rank; leave patches out")
+        if self.async_ulysses and self.ulysses == 1:
+            raise PlanError("async_ulysses needs an exchange to hide; use it with ulysses=2 or more")
+        if self.warmup_mode != "serial" and self.pipefusion == 1:
+            raise PlanError(
+                f"warmup_mode={self.warmup_mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
+            )
+        if self.warmup_ranks is not None and self.warmup_mode != "separate":
+            raise PlanError(f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out")
+        if self.warmup_ranks is not None and self.warmup_ranks > self.pipefusion:
+            raise PlanError(
+                f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={self.pipefusion}; try 1 to {self.pipefusion}"
+            )
+
+    def _check_stages(self, name: str, values: tuple[float, ...], least: int) -> None:
+        object.__setattr__(self, name, values)
+        text = _text(values)
+        if len(values) != self.pipefusion:
+            raise PlanError(
+                f"{name}={text} names {len(values)} stages and pipefusion={self.pipefusion}; "
                 f"give {self.pipefusion} numbers"
             )
-        if min(blocks) < 1:
+        if name == "stage_blocks" and min(values) < least:
             raise PlanError(f"stage_blocks={text}: every stage needs a block; give numbers of at least 1")
+        if min(values) <= 0:
+            raise PlanError(f"{name}={text}: a stage needs some speed; give numbers above 0")
 
     @property
     def world(self) -> int:
         """The number of ranks: the product of the degrees."""
-        return self.pipefusion
+        return math.prod(getattr(self, degree) for degree in DEGREES)
 
     @property
     def num_patches(self) -> int:
         """M: `patches`, or as many as stages."""
         return self.pipefusion if self.patches is None else self.patches
 
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that share out the tokens of a patch exactly: ring x ulysses."""
+        return self.ring * self.ulysses
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanError: if the text is no JSON object of a plan's fields.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise PlanError(f"{text!r} is no plan in JSON ({error}); known are {known}") from error
+
+    def to_json(self) -> str:
+        """The plan as a JSON object with all its fields."""
+        return json.dumps(self.to_dict())
+
     def check_world(self, world: int) -> None:
         """Raises `PlanError` unless the plan uses all of `world` ranks."""
         if world != self.world:
             raise PlanError(
                 f"the plan '{self}' needs {self.world} rank(s) and {world} are running; "
-                f"start {self.world}, or use pipefusion={world}"
+                f"start {self.world}, or use degrees whose product is {world}, such as pipefusion={world}"
             )
 
     def check_blocks(self, model: str, blocks: int) -> None:
@@ -85,10 +178,25 @@ class Plan:
 
     def check_rows(self, rows: int) -> None:
         """Raises `PlanError` unless an image of `rows` token rows can be cut into the plan's patches."""
+        if self.distrifusion > rows:
+            raise PlanError(
+                f"distrifusion={self.distrifusion} exceeds the {rows} token rows of this image, a patch for each rank; "
+                f"try 1 to {rows}, or a higher image"
+            )
         if self.num_patches > rows:
             raise PlanError(
                 f"patches={self.num_patches} exceeds the {rows} token rows of this image; "
                 f"try 1 to {rows}, or a higher image"
+            )
+
+    def check_heads(self, model: str, heads: int) -> None:
+        """Raises `PlanError` unless attention of `heads` heads can be shared out as the plan says."""
+        if heads % self.tensor:
+            raise PlanError(f"tensor={self.tensor} does not divide the {heads} heads of {model}; try {_divisors(heads)}")
+        if self.uaa is False and (heads // self.tensor) % self.ulysses:
+            raise PlanError(
+                f"ulysses={self.ulysses} does not divide {heads // self.tensor} heads of {model} and uaa is off; "
+                f"try {_divisors(heads // self.tensor)}, or leave uaa out"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +226,10 @@ class Plan:
             except ValueError:
                 raise PlanError(f"{word!r}: {value!r} is no value of {flag(name)}") from None
         return cls(**values)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _text(value: Any) -> str:

@@ -75,7 +75,7 @@ class Runner:
         self._parts, self._origin, self._keep = composition, origin, keep_weights
         self._loras = self._lora_state()
         self._restored = self._running = False
-        self._devices = gather_json(str(composition.device), self.mesh.control)
+        self._devices = gather_json(str(composition.device), self.mesh.everyone)
         self._call: dict[str, Any] = {}
         self._signature = inspect.signature(self.pipe.__call__)
 
@@ -140,7 +140,7 @@ class Runner:
         """`report` of every rank, in rank order, on every rank. All ranks must call it."""
         if self.report is None:
             raise StateError("there is no report before the first call")
-        return gather_json(self.report.to_dict(), self.mesh.control)
+        return gather_json(self.report.to_dict(), self.mesh.everyone)
 
     def write_trace(self, path: str | Path) -> None:
         """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
@@ -150,7 +150,7 @@ class Runner:
         """
         if not self.trace:
             raise StateError("no trace was recorded; set runner.trace = True before the call")
-        events = gather_json(self._parts.trace.events(), self.mesh.control)
+        events = gather_json(self._parts.trace.events(), self.mesh.everyone)
         if self.mesh.rank == 0:
             write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
 
@@ -162,7 +162,7 @@ class Runner:
     def _run(self, call: dict[str, Any], output: str) -> Any:
         generators = rng.sources(call.get("generator"), self._parts.device)
         watch = _Watch(self._parts, self.trace)
-        rng.share(generators, 0, self.mesh.control, self.mesh.traffic)
+        rng.share(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
             ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
             hooks = ends.install(stack, call)
@@ -172,7 +172,7 @@ class Runner:
             if skip:
                 call["output_type"] = "latent"
             result = self.pipe(**call)
-        rng.share(generators, self.mesh.world - 1, self.mesh.control, self.mesh.traffic)
+        rng.share(generators, self.mesh.world - 1, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report()
         return None if skip else result
 
@@ -192,7 +192,7 @@ class Runner:
             name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
         }
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
-        answers = gather_json([refused, plain], self.mesh.control)
+        answers = gather_json([refused, plain], self.mesh.everyone)
         for reason, _ in answers:
             if reason:
                 raise ModelError(reason)

@@ -288,7 +288,7 @@ class Loop:
         wanted = self._hooks.wants_latents(step)
         self._synced = step if wanted else self._synced
         if (last or wanted) and self._mesh.latents is not None:
-            source = self._mesh.world - 1
+            source = self._mesh.stages - 1
             kind = "result" if last else "callback"
             self._latents = broadcast(self._latents, source, self._mesh.latents, self._mesh.traffic, kind)
         self._hooks.ended(step, timestep, self._latents)

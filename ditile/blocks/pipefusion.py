@@ -81,20 +81,21 @@ class PipeFusion:
     """
 
     def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace) -> None:
-        self.stage, self.stages, self.owned = mesh.stage, mesh.world, owned
+        self.stage, self.stages, self.owned = mesh.stage, mesh.stages, owned
         self._plan, self._joint, self._trace = plan, joint, trace
         self._patches = plan.num_patches
         self._shapes: dict[int, tuple[int, int]] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
         self.broken = False
-        if mesh.activations is not None and mesh.latents is not None:
+        activations = mesh["pipefusion"].group
+        if activations is not None and mesh.latents is not None:
             last = self.stages - 1
             if self.stage > 0:
-                wire = Wire(mesh.activations, self.stage - 1, "activations", mesh.traffic)
+                wire = Wire(activations, self.stage - 1, "activations", mesh.traffic)
                 self._inbox = Inbox(wire, self._activation_shape)
             if self.stage < last:
-                self._outbox = Wire(mesh.activations, self.stage + 1, "activations", mesh.traffic)
+                self._outbox = Wire(activations, self.stage + 1, "activations", mesh.traffic)
             if self.stage == 0:
                 self._returns = Inbox(Wire(mesh.latents, last, "latents", mesh.traffic), self._latent_shape)
             if self.stage == last:

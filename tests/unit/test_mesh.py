@@ -1,0 +1,61 @@
+"""The ranks of each axis, as the worked example of docs/design.md has them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditile.mesh import AXES, IMAGE, SEQUENCE, build, lines
+from ditile.plan import DEGREES, Plan
+from tests.pool import Pool
+
+SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
+
+
+def test_sixteen_ranks() -> None:
+    """A failure means that ranks that should share an image, a branch or a stage do not."""
+    assert lines(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
+    assert lines(SIXTEEN, ["pipefusion"]) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert lines(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+    assert lines(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
+    assert lines(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
+
+
+@given(st.lists(st.integers(1, 3), min_size=5, max_size=5), st.sets(st.sampled_from(AXES)))
+def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
+    """Every rank is on exactly one line along any axes, and lines are as long as their degrees."""
+    plan = Plan(data=sizes[0], pipefusion=sizes[1], ring=sizes[2], ulysses=sizes[3], tensor=sizes[4])
+    found = lines(plan, sorted(names))
+    assert sorted(rank for line in found for rank in line) == list(range(plan.world))
+    assert len({len(line) for line in found}) == 1
+
+
+def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
+    mesh = build(plan)
+    axes = {name: (mesh[name].ranks, mesh[name].index) for name in AXES}
+    return axes | {"sequence": (mesh.sequence.ranks, mesh.sequence.index), "image": (mesh.image.ranks, mesh.image.index)}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=2, cfg=2, pipefusion=2),
+        Plan(pipefusion=2, ring=2, ulysses=2),
+        Plan(cfg=2, distrifusion=2, tensor=2),
+        Plan(ulysses=4),
+    ],
+    ids=str,
+)
+def test_groups(pool: Pool, plan: Plan) -> None:
+    """Each rank's groups are the lines it is on. A failure means that messages go to other ranks than planned."""
+    for rank, axes in enumerate(pool.run(place, plan.world, plan)):
+        for name, (ranks, index) in axes.items():
+            names = {"sequence": SEQUENCE, "image": IMAGE}.get(name, (name,))
+            assert ranks in lines(plan, names)
+            assert ranks[index] == rank
+
+
+def test_axes_are_the_degrees() -> None:
+    """A failure means that a degree of the plan has no axis."""
+    assert AXES == DEGREES
