@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +11,23 @@ import torch
 
 from ditile import env, models
 from ditile.attend import dispatch
-from ditile.attend.core import AttentionCore
-from ditile.attend.kernel import dispatched, native
+from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, StaleKeys, alone
+from ditile.attend.kernel import NATIVE, Dispatched
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import cut
 from ditile.errors import ModelError, StateError
+from ditile.generation import Generation
+from ditile.layout import Split
 from ditile.mesh import Mesh
 from ditile.plan import Plan
+from ditile.seams import Exchange, Kernel, Keys
 from ditile.seats import Core, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
+from ditile.tokens.distrifusion import DistriKeys
+from ditile.tokens.ring import RingGather, RingKeys
+from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
 
 
@@ -32,7 +38,7 @@ class Composition:
     Attributes:
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
-        attention: what each attention layer becomes.
+        stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
     pipe: Any
@@ -45,7 +51,7 @@ class Composition:
     weights: Weights
     pipefusion: PipeFusion
     trace: Trace
-    attention: type[AttentionCore] = AttentionCore
+    stale_keys: type[StaleKeys] = StaleKeys
 
     @property
     def owned(self) -> range:
@@ -56,19 +62,41 @@ class Composition:
     def installed(self, hooks: Hooks) -> Iterator[Loop]:
         """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now."""
         loop = Loop(
-            self.pipe.scheduler, self.pipefusion, self.mesh,
-            latent_dim=self.spec.latent_dim, patches=self.plan.num_patches, warmup=self.plan.warmup, trace=self.trace,
+            self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan),
+            latent_dim=self.spec.latent_dim, trace=self.trace,
         )  # fmt: skip
-        check = env.checks()
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
-            kernel = dispatched(backend) if through_dispatch else native
-            return self.attention(loop.current, layer, kernel, joint=joint, check=check)
+            kernel = Dispatched(backend) if through_dispatch else NATIVE
+            keys = self._keys(loop.current, layer, kernel)
+            return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
 
         with ExitStack() as stack:
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
+
+    def _exchange(self, current: Callable[[], Generation]) -> Exchange:
+        axis, traffic = self.mesh["ulysses"], self.mesh.traffic
+        if axis.size == 1:
+            return NoExchange()
+        return Overlapped(axis, traffic, self.trace, current) if self.plan.async_ulysses else Ulysses(axis, traffic)
+
+    def _keys(self, current: Callable[[], Generation], layer: str, kernel: Kernel) -> Keys:
+        """Whose keys a layer attends to, and how old they may be."""
+        ring, distri, traffic, check = self.mesh["ring"], self.mesh["distrifusion"], self.mesh.traffic, env.checks()
+        if distri.size > 1:
+            return DistriKeys(current, layer, distri, kernel, traffic, check=check)
+        fresh = FreshKeys(kernel) if ring.size == 1 else RingKeys(ring, kernel, traffic)
+        if self.plan.num_patches == 1:
+            return fresh
+        gather = alone if ring.size == 1 else RingGather(ring, traffic)
+        return self.stale_keys(current, layer, kernel, fresh, gather, check=check)
+
+
+def split_of(plan: Plan) -> Split:
+    """How a plan's ranks share out the tokens."""
+    return Split(plan.ring, plan.distrifusion, plan.ulysses)
 
 
 def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool) -> Composition:
@@ -87,6 +115,7 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     if reason:
         raise ModelError(reason)
     plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
+    plan.check_heads(type(pipe.transformer).__name__, int(pipe.transformer.config["num_attention_heads"]))
     stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
     weights = seats.weights()
     seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest

@@ -45,8 +45,8 @@ def report(model: str, plan: Plan, call: Mapping[str, Any]) -> str:
     shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
     devices = ["as found"] * plan.world
     table = describe(model, spec, plan, shape, stages, seats.weights(), devices)
-    schedule = Schedule(plan.pipefusion, plan.num_patches, shape.steps, min(plan.warmup, shape.steps))
-    shown = min(plan.warmup + STEPS_SHOWN, shape.steps) if plan.warmup < 2 else STEPS_SHOWN
+    schedule = Schedule.of(plan, shape.steps)
+    shown = min(plan.least_warmup + STEPS_SHOWN, shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
     return f"{table}\n\n{as_text(schedule, shown, shape.calls)}"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ditile.errors import StateError
-from ditile.layout import Layout
+from ditile.layout import DUMMY_TEXT, Layout, Part, Split
 from ditile.memory import Memory
 
 
@@ -22,26 +22,91 @@ class Micro(NamedTuple):
     patch: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of an attention layer at a micro-step.
+
+    Attributes:
+        runs: of each rank that shares them out, where they are in the layer's whole sequence; in the local order.
+        index: this rank among them.
+        length: of the whole sequence.
+        image: where the image is in it.
+        dummies: tokens here that stand for absent text, in front or behind; nobody else sees them.
+        dummies_first: whether they are in front.
+    """
+
+    runs: tuple[tuple[range, ...], ...]
+    index: int
+    length: int
+    image: range
+    dummies: int
+    dummies_first: bool
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank, dummies apart."""
+        return tuple(sum(map(len, runs)) for runs in self.runs)
+
+    @property
+    def real(self) -> slice:
+        """This rank's tokens without the dummies."""
+        if not self.dummies:
+            return slice(None)
+        return slice(self.dummies, None) if self.dummies_first else slice(0, self.lengths[self.index])
+
+
 @dataclass(slots=True)
 class Generation:
     """Where the pipeline is, and what must survive.
 
     `branch` counts the transformer calls since the last `scheduler.step`; `calls` is their number in a step, learnt in
-    the first one. `ages` and `keeps_keys` come from the schedule.
+    the first one. `ages`, `keeps_keys` and `is_stale` come from the schedule; `split` and `index` say which tokens this
+    rank computes.
     """
 
     ages: Callable[[Micro], tuple[int, ...]]
     keeps_keys: Callable[[int], bool]
+    is_stale: Callable[[int], bool] = lambda step: False
+    split: Split = Split()
+    index: int = 0
     memory: Memory = field(default_factory=Memory)
     micro: Micro = Micro(0, None)
     branch: int = 0
     calls: int | None = None
     layouts: dict[int, Layout] = field(default_factory=dict)
+    _parts: dict[tuple[int, int | None], tuple[Part, ...]] = field(default_factory=dict)
+    _tokens: dict[tuple[int, int | None, bool], Tokens] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch]
+
+    def parts(self, patch: int | None, branch: int | None = None) -> tuple[Part, ...]:
+        """What each rank of the sequence axes has of a patch (None: of the image), in the branch at hand or another."""
+        branch = self.branch if branch is None else branch
+        if (branch, patch) not in self._parts:
+            self._parts[branch, patch] = self.split.parts(self.layouts[branch], patch)
+        return self._parts[branch, patch]
+
+    def part(self, patch: int | None, branch: int | None = None) -> Part:
+        """What this rank has of it."""
+        return self.parts(patch, branch)[self.index]
+
+    def tokens(self, *, joint: bool) -> Tokens:
+        """The tokens of an attention layer that sees the text, or does not, at the micro-step at hand."""
+        key = (self.branch, self.micro.patch, joint)
+        if key not in self._tokens:
+            layout, parts = self.layout, self.parts(self.micro.patch)
+            joint = joint and layout.joint != "none"
+            runs = tuple(layout.runs(part, joint=joint) for part in parts)
+            dummies = 0 if parts[self.index].text or not joint else DUMMY_TEXT
+            length = layout.image + (layout.text if joint else 0)
+            first = layout.joint == "text_first"
+            start = length - layout.image if first else 0
+            image = range(start, start + layout.image)
+            self._tokens[key] = Tokens(runs, self.index, length, image, dummies, first)
+        return self._tokens[key]
 
     def end_call(self) -> None:
         """One transformer call is over."""

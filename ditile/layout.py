@@ -1,12 +1,17 @@
-"""Layout: where the tokens of one image are, and how they are cut into patches. Pure; every rank computes the same.
+"""Layout: where the tokens of one image are, how they are cut into patches, and how ranks share out a patch.
 
-A patch is a run of whole token rows. In joint attention the text belongs to patch 0, which is made smaller for it.
+Pure; every rank computes the same. A patch is a run of whole token rows. In joint attention the text belongs to patch
+0, which is made smaller for it. Ranks of the sequence axes share out each patch and the text as evenly as can be, so
+that a rank's tokens of a whole step are those of its patches, one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from ditile.errors import PlanError
 
 Joint = Literal["none", "text_first", "image_first"]
 
@@ -19,6 +24,22 @@ class Grid(NamedTuple):
     rows: int
     tokens_per_row: int
     units_per_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens that one rank computes: a run of the text and runs of the image, each counted from 0.
+
+    Where the model has a text stream and the run is empty, dummies stand for it.
+    """
+
+    text: range
+    image: tuple[range, ...]
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the image."""
+        return sum(map(len, self.image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +88,87 @@ class Layout:
         return self.joint != "none" and patch in (None, 0)
 
     def message(self, patch: int) -> int:
-        """Tokens that travel between stages for a patch."""
+        """Tokens that travel between stages for a patch, over all ranks that share it out."""
         return self.rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
+
+    def runs(self, part: Part, *, joint: bool) -> tuple[range, ...]:
+        """Where a part's tokens are in the sequence of an attention layer, which sees the text or not."""
+        if not joint:
+            return part.image
+        text_at, image_at = (0, self.text) if self.joint == "text_first" else (self.image, 0)
+        text = [range(text_at + part.text.start, text_at + part.text.stop)] if part.text else []
+        image = [range(image_at + run.start, image_at + run.stop) for run in part.image]
+        return tuple(text + image if self.joint == "text_first" else image + text)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How ranks share out the tokens of a patch: evenly, or (DistriFusion) a patch of rows each and the text to all.
+
+    Ranks are counted with ulysses innermost.
+    """
+
+    ring: int = 1
+    distrifusion: int = 1
+    ulysses: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self.ring * self.distrifusion * self.ulysses
+
+    def parts(self, layout: Layout, patch: int | None) -> tuple[Part, ...]:
+        """What each rank has of a patch, or of the whole image (None).
+
+        Raises:
+            PlanError: if a rank would have no token of the image.
+        """
+        text = range(layout.text if layout.carries_text(patch) else 0)
+        if self.distrifusion > 1:
+            parts = self._of_rows(layout, text)
+        else:
+            patches = range(layout.patches) if patch is None else [patch]
+            spans = [layout.tokens(p) for p in patches]
+            parts = tuple(
+                Part(share(text, self.ranks, k), joined(share(range(s.start, s.stop), self.ranks, k) for s in spans))
+                for k in range(self.ranks)
+            )
+        least = min(part.image_tokens for part in parts)
+        if least == 0:
+            name = f"patch {patch}" if patch is not None else "the image"
+            raise PlanError(
+                f"{name} has fewer tokens than the {self.ranks} ranks that share it out; "
+                "use fewer patches, a lower ring or ulysses degree, or a larger image"
+            )
+        return parts
+
+    def _of_rows(self, layout: Layout, text: range) -> tuple[Part, ...]:
+        width, parts, at = layout.grid.tokens_per_row, list[Part](), 0
+        for rows in cut_rows(layout.grid.rows, self.distrifusion):
+            image = range(at * width, (at + rows) * width)
+            at += rows
+            parts += [
+                Part(share(text, self.ulysses, k), joined([share(image, self.ulysses, k)])) for k in range(self.ulysses)
+            ]
+        return tuple(parts)
+
+
+def share(items: range, ranks: int, index: int) -> range:
+    """A rank's even share of a run; the first ranks have one more."""
+    base, more = divmod(len(items), ranks)
+    start = items.start + index * base + min(index, more)
+    return range(start, start + base + (index < more))
+
+
+def joined(runs: Iterable[range]) -> tuple[range, ...]:
+    """Runs without the empty ones, neighbours as one."""
+    found: list[range] = []
+    for run in runs:
+        if found and run and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        elif run:
+            found.append(run)
+    return tuple(found)
 
 
 def cut_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:

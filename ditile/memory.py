@@ -1,85 +1,75 @@
 """Memory: what survives a step, per (image, guidance branch, layer). One per generation; nothing is ever shared.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
-patch attends to them where they lie. Every segment (the text, each patch) knows the step that wrote it.
+patch attends to them where they lie. Every segment (a patch; the text goes with patch 0) knows the step that wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ditile.errors import StateError
-from ditile.layout import DUMMY_TEXT, Layout
+from ditile.transport import Pending
 
 NEVER = -1
 
 
 class KeyStore:
-    """Keys and values of one attention layer of one guidance branch.
+    """Keys and values of one attention layer of one guidance branch, by segment (patch).
 
-    `joint` says whether this layer attends to the text too.
+    Args:
+        length: tokens of the whole sequence.
+        segments: patches that are written apart.
+
+    Attributes:
+        incoming: keys of other ranks that are under way.
     """
 
-    def __init__(self, layout: Layout, *, joint: bool) -> None:
-        self._layout = layout
-        self._text = layout.text if joint else 0
-        self._text_at = 0 if layout.joint == "text_first" else layout.image
-        self._image_at = self._text if layout.joint == "text_first" else 0
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self.written = [NEVER] * layout.patches
+    def __init__(self, length: int, segments: int) -> None:
+        self._length = length
+        self.buffers: tuple[Tensor, Tensor] | None = None
+        self.incoming: Pending | None = None
+        self.written = [NEVER] * segments
 
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return 0 if self._buffers is None else sum(b.numel() * b.element_size() for b in self._buffers)
+        return 0 if self.buffers is None else sum(b.numel() * b.element_size() for b in self.buffers)
 
-    def fill(self, k: Tensor, v: Tensor, step: int) -> None:
-        """Keeps the keys and values `[B, S, N, H]` of a whole step."""
-        for buffer, fresh in zip(self._allocated(k), (k, v), strict=True):
-            buffer.copy_(fresh)
-        self.written = [step] * len(self.written)
-
-    def update(self, k: Tensor, v: Tensor, patch: int, step: int) -> tuple[Tensor, Tensor]:
-        """Writes a patch (and the text with patch 0) over its stale self; returns the whole keys and values."""
+    def write(self, k: Tensor, v: Tensor, runs: Iterable[range]) -> tuple[Tensor, Tensor]:
+        """Writes keys and values `[B, n, N, H]`, whose tokens belong at `runs`, over stale ones; returns the whole."""
+        at = 0
         buffers = self._allocated(k)
-        for buffer, fresh in zip(buffers, (k, v), strict=True):
-            self._write(buffer, fresh, patch)
-        self.written[patch] = step
+        for run in runs:
+            for buffer, fresh in zip(buffers, (k, v), strict=True):
+                buffer[:, run.start : run.stop] = fresh[:, at : at + len(run)]
+            at += len(run)
         return buffers
 
-    def ages(self, step: int) -> tuple[int | None, ...]:
-        """How many steps old each patch is; None if it was never written."""
-        return tuple(None if at == NEVER else step - at for at in self.written)
+    def stamp(self, step: int, segment: int | None = None) -> None:
+        """Says that a segment, or all of them, is of this step."""
+        for k in range(len(self.written)) if segment is None else (segment,):
+            self.written[k] = step
 
-    def _write(self, buffer: Tensor, fresh: Tensor, patch: int) -> None:
-        span = self._layout.tokens(patch)
-        image = slice(self._image_at + span.start, self._image_at + span.stop)
-        if not self._text:
-            buffer[:, image] = fresh
-            return
-        text = self._text if patch == 0 else DUMMY_TEXT
-        first = self._layout.joint == "text_first"
-        fresh_image = fresh[:, text:] if first else fresh[:, : fresh.shape[1] - text]
-        buffer[:, image] = fresh_image
-        if patch == 0:
-            fresh_text = fresh[:, :text] if first else fresh[:, fresh.shape[1] - text :]
-            buffer[:, self._text_at : self._text_at + text] = fresh_text
+    def ages(self, step: int) -> tuple[int | None, ...]:
+        """How many steps old each segment is; None if it was never written."""
+        return tuple(None if at == NEVER else step - at for at in self.written)
 
     def _allocated(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers, made of zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
-        if self._buffers is None:
-            shape = (like.shape[0], self._layout.image + self._text, *like.shape[2:])
-            self._buffers = (like.new_zeros(shape), like.new_zeros(shape))
-        elif self._buffers[0].shape[0] != like.shape[0]:
+        if self.buffers is None:
+            shape = (like.shape[0], self._length, *like.shape[2:])
+            self.buffers = (like.new_zeros(shape), like.new_zeros(shape))
+        elif self.buffers[0].shape[0] != like.shape[0]:
             raise StateError(
-                f"the batch changed from {self._buffers[0].shape[0]} to {like.shape[0]} rows in mid-run, and stale "
+                f"the batch changed from {self.buffers[0].shape[0]} to {like.shape[0]} rows in mid-run, and stale "
                 "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
             )
-        return self._buffers
+        return self.buffers
 
 
 class Memo(NamedTuple):
@@ -99,11 +89,11 @@ class Memory:
         self._of_step: dict[Hashable, Any] = {}
         self._sliced: dict[Hashable, Memo] = {}
 
-    def store(self, branch: int, layer: str, layout: Layout, *, joint: bool) -> KeyStore:
+    def store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
         """The keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            self._stores[key] = KeyStore(layout, joint=joint)
+            self._stores[key] = KeyStore(length, segments)
         return self._stores[key]
 
     @property

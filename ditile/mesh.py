@@ -23,8 +23,8 @@ from ditile.transport import Traffic
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
-SEQUENCE = ("ring", "ulysses")
-"""The axes that share out the tokens of a patch exactly."""
+SEQUENCE = ("ring", "distrifusion", "ulysses")
+"""The axes that share out the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Mesh:
         rank: this rank among `world`.
         local_rank: this rank among those of its machine.
         axes: the line along each axis of `AXES`.
-        sequence: ring and ulysses as one, ring outside.
+        sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
         image: all ranks that make this rank's image.
         latents: a second group along pipefusion, for what the last stage returns: NCCL's P2P has no tags.
         control: a CPU group of the ranks of one image, for headers, votes and decisions.
@@ -134,6 +134,7 @@ def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     along = [k for k, name in enumerate(AXES) if name in names]
     across = [k for k, name in enumerate(AXES) if name not in names]
     return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
+
 
 def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> Axis:
     """This rank's line along some axes, with a new group; every rank makes the groups of all lines, in one order."""

@@ -92,7 +92,7 @@ class Plan:
             )
         if self.distrifusion > 1 and self.ring > 1:
             raise PlanError(
-                f"distrifusion={self.distrifusion} takes the place of ring={self.ring}; use ulysses={self.ring} beside it"
+                f"distrifusion={self.distrifusion} takes the place of ring={self.ring}; use ulysses beside it"
             )
         if self.distrifusion > 1 and self.patches is not None:
             raise PlanError(f"patches={self.patches}: distrifusion has one patch per rank; leave patches out")
@@ -131,6 +131,11 @@ class Plan:
     def num_patches(self) -> int:
         """M: `patches`, or as many as stages."""
         return self.pipefusion if self.patches is None else self.patches
+
+    @property
+    def least_warmup(self) -> int:
+        """W, or with warmup=auto the least that it can be."""
+        return self.warmup if isinstance(self.warmup, int) else 1
 
     @property
     def token_ranks(self) -> int:
@@ -192,7 +197,9 @@ class Plan:
     def check_heads(self, model: str, heads: int) -> None:
         """Raises `PlanError` unless attention of `heads` heads can be shared out as the plan says."""
         if heads % self.tensor:
-            raise PlanError(f"tensor={self.tensor} does not divide the {heads} heads of {model}; try {_divisors(heads)}")
+            raise PlanError(
+                f"tensor={self.tensor} does not divide the {heads} heads of {model}; try {_divisors(heads)}"
+            )
         if self.uaa is False and (heads // self.tensor) % self.ulysses:
             raise PlanError(
                 f"ulysses={self.ulysses} does not divide {heads // self.tensor} heads of {model} and uaa is off; "

@@ -260,12 +260,12 @@ def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
     patch = now.micro.patch
-    if patch is None:
+    if patch is None and now.split.ranks == 1:
         return
     for name, cut in io.tokens.items():
         value = call.get(name)
         if value is not None:
-            make = functools.partial(cut, value, View(now.layout, patch))
+            make = functools.partial(cut, value, View(now.layout, now.part(patch)))
             call[name] = now.memory.sliced((name, now.branch, patch), value, make)
 
 

@@ -105,7 +105,7 @@ class Shape:
 
     def key_bytes(self, plan: Plan, layers: int) -> int:
         """Bytes of the keys and values that a stage of `layers` attention layers keeps."""
-        if plan.num_patches == 1 or plan.warmup >= self.steps:
+        if plan.num_patches == 1 or plan.least_warmup >= self.steps:
             return 0
         return 2 * layers * self.calls * self.batch * self.tokens * self.channels * self.element_size
 

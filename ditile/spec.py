@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ditile.layout import Grid, Joint, Layout
+from ditile.layout import Grid, Joint, Layout, Part
 
 
 class View(NamedTuple):
-    """The tokens that a transformer call computes: a patch, or the whole image (patch None)."""
+    """The tokens that a transformer call computes on this rank."""
 
     layout: Layout
-    patch: int | None
+    part: Part
 
 
 Slicer = Callable[[Any, View], Any]

@@ -20,7 +20,7 @@ def describe(
 ) -> str:  # fmt: skip
     """The table as text."""
     layout = shape.layout(plan, spec)
-    schedule = Schedule(plan.pipefusion, plan.num_patches, shape.steps, min(plan.warmup, shape.steps))
+    schedule = Schedule.of(plan, shape.steps)
     rows = [layout.rows(patch) for patch in range(layout.patches)]
     table = Table("rank", "device", "stage", "blocks", "parameters", "keys and values", "sent per step")
     for rank, (owned, device) in enumerate(zip(stages, devices, strict=True)):

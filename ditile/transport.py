@@ -118,6 +118,70 @@ class Ballot:
         return int(self._value)
 
 
+class Pending:
+    """A collective under way.
+
+    Args:
+        works: what it waits for.
+        received: what has arrived then, where the transport put it.
+        device: where the caller wants it.
+        sent: kept until it is gone.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Tensor) -> None:
+        self._works, self._received, self._device, self._sent = works, received, device, sent
+
+    def wait(self) -> list[Tensor]:
+        """What arrived, by group rank."""
+        for work in self._works:
+            work.wait()
+        return [x.to(self._device) for x in self._received]
+
+
+def start_all_to_all(
+    flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+) -> Pending:
+    """Starts to send consecutive runs of a flat tensor to the group ranks, and to receive as many numbers as said.
+
+    `wait()` gives one flat tensor, in rank order.
+    """
+    staged = _stageable(flat, group)
+    received = staged.new_empty(sum(receives))
+    work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
+    traffic.count(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
+    return Pending([_real(work)], [received], flat.device, staged)
+
+
+def start_gather(
+    x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, traffic: Traffic, kind: str
+) -> Pending:
+    """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order."""
+    staged = _stageable(x.contiguous(), group)
+    own = dist.get_rank(group)
+    received = [staged if rank == own else staged.new_empty(shape) for rank, shape in enumerate(shapes)]
+    ops = [
+        dist.P2POp(start, buffer, group=group, group_peer=rank)
+        for rank, theirs in enumerate(received)
+        if rank != own
+        for start, buffer in ((dist.isend, staged), (dist.irecv, theirs))
+    ]
+    traffic.count(kind, (len(shapes) - 1) * x.numel() * x.element_size())
+    return Pending(dist.batch_isend_irecv(ops), received, x.device, staged)
+
+
+def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+    """Starts to pass `x` to the next rank of a ring; `wait()` gives that of the rank before, which has this shape."""
+    staged = _stageable(x.contiguous(), group)
+    own, size = dist.get_rank(group), group.size()
+    received = staged.new_empty(tuple(shape))
+    ops = [
+        dist.P2POp(dist.isend, staged, group=group, group_peer=(own + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(own - 1) % size),
+    ]
+    traffic.count(kind, x.numel() * x.element_size())
+    return Pending(dist.batch_isend_irecv(ops), [received], x.device, staged)
+
+
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
     """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
     staged = _stageable(tensor.contiguous(), group)

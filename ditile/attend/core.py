@@ -1,19 +1,22 @@
-"""AttentionCore: where q, k and v of one layer meet the keys that survived (DistriFusion and PipeFusion's stale keys).
+"""AttentionCore: what becomes of q, k and v of one layer: exchanged, kept, attended to, and exchanged back.
 
-After projections, qk-norm and rope: keys and values of the patch go over their stale selves in the layer's store, and
-the patch attends to the whole. In a synchronous step nothing is stale and the kernel gets what came.
+    tokens to heads (ulysses) -> keys that are kept, or a ring -> kernel -> heads to tokens
+
+It gets them after projections, qk-norm and rope. Each part has a null object, so that the core has no cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from ditile.attend.kernel import Kernel
 from ditile.errors import StateError
-from ditile.generation import Generation
+from ditile.generation import Generation, Tokens
+from ditile.layout import joined
 from ditile.memory import KeyStore
+from ditile.seams import Exchange, Gather, Kernel, Keys, Make
 
 
 class AttentionCore:
@@ -21,39 +24,108 @@ class AttentionCore:
 
     Args:
         current: the generation under way.
+        exchange, keys: see there.
+        joint: whether the layer sees the text too.
+    """
+
+    def __init__(self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, *, joint: bool) -> None:
+        self._current, self._exchange, self._keys, self._joint = current, exchange, keys, joint
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand; dummies come back as zeros."""
+        return self.of(lambda: q, lambda: k, lambda: v)
+
+    def of(self, q: Make, k: Make, v: Make) -> Tensor:
+        """The same for tensors yet to be made, so that each can travel while the next is computed."""
+        tokens, heads = self._current().tokens(joint=self._joint), 0
+
+        def real(make: Make) -> Make:
+            def made() -> Tensor:
+                nonlocal heads
+                x = make()
+                heads = max(heads, x.shape[2])
+                return x[:, tokens.real]
+
+            return made
+
+        query, key, value = self._exchange.to_heads([real(q), real(k), real(v)], tokens)
+        out = self._exchange.to_tokens(self._keys.attend(query, key, value, tokens), tokens, heads)
+        if not tokens.dummies:
+            return out
+        dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
+        return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
+
+
+class NoExchange:
+    """Every rank has all heads of its tokens."""
+
+    def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
+        """Makes them."""
+        return [make() for make in makes]
+
+    def to_tokens(self, out: Tensor, tokens: Tokens, heads: int) -> Tensor:
+        """Nothing."""
+        return out
+
+
+class FreshKeys:
+    """The keys that came: nothing is stale, nobody else has any."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """Attends."""
+        return self._kernel(q, k, v)
+
+
+class StaleKeys:
+    """PipeFusion: keys of a patch go over their stale selves in the layer's store; the patch attends to the whole.
+
+    In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
+    section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
+
+    Args:
+        current: the generation under way.
         layer: the layer's name in the model.
         kernel: attends.
-        joint: whether the layer sees the text too.
+        fresh: attends where nothing is stale or kept.
+        gather: the fresh keys of all ring ranks.
         check: assert that the ages of the keys are what the schedule says.
     """
 
     def __init__(
-        self, current: Callable[[], Generation], layer: str, kernel: Kernel, *, joint: bool, check: bool
+        self, current: Callable[[], Generation], layer: str, kernel: Kernel, fresh: Keys, gather: Gather, *, check: bool
     ) -> None:
-        self._current, self._layer, self._kernel, self._joint, self._check = current, layer, kernel, joint, check
+        self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
+        self._gather, self._check = gather, check
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand."""
-        generation = self._current()
-        step, patch = generation.micro
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """Attends."""
+        now = self._current()
+        step, patch = now.micro
+        if patch is None and not now.keeps_keys(step):
+            return self._fresh.attend(q, k, v, tokens)
+        store = now.memory.store(now.branch, self._layer, tokens.length, now.layout.patches)
+        k, v = self._gather(k, v, tokens)
+        whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs))
+        store.stamp(step, patch)
         if patch is None:
-            if generation.keeps_keys(step):
-                self._store(generation).fill(k, v, step)
-            return self._kernel(q, k, v)
-        store = self._store(generation)
-        k, v = store.update(k, v, patch, step)
+            return self._kernel(q, k, v)  # in the order in which they came: bit-identical to one process
         if self._check:
-            self._assert_ages(store, generation)
-        return self._kernel(q, k, v)
+            self._assert_ages(store, now)
+        return self._kernel(q, *whole)
 
-    def _store(self, generation: Generation) -> KeyStore:
-        return generation.memory.store(generation.branch, self._layer, generation.layout, joint=self._joint)
-
-    def _assert_ages(self, store: KeyStore, generation: Generation) -> None:
-        step = generation.micro.step
-        wanted = tuple(None if age > step else age for age in generation.ages(generation.micro))
+    def _assert_ages(self, store: KeyStore, now: Generation) -> None:
+        step = now.micro.step
+        wanted = tuple(None if age > step else age for age in now.ages(now.micro))
         if store.ages(step) != wanted:
             raise StateError(
-                f"{self._layer} at {generation.micro} branch {generation.branch} reads keys of ages "
+                f"{self._layer} at {now.micro} branch {now.branch} reads keys of ages "
                 f"{store.ages(step)}, and the schedule says {wanted}"
             )
+
+
+def alone(k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Nobody shares out the patch along ring."""
+    return k, v

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ditile.attend.core import AttentionCore
+from ditile.attend.core import StaleKeys
 from ditile.bench.captions import score
 from ditile.flags import add_arguments, collect, option
+from ditile.generation import Tokens
 from ditile.launch import launch
-from ditile.layout import DUMMY_TEXT
 from ditile.load import ASSETS, defaults, load
 from ditile.plan import Plan
 from ditile.runner import parallelize
@@ -48,15 +48,11 @@ class Job:
     out: str | None = option(None, "write the rows as JSON", metavar="FILE")
 
 
-class OwnPatchOnly(AttentionCore):
+class OwnPatchOnly(StaleKeys):
     """The control: after the warmup a patch attends to itself (and the text, where it came along)."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         """Attends to what is fresh in this very call."""
-        now = self._current()
-        if now.micro.patch and self._joint and now.layout.text:
-            own = slice(DUMMY_TEXT, None) if now.layout.joint == "text_first" else slice(None, -DUMMY_TEXT)
-            k, v = k[:, own], v[:, own]
         return self._kernel(q, k, v)
 
 
@@ -66,7 +62,7 @@ def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: boo
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
-        runner._parts = dataclasses.replace(runner._parts, attention=OwnPatchOnly)
+        runner._parts = dataclasses.replace(runner._parts, stale_keys=OwnPatchOnly)
     call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
     done = []
     for start in range(0, len(captions), job.batch):

@@ -21,7 +21,9 @@ from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.schedule import Kind, Schedule
 from ditile.errors import StateError
 from ditile.generation import Generation, Micro
+from ditile.layout import Split
 from ditile.mesh import Mesh
+from ditile.plan import Plan
 from ditile.seats import override
 from ditile.trace import Trace
 from ditile.transport import Ballot, broadcast
@@ -82,17 +84,18 @@ class Loop:
         scheduler: the pipeline's own.
         pipefusion: this rank's stage.
         mesh: for the votes and the final broadcast.
+        plan: patches and warmup.
+        split: how ranks share out the tokens.
         latent_dim: the dimension of the latents that patches cut.
-        patches, warmup: M and W.
         trace: records each op.
     """
 
     def __init__(
-        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, *, latent_dim: int, patches: int, warmup: int,
+        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, *, latent_dim: int,
         trace: Trace,
     ) -> None:  # fmt: skip
         self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
-        self._dim, self._patches, self._warmup = latent_dim, patches, warmup
+        self._plan, self._split, self._dim = plan, split, latent_dim
         self._generation: Generation | None = None
 
     def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
@@ -152,8 +155,10 @@ class Loop:
 
     def drive(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says."""
-        schedule = Schedule(self._pipefusion.stages, self._patches, len(timesteps), min(self._warmup, len(timesteps)))
-        generation = Generation(schedule.ages, schedule.keeps_keys)
+        schedule = Schedule.of(self._plan, len(timesteps))
+        generation = Generation(
+            schedule.ages, schedule.keeps_keys, schedule.is_stale, self._split, self._mesh.sequence.index
+        )
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents: Tensor | None = None
         self._copies: PatchSchedulers | None = None
@@ -295,5 +300,7 @@ class Loop:
 
     def _patch_schedulers(self) -> PatchSchedulers:
         if self._copies is None:
-            self._copies = PatchSchedulers(self._scheduler, OVERRIDES, self._plain, self._patches, len(self._timesteps))
+            self._copies = PatchSchedulers(
+                self._scheduler, OVERRIDES, self._plain, self._plan.num_patches, len(self._timesteps)
+            )
         return self._copies

@@ -22,7 +22,7 @@ from ditile.mesh import Mesh
 from ditile.plan import Plan
 from ditile.seats import State
 from ditile.trace import Trace
-from ditile.transport import Wire
+from ditile.transport import Wire, start_gather
 
 AHEAD = 2  # receives that are posted before they are needed; each occupies an SM under NCCL
 
@@ -84,6 +84,7 @@ class PipeFusion:
         self.stage, self.stages, self.owned = mesh.stage, mesh.stages, owned
         self._plan, self._joint, self._trace = plan, joint, trace
         self._patches = plan.num_patches
+        self._sequence, self._traffic = mesh.sequence, mesh.traffic
         self._shapes: dict[int, tuple[int, int]] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
@@ -195,11 +196,24 @@ class PipeFusion:
             return now.memory.buffer(("prediction", now.branch), shape, x)
         fresh = head(x)
         self._computed()
-        if now.micro.patch is None:
+        if now.micro.patch is None and now.split.ranks == 1:
             return fresh
         whole = now.memory.buffer(("prediction", now.branch), shape, fresh)
-        whole[:, layout.tokens(now.micro.patch)] = fresh
+        for part, piece in zip(now.parts(now.micro.patch), self._gathered(fresh), strict=True):
+            at = 0
+            for run in part.image:
+                whole[:, run.start : run.stop] = piece[:, at : at + len(run)]
+                at += len(run)
         return whole
+
+    def _gathered(self, fresh: Tensor) -> list[Tensor]:
+        """The predictions of all ranks that share out the tokens."""
+        group = self._sequence.group
+        if group is None:
+            return [fresh]
+        parts = self.generation.parts(self.generation.micro.patch)
+        shapes = [(fresh.shape[0], part.image_tokens, fresh.shape[2]) for part in parts]
+        return start_gather(fresh, shapes, group, self._traffic, "prediction").wait()
 
     def end_call(self) -> None:
         """The transformer returns."""
@@ -216,12 +230,16 @@ class PipeFusion:
             self._shapes[now.branch] = (state.image.shape[0], state.image.shape[2])
             if now.micro.step == 0:
                 self._expect_call()
-        patch = now.micro.patch
-        if patch is None:
+        if now.micro.patch is None and now.split.ranks == 1:
             return state
-        image = state.image[:, now.layout.tokens(patch)]
-        text = state.text if patch == 0 else self._dummy(state)
-        return State(image.contiguous() if self.stage == 0 else image, text)
+        part = now.part(now.micro.patch)
+        text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
+        if not part.text:
+            text = self._dummy(state)
+        if self.stage > 0:  # what arrives here is not read, only as long as what will be received
+            return State(state.image[:, : part.image_tokens], text)
+        runs = [state.image[:, run.start : run.stop] for run in part.image]
+        return State(runs[0].contiguous() if len(runs) == 1 else torch.cat(runs, dim=1), text)
 
     def _expect_call(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""
@@ -240,22 +258,22 @@ class PipeFusion:
         self._start = self._trace.now()
         if not parts:
             return state
-        layout = self.generation.layout
-        length = layout.text if layout.carries_text(self.generation.micro.patch) else 0
+        length = len(self.generation.part(self.generation.micro.patch).text)
         text = parts[0][:, :length].contiguous() if length else self._dummy(state)
         image = torch.cat([parts[0][:, length:], *parts[1:]], dim=1) if len(parts) > 1 else parts[0][:, length:]
         return State(image.contiguous(), text)
 
     def _hand_over(self, state: State) -> None:
         self._computed()
-        layout, micro = self.generation.layout, self.generation.micro
+        now, at = self.generation, 0
         for op in self._ops:
             assert self._outbox is not None and op.patch is not None
-            image = state.image if micro.patch is not None else state.image[:, layout.tokens(op.patch)]
-            message = image
-            if layout.carries_text(op.patch):
+            part = now.part(op.patch)
+            message = state.image[:, at : at + part.image_tokens]  # of a whole step: patch after patch
+            at += part.image_tokens
+            if part.text:
                 assert state.text is not None
-                message = torch.cat([state.text, image], dim=1)
+                message = torch.cat([state.text, message], dim=1)
             self._outbox.send(message)
 
     def _computed(self) -> None:
@@ -283,7 +301,8 @@ class PipeFusion:
         if key.branch not in self._shapes:
             return None
         batch, width = self._shapes[key.branch]
-        return (batch, self.generation.layouts[key.branch].message(key.patch), width)
+        part = self.generation.part(key.patch, key.branch)
+        return (batch, len(part.text) + part.image_tokens, width)
 
     def _latent_shape(self, key: Key) -> tuple[int, ...] | None:
         assert self._latents is not None

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ditile.generation import Micro
+from ditile.plan import Plan
 
 
 class Kind(Enum):
@@ -42,24 +43,37 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """N stages, M patches, S steps, the first W of them synchronous."""
+    """N stages, M patches, S steps, the first W of them synchronous.
+
+    With `distrifusion` patches, one per rank, an asynchronous step is one micro-step on every rank.
+    """
 
     stages: int
     patches: int
     steps: int
     warmup: int
+    distrifusion: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan, steps: int) -> Schedule:
+        """The schedule of a plan over some steps."""
+        return cls(plan.pipefusion, plan.num_patches, steps, min(plan.least_warmup, steps), plan.distrifusion)
 
     def synchronous(self, step: int) -> bool:
-        """Whether a step computes the whole image at once. With one patch nothing can be stale."""
-        return step < self.warmup or self.patches == 1
+        """Whether nothing is stale in a step. With one patch nothing can be."""
+        return step < self.warmup or self.patches * self.distrifusion == 1
+
+    def is_stale(self, step: int) -> bool:
+        """Whether keys of the step before are read in a step."""
+        return not self.synchronous(step)
 
     def keeps_keys(self, step: int) -> bool:
         """Whether keys and values of a step are read in the next one."""
-        return step + 1 < self.steps and not self.synchronous(step + 1)
+        return step + 1 < self.steps and self.is_stale(step + 1)
 
     def micros(self, step: int) -> list[Micro]:
         """The iterations of the pipeline's loop that make up a step."""
-        if self.synchronous(step):
+        if self.synchronous(step) or self.distrifusion > 1:
             return [Micro(step, None)]
         return [Micro(step, patch) for patch in range(self.patches)]
 
@@ -128,6 +142,8 @@ class Schedule:
     def makespan(self) -> float:
         """The time of a generation in units of one step on one rank; `simulate` with unit costs gives the same."""
         n, m, s = self.stages, self.patches, self.steps
+        if self.distrifusion > 1:
+            return s / self.distrifusion
         w = s if m == 1 else min(self.warmup, s)
         busy = min(n, m)
         return w + (s - w) / busy + (busy - 1) / (n * m) * (s > w)

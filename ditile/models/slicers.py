@@ -21,14 +21,9 @@ def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 def joint_rows(table: Tensor, view: View) -> Tensor:
     """The rows of a per-token table `[text + image, ...]` (text first) that a view needs; dummy text reads any rows."""
-    layout, patch = view
-    if patch is None:
-        return table
-    tokens = layout.tokens(patch)
-    if patch == 0:
-        return table[: layout.text + tokens.stop]
-    image = table[layout.text + tokens.start : layout.text + tokens.stop]
-    return torch.cat([table[:DUMMY_TEXT], image])
+    layout, part = view
+    text = table[part.text.start : part.text.stop] if part.text else table[:DUMMY_TEXT]
+    return torch.cat([text, *(table[layout.text + run.start : layout.text + run.stop] for run in part.image)])
 
 
 def rotary(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from ditile.errors import StateError
-from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.memory import KeyStore, Memory
 
-IMAGE, TEXT = 8, 3  # 4 rows of 2 tokens, cut into 2 patches
-JOINTS: list[Joint] = ["none", "text_first", "image_first"]
-
-
-def layout(joint: Joint) -> Layout:
-    return Layout.of(Grid(4, 2, 1), 2, 0 if joint == "none" else TEXT, joint)
+TOKENS = 8
 
 
 def keys(tokens: list[float], batch: int = 1) -> Tensor:
@@ -23,93 +17,59 @@ def keys(tokens: list[float], batch: int = 1) -> Tensor:
     return torch.tensor(tokens, dtype=torch.float64).view(1, -1, 1, 1).expand(batch, -1, 1, 1).contiguous()
 
 
-def sequence(joint: Joint, image: list[float], text: list[float]) -> list[float]:
-    return {"none": image, "text_first": text + image, "image_first": image + text}[joint]
+def test_a_segment_goes_over_its_stale_self() -> None:
+    """A whole step, then both segments, one of them in two runs. Values go with their keys.
 
-
-@pytest.mark.parametrize("joint", JOINTS)
-def test_a_patch_goes_over_its_stale_self(joint: Joint) -> None:
-    """A whole step, then both patches. Values go with their keys; dummy text is never seen.
-
-    A failure means that attention reads a token at the wrong place, or text that is none.
+    A failure means that attention reads a token at the wrong place, or takes stale keys for fresh ones.
     """
-    where = layout(joint)
-    store = KeyStore(where, joint=joint != "none")
-    cut = where.tokens(0).stop
-    image, text = [float(i) for i in range(IMAGE)], [100.0, 101.0, 102.0]
-    whole = sequence(joint, image, text)
-    store.fill(keys(whole), -keys(whole), step=3)
+    store = KeyStore(TOKENS, 2)
+    store.write(keys(list(range(TOKENS))), -keys(list(range(TOKENS))), [range(TOKENS)])
+    store.stamp(3)
     assert store.ages(3) == (0, 0)
     assert store.ages(4) == (1, 1)
-
-    fresh_text = [t + 100 for t in text]
-    fresh = sequence(joint, [i + 10 for i in image[:cut]], fresh_text)
-    k, v = store.update(keys(fresh), -keys(fresh), patch=0, step=4)
-    assert k.flatten().tolist() == sequence(joint, [i + 10 for i in image[:cut]] + image[cut:], fresh_text)
+    fresh = keys([10.0, 11.0, 16.0, 17.0])
+    k, v = store.write(fresh, -fresh, [range(2), range(6, 8)])
+    store.stamp(4, 0)
+    assert k.flatten().tolist() == [10, 11, 2, 3, 4, 5, 16, 17]
     assert torch.equal(v, -k)
     assert store.ages(4) == (0, 1)
 
-    dummy = [] if joint == "none" else [-1.0] * DUMMY_TEXT
-    fresh = sequence(joint, [i + 10 for i in image[cut:]], dummy)
-    k, v = store.update(keys(fresh), -keys(fresh), patch=1, step=4)
-    assert k.flatten().tolist() == sequence(joint, [i + 10 for i in image], fresh_text)
-    assert torch.equal(v, -k)
-    assert store.ages(4) == (0, 0)
 
-
-@pytest.mark.parametrize("joint", JOINTS)
-def test_without_warmup_the_rest_is_zero(joint: Joint) -> None:
+def test_without_warmup_the_rest_is_zero() -> None:
     """The first patch of the first step attends to zeros behind it, and their age is unknown."""
-    where = layout(joint)
-    store = KeyStore(where, joint=joint != "none")
-    cut, text = where.tokens(0).stop, [] if joint == "none" else [7.0] * TEXT
-    fresh = sequence(joint, [5.0] * cut, text)
-    k, _ = store.update(keys(fresh), keys(fresh), patch=0, step=0)
-    assert k.flatten().tolist() == sequence(joint, [5.0] * cut + [0.0] * (IMAGE - cut), text)
+    store = KeyStore(TOKENS, 2)
+    k, _ = store.write(keys([5.0] * 4), keys([5.0] * 4), [range(4)])
+    store.stamp(0, 0)
+    assert k.flatten().tolist() == [5.0] * 4 + [0.0] * 4
     assert store.ages(0) == (0, None)
-
-
-@pytest.mark.parametrize("joint", ["text_first", "image_first"])
-def test_a_layer_of_the_image_alone(joint: Joint) -> None:
-    """In a model with joint attention a layer may see the image only: it keeps no text."""
-    where = layout(joint)
-    store = KeyStore(where, joint=False)
-    whole = [float(i) for i in range(IMAGE)]
-    store.fill(keys(whole), keys(whole), step=0)
-    cut = where.tokens(0).stop
-    k, _ = store.update(keys([9.0] * (IMAGE - cut)), keys([9.0] * (IMAGE - cut)), patch=1, step=1)
-    assert k.flatten().tolist() == whole[:cut] + [9.0] * (IMAGE - cut)
-    assert store.bytes == 2 * IMAGE * 8
+    assert store.bytes == 2 * TOKENS * 8
 
 
 def test_another_batch_is_refused() -> None:
     """Stale keys belong to rows. A failure means that a picture would read another one's keys."""
-    store = KeyStore(layout("none"), joint=False)
-    store.fill(keys([0.0] * IMAGE, batch=2), keys([0.0] * IMAGE, batch=2), step=0)
-    half = keys([0.0] * 4)
+    store = KeyStore(TOKENS, 2)
+    store.write(keys([0.0] * TOKENS, batch=2), keys([0.0] * TOKENS, batch=2), [range(TOKENS)])
     with pytest.raises(StateError, match="from 2 to 1 rows"):
-        store.update(half, half, patch=0, step=1)
+        store.write(keys([0.0] * 4), keys([0.0] * 4), [range(4)])
 
 
 def test_what_is_kept_does_not_follow_its_source() -> None:
     """The caller's tensors may be written over afterwards."""
-    store = KeyStore(layout("none"), joint=False)
-    source = keys([1.0] * IMAGE)
-    store.fill(source, source, step=0)
+    store, source = KeyStore(TOKENS, 1), keys([1.0] * TOKENS)
+    k, _ = store.write(source, source, [range(TOKENS)])
     source.zero_()
-    k, _ = store.update(keys([2.0] * 4), keys([2.0] * 4), patch=0, step=1)
-    assert k.flatten().tolist() == [2.0] * 4 + [1.0] * 4
+    assert k.flatten().tolist() == [1.0] * TOKENS
 
 
 def test_stores_belong_to_branch_and_layer() -> None:
     """A failure means that guidance reads the keys of the other prompt."""
-    memory, where = Memory(), layout("none")
-    made = [memory.store(b, name, where, joint=False) for b in (0, 1) for name in ("a", "b")]
+    memory = Memory()
+    made = [memory.store(b, name, TOKENS, 2) for b in (0, 1) for name in ("a", "b")]
     assert len(set(map(id, made))) == 4
-    assert memory.store(1, "a", where, joint=False) is made[2]
+    assert memory.store(1, "a", TOKENS, 2) is made[2]
     assert memory.key_bytes == 0
-    made[0].fill(keys([0.0] * IMAGE), keys([0.0] * IMAGE), step=0)
-    assert memory.key_bytes == 2 * IMAGE * 8
+    made[0].write(keys([0.0] * TOKENS), keys([0.0] * TOKENS), [range(TOKENS)])
+    assert memory.key_bytes == 2 * TOKENS * 8
 
 
 def test_what_is_remembered_and_for_how_long() -> None:

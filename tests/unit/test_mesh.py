@@ -34,7 +34,10 @@ def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
 def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
     mesh = build(plan)
     axes = {name: (mesh[name].ranks, mesh[name].index) for name in AXES}
-    return axes | {"sequence": (mesh.sequence.ranks, mesh.sequence.index), "image": (mesh.image.ranks, mesh.image.index)}
+    return axes | {
+        "sequence": (mesh.sequence.ranks, mesh.sequence.index),
+        "image": (mesh.image.ranks, mesh.image.index),
+    }
 
 
 @pytest.mark.parametrize(

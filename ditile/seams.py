@@ -1,0 +1,59 @@
+"""The parts that meet at the Attend seam: a kernel, an exchange of tokens for heads, and whose keys are attended to.
+
+`attend` and `tokens` implement them, `compose` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ditile.generation import Tokens
+
+Make = Callable[[], Tensor]
+"""Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
+
+
+class Exchange(Protocol):
+    """Trades a split over tokens for one over heads, and back."""
+
+    def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
+        """Makes q, k and v `[B, own tokens, N, H]` into `[B, tokens of the ulysses ranks, own heads, H]`."""
+        ...
+
+    def to_tokens(self, out: Tensor, tokens: Tokens, heads: int) -> Tensor:
+        """The way back, of an output with `heads` heads in all."""
+        ...
+
+
+class Keys(Protocol):
+    """Which keys and values the queries attend to."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """The output of fresh queries `[B, S, N, H]`."""
+        ...
+
+
+class Gather(Protocol):
+    """Collects the fresh keys and values of the ranks along ring."""
+
+    def __call__(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]: ...
+
+
+class Kernel(Protocol):
+    """Attention over `[B, S, N, H]` tensors; the keys may be longer than the queries.
+
+    `mask` is boolean or additive, and broadcasts to `[B, N, queries, keys]`.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor: ...
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
+        ...

@@ -1,0 +1,91 @@
+"""Shared-out tokens equal one process: ulysses, ring, both, overlapped, any length and any number of heads, every rank.
+
+Sums are made in another order along ring, and matrices have other shapes: 1e-5 relative in fp32, not bitwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exact.cases import MAKE, divided, run
+from tests.pool import Pool
+
+TOLERANCE = 1e-5
+
+
+def close(got: Tensor, wanted: Tensor, what: Any) -> None:
+    """Raises unless two results differ by no more than rounding."""
+    assert got.shape == wanted.shape
+    assert torch.isfinite(wanted).all()
+    distance = float((got - wanted).abs().max() / wanted.abs().max())
+    assert distance < TOLERANCE, f"{what}: {distance:.2g}"
+
+
+def plain_and_divided(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
+    pipe = MAKE[name]()
+    found = [run(pipe, name, **call)]
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append(run(runner, name, **call))
+    return found
+
+
+def check(pool: Pool, name: str, ranks: int, plans: list[dict[str, Any]], **call: Any) -> None:
+    answers = pool.run(plain_and_divided, ranks, name, plans, call)
+    for rank, (wanted, *found) in enumerate(answers):
+        for plan, got, first in zip(plans, found, answers[0][1:], strict=True):
+            close(got, wanted, f"{name} {plan} rank {rank}")
+            assert torch.equal(got, first), f"{name} {plan}: ranks 0 and {rank} have other pictures"
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_two_ranks(pool: Pool, name: str) -> None:
+    """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
+    plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
+    check(pool, name, 2, plans)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_any_number(pool: Pool, name: str, ranks: int) -> None:
+    """Four heads over three and eight ranks, 140 image tokens, text of 7: nothing divides."""
+    plans: list[dict[str, Any]] = [{"ulysses": ranks}, {"ring": ranks}, {"distrifusion": min(ranks, 4), "warmup": 99}]
+    if ranks == 8:
+        plans = plans[:2]
+    if ranks == 4:
+        plans += [{"ulysses": 2, "ring": 2}, {"ulysses": 2, "ring": 2, "async_ulysses": True}]
+        plans += [{"ulysses": 2, "distrifusion": 2, "warmup": 99}]
+    check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
+
+
+def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
+    pipe = MAKE[name]()
+    found = []
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append(run(runner, name, **call))
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium", "flux true cfg"])
+def test_stale_keys_and_shared_tokens(pool: Pool, name: str) -> None:
+    """PipeFusion's stale schedule with its tokens shared out too is the stale schedule alone, uneven patches included.
+
+    A failure means that the K/V of a patch are kept elsewhere than those of the synchronous step (rank-major against
+    patch-major), or that the ranks of a stage do not all hold the whole previous step.
+    """
+    call = {"height": 40, "width": 56, "max_sequence_length": 7}
+    base = {"pipefusion": 2, "patches": 3}
+    alone = pool.run(stale, 2, name, [base, base | {"warmup": 0}], call)[0]
+    exact = pool.run(stale, 1, name, [{}], call)[0][0]
+    for also in ({"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}):
+        plans = [base | also, base | also | {"warmup": 0}]
+        ranks = 2 * also.get("ulysses", 1) * also.get("ring", 1)
+        for rank, found in enumerate(pool.run(stale, ranks, name, plans, call)):
+            for got, wanted, plan in zip(found, alone, plans, strict=True):
+                close(got, wanted, f"{name} {plan} rank {rank}")
+    assert float((alone[0] - exact).abs().max() / exact.abs().max()) > 100 * TOLERANCE
