@@ -43,6 +43,7 @@ from ditile.weights.sequence import Tokens, spread
 _MARK = "_ditile_tensor"
 _LOCAL = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
 """Attributes of an attention module that processors read, and that count heads or their channels."""
+_WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
 _WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
 """What a model can do only while it has whole weights."""
 
@@ -56,56 +57,41 @@ class Sharded:
         edits: what `undo` takes back.
     """
 
-    def __init__(self, cuts: Cuts, kept: list[Kept] | None) -> None:
-        self.cuts, self.tokens, self.edits, self._kept = cuts, Tokens(), ExitStack(), kept
+    def __init__(self, cuts: Cuts, *, keep: bool) -> None:
+        self.cuts, self.tokens, self.edits = cuts, Tokens(), ExitStack()
+        self.part = cuts.part
+        self._keep = keep
+        self._fused: list[tuple[str, Any, list[str]]] = []
 
-    def part(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, slice]]:
-        """This rank's part of a parameter of the whole model: `Cuts.part`."""
-        return self.cuts.part(name, shape)
+    def watch(self, path: str, module: Any) -> None:
+        """Remembers which LoRAs are fused into a Linear's whole weight."""
+        if base_of(module) is not module:
+            self._fused.append((path, module, list(module.merged_adapters)))
+
+    def guard(self, pipe: Any) -> None:
+        """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
+        for name in _WHOLE_OF_PIPE:
+            if hasattr(pipe, name):
+                override(self.edits, pipe, name, _refusal(type(pipe), name))
 
     def undo(self) -> None:
-        """Puts the whole weights back, bit for bit.
+        """Puts the whole weights back, bit for bit, and lets go of a pipeline that was guarded.
 
         Raises:
-            StateError: if they were not kept, or if the share was changed since.
+            StateError: if they were not kept, or if a LoRA was fused into the share, or out of it, since.
         """
-        if self._kept is None:
+        if not self._keep:
             raise StateError(
                 "the whole weights were not kept, so tensor parallelism cannot be undone; reload the model"
             )
-        changed = next((kept.name for kept in self._kept if kept.is_changed()), None)
-        if changed:
-            raise StateError(
-                f"{changed} was changed while this rank held a share of it; unfuse its LoRA first, or reload the model"
-            )
+        for path, module, fused in self._fused:
+            if module.merged_adapters != fused:
+                raise StateError(
+                    f"LoRAs {module.merged_adapters} are fused into this rank's share of {path}, and {fused} were when "
+                    "it was cut, so the whole is not known; fuse or unfuse them as they were, or reload the model"
+                )
         self.edits.close()
-        self._kept.clear()
-
-
-class Kept:
-    """A whole parameter, set aside for its share."""
-
-    def __init__(self, name: str, module: nn.Module, leaf: str, parts: list[tuple[int, slice]]) -> None:
-        self.name, self._module, self._leaf, self._parts = name, module, leaf, parts
-        self._whole = module._parameters[leaf]
-
-    def cut(self) -> Tensor:
-        """The share, in memory of its own."""
-        assert self._whole is not None
-        dim = self._parts[0][0]
-        whole = self._whole.detach()
-        return torch.cat([whole.narrow(dim, part.start, part.stop - part.start) for _, part in self._parts], dim)
-
-    def is_changed(self) -> bool:
-        """Whether the share is no longer that of the whole; moved and cast it may be."""
-        share = self._module._parameters[self._leaf]
-        assert share is not None
-        own = self.cut()
-        return not own.is_meta and not torch.equal(own.to(share), share.detach())
-
-    def put_back(self) -> None:
-        """The whole parameter in its place."""
-        self._module._parameters[self._leaf] = self._whole
+        self._fused.clear()
 
 
 def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
@@ -151,8 +137,7 @@ def shard(
             f"{type(transformer).__name__} has no table of its token streams for split_scheme=sequence; use row"
         )
     cuts = Cuts.of(transformer, table, axis.index, axis.size)  # says no before anything is touched
-    kept: list[Kept] = []
-    sharded = Sharded(cuts, kept if keep else None)
+    sharded = Sharded(cuts, keep=keep)
     if axis.size == 1:
         return sharded
     collectives = Collectives(axis, traffic)
@@ -168,36 +153,36 @@ def shard(
                 override(stack, module, "forward", _norm(module, cuts.size, collectives))
             if style.kind == "rowwise":
                 _sum(stack, module, scatters.get(path, collectives.reduce))
-            kept += _cut(stack, path, module, cuts, keep=keep)
+            sharded.watch(path, module)
+            _cut(stack, path, module, cuts, keep=keep)
         for name in _WHOLE:
             if hasattr(transformer, name):
-                override(stack, transformer, name, _refusal(transformer, name))
+                override(stack, transformer, name, _refusal(type(transformer), name))
         override(stack, transformer, _MARK, True)
         sharded.edits = stack.pop_all()
     return sharded
 
 
-def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bool) -> list[Kept]:
+def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bool) -> None:
     """Cuts the parameters of a Linear, of the LoRAs around it, or of a norm."""
-    kept = []
     for name, owner in list(module.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
-            full = ".".join(part for part in (path, name, leaf) if part)
-            parts = cuts.part(full, parameter.shape) if parameter is not None else []
+            parts = (
+                cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape) if parameter is not None else []
+            )
             if parameter is None or not parts:
                 continue
-            aside = Kept(full, owner, leaf, parts)
-            owner._parameters[leaf] = nn.Parameter(aside.cut(), requires_grad=parameter.requires_grad)
+            whole, dim = parameter.detach(), parts[0][0]
+            share = torch.cat([whole.narrow(dim, part.start, part.stop - part.start) for _, part in parts], dim)
+            owner._parameters[leaf] = nn.Parameter(share, requires_grad=parameter.requires_grad)
             if keep:
-                stack.callback(aside.put_back)
-                kept.append(aside)
+                stack.callback(owner._parameters.__setitem__, leaf, parameter)
         if isinstance(owner, nn.Linear):
             override(stack, owner, "out_features", owner.weight.shape[0])
             override(stack, owner, "in_features", owner.weight.shape[1])
     if base_of(module) is not module:  # peft's layer repeats them
         override(stack, module, "out_features", base_of(module).out_features)
         override(stack, module, "in_features", base_of(module).in_features)
-    return kept
 
 
 def _localise(stack: ExitStack, attention: nn.Module, size: int) -> None:
@@ -239,11 +224,11 @@ def _norm(norm: Any, size: int, collectives: Collectives) -> Callable[[Tensor], 
     return forward
 
 
-def _refusal(transformer: nn.Module, name: str) -> Callable[..., NoReturn]:
+def _refusal(owner: type, name: str) -> Callable[..., NoReturn]:
     def refused(*_: Any, **__: Any) -> NoReturn:
         raise StateError(
-            f"{name} needs whole weights, and this rank has a share of those of {type(transformer).__name__}; "
-            "do it before tensor parallelism is applied"
+            f"{owner.__name__}.{name} needs whole weights, and this rank has a share of them; do it before the model "
+            "is divided with tensor parallelism"
         )
 
     return refused
