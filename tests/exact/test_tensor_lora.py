@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 def in_every_state(name: str, folder: Path) -> list[tuple[str, float]]:
     """The error in each scheme after each edit, of a model that was cut when its LoRAs were loaded."""
-    call, todo, plain = inputs(FAMILY[name]), edits(name), MAKE[name]()
+    call, todo, plain = inputs(FAMILY[name]), dict(edits(name)), MAKE[name]()
     wanted = [forward(plain.transformer, call)]
     weights = {key: weight.clone() for key, weight in plain.transformer.state_dict().items()}
     before = [todo.pop(edit) for edit in ("loaded", "a second one") if edit in todo]
