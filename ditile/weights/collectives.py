@@ -62,8 +62,8 @@ class Collectives:
         `streams` are the whole lengths of what follows each other in the sequence.
         """
         packed = self._staged(self._pack(x, streams))
-        summed = torch.empty_like(packed[0])
         if packed.is_cuda:
+            summed = torch.empty_like(packed[0])
             _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
         else:  # gloo's own sends everything to everyone
             received = torch.empty_like(packed)

@@ -167,10 +167,10 @@ def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bo
     """Cuts the parameters of a Linear, of the LoRAs around it, or of a norm."""
     for name, owner in list(module.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
-            parts = (
-                cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape) if parameter is not None else []
-            )
-            if parameter is None or not parts:
+            if parameter is None:
+                continue
+            parts = cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
+            if not parts:
                 continue
             whole, dim = parameter.detach(), parts[0][0]
             share = torch.cat([whole.narrow(dim, part.start, part.stop - part.start) for _, part in parts], dim)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ditile.errors import StateError
 from tests import tiny
 from tests.exact.tensors import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
 from tests.pool import Pool
@@ -80,3 +81,37 @@ def test_a_transformer_predicts_the_same(
     for scheme in range(len(SCHEMES)):
         assert max(result[scheme][0] for result in results) < TOLERANCE
         assert all(torch.equal(result[scheme][1], results[0][scheme][1]) for result in results), "ranks differ"
+
+
+def refused_and_half() -> tuple[list[str], torch.dtype, float]:
+    transformer, call, found = with_heads("pixart", 4), inputs("pixart"), []
+    with sharded(transformer, "sequence"):
+        for wrong in (lambda: sharded(transformer, "row").__enter__(), _chunked(transformer, call)):
+            with pytest.raises(StateError) as caught:
+                wrong()
+            found.append(str(caught.value))
+    transformer.transformer_blocks[0].set_chunk_feed_forward(None)
+    plain = forward(transformer, call)
+    with sharded(transformer.to(torch.bfloat16), "sequence"):
+        out = forward(transformer, _half(call))
+    return found, out.dtype, error(out.float(), plain)
+
+
+def _chunked(transformer: Any, call: dict[str, Any]) -> Any:
+    def run() -> None:
+        transformer.transformer_blocks[0].set_chunk_feed_forward(1, dim=1)
+        forward(transformer, call)
+
+    return run
+
+
+def _half(call: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+def test_wrong_use_is_refused_and_bf16_stays_bf16(pool: Pool) -> None:
+    """A failure: a model is cut twice, chunks of tokens are taken for shares, or a sum changes the dtype."""
+    for (twice, chunks), dtype, difference in pool.run(refused_and_half, 2):
+        assert "holds a share of its weights already" in twice
+        assert "transformer_blocks.0.ff was given 1 tokens of image, and this rank's share of 63 is 3" in chunks
+        assert dtype == torch.bfloat16 and difference < 0.1
