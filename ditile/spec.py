@@ -75,6 +75,9 @@ class ModelSpec:
         processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
             diffusers' `dispatch_attention_fn`.
         stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
+        tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
+        tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
+            split_scheme=sequence gathers and scatters tokens.
         refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
     """
 
@@ -92,4 +95,6 @@ class ModelSpec:
     per_step: tuple[str, ...] = ()
     processor: Callable[[Any], Any] | None = None
     stock: tuple[type, ...] = ()
+    tensor: Mapping[str, Any] = field(default_factory=dict)
+    tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers import FluxKontextPipeline
+from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
@@ -43,6 +43,18 @@ def conditioning(call: Mapping[str, Any]) -> Conditioning:
     return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
 
 
+TENSOR_TOKENS = {
+    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
+    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
+    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+    "transformer_blocks.*.ff": {"hidden_states": "image"},
+    "transformer_blocks.*.ff.net.2": {"return": "image"},
+    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
+    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
+    "single_transformer_blocks.*.norm": {"return": "text+image"},  # once for both attention and feed-forward
+    "single_transformer_blocks.*.proj_out": {"return": "text+image"},
+}
+
 FLUX = ModelSpec(
     name="FLUX.1",
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
@@ -62,5 +74,7 @@ FLUX = ModelSpec(
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
     stock=(FluxAttnProcessor,),
+    tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
+    tensor_tokens=TENSOR_TOKENS,
     refuse=refuse,
 )  # fmt: skip

@@ -24,6 +24,29 @@ class PixArtSelfAttention:
         return out / attn.rescale_output_factor
 
 
+TENSOR = {
+    f"transformer_blocks.*.{name}": style
+    for attention in ("attn1", "attn2")
+    for name, style in {
+        f"{attention}.to_q": "colwise",
+        f"{attention}.to_k": "colwise",
+        f"{attention}.to_v": "colwise",
+        f"{attention}.to_out.0": "rowwise",
+    }.items()
+} | {"transformer_blocks.*.ff.net.0.proj": "colwise", "transformer_blocks.*.ff.net.2": "rowwise"}
+
+TENSOR_TOKENS = {  # the text of cross attention is whole on every rank
+    f"transformer_blocks.*.{name}": {what: "image"}
+    for name, what in {
+        "attn1": "hidden_states",
+        "attn1.to_out.0": "return",
+        "attn2": "hidden_states",
+        "attn2.to_out.0": "return",
+        "ff": "hidden_states",
+        "ff.net.2": "return",
+    }.items()
+}
+
 PIXART = ModelSpec(
     name="PixArt",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
@@ -37,4 +60,6 @@ PIXART = ModelSpec(
     per_step=("adaln_single",),
     processor=PixArtSelfAttention,
     stock=(AttnProcessor2_0,),
+    tensor=TENSOR,
+    tensor_tokens=TENSOR_TOKENS,
 )

@@ -63,6 +63,37 @@ def conditioning(call: Mapping[str, Any]) -> Conditioning:
     return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
 
 
+TENSOR = {
+    "transformer_blocks.*.attn.to_q": "colwise",
+    "transformer_blocks.*.attn.to_k": "colwise",
+    "transformer_blocks.*.attn.to_v": "colwise",
+    "transformer_blocks.*.attn.to_out.0": "rowwise",
+    "transformer_blocks.*.attn.add_q_proj": "colwise",
+    "transformer_blocks.*.attn.add_k_proj": "colwise",
+    "transformer_blocks.*.attn.add_v_proj": "colwise",
+    "transformer_blocks.*.attn.to_add_out": "rowwise",  # the last block has none
+    "transformer_blocks.*.attn2.to_q": "colwise",
+    "transformer_blocks.*.attn2.to_k": "colwise",
+    "transformer_blocks.*.attn2.to_v": "colwise",
+    "transformer_blocks.*.attn2.to_out.0": "rowwise",
+    "transformer_blocks.*.ff.net.0.proj": "colwise",
+    "transformer_blocks.*.ff.net.2": "rowwise",
+    "transformer_blocks.*.ff_context.net.0.proj": "colwise",
+    "transformer_blocks.*.ff_context.net.2": "rowwise",
+}
+
+TENSOR_TOKENS = {
+    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
+    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
+    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+    "transformer_blocks.*.attn2": {"hidden_states": "image"},
+    "transformer_blocks.*.attn2.to_out.0": {"return": "image"},
+    "transformer_blocks.*.ff": {"hidden_states": "image"},
+    "transformer_blocks.*.ff.net.2": {"return": "image"},
+    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
+    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
+}
+
 SD3 = ModelSpec(
     name="Stable Diffusion 3 / 3.5",
     pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
@@ -79,5 +110,7 @@ SD3 = ModelSpec(
     ),
     processor=SD3Attention,
     stock=(JointAttnProcessor2_0,),
+    tensor=TENSOR,
+    tensor_tokens=TENSOR_TOKENS,
     refuse=refuse,
 )  # fmt: skip
