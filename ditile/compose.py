@@ -29,6 +29,8 @@ from ditile.tokens.distrifusion import DistriKeys
 from ditile.tokens.ring import RingGather, RingKeys
 from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
+from ditile.weights.cuts import Cuts
+from ditile.weights.tensor import Sharded, shard, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Composition:
     Attributes:
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
+        sharded: this rank's share of the weights of its blocks.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -50,6 +53,7 @@ class Composition:
     stages: list[range]
     weights: Weights
     pipefusion: PipeFusion
+    sharded: Sharded
     trace: Trace
     stale_keys: type[StaleKeys] = StaleKeys
 
@@ -118,10 +122,22 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     plan.check_heads(type(pipe.transformer).__name__, int(pipe.transformer.config["num_attention_heads"]))
     stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
     weights = seats.weights()
+    sharded = _shard(pipe, plan, mesh, spec, keep=keep_weights)
     seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
     pipe.to(device)
     dispatch.install()
     trace = Trace()
-    pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace)
+    pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
-    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, trace)
+    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, trace)
+
+
+def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, keep: bool) -> Sharded:
+    """Leaves this rank its share of the weights of every block, and makes the pipeline refuse what needs whole ones."""
+    if plan.tensor == 1:
+        return Sharded(Cuts({}, 0, 1), keep=True)
+    table = table_of(pipe.transformer, spec)
+    sequence = spec.tensor_tokens if plan.split_scheme == "sequence" else None
+    sharded = shard(pipe.transformer, table, mesh["tensor"], mesh.traffic, sequence=sequence, keep=keep)
+    sharded.guard(pipe)
+    return sharded

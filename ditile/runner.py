@@ -133,6 +133,7 @@ class Runner:
                 "not in the blocks that were kept aside; set them back to what they were"
             )
         self._parts.seats.refill()
+        self._parts.sharded.undo()
         self.pipe.to(self._origin)
         self._restored = True
 

@@ -1,6 +1,7 @@
-"""The parts that meet at the Attend seam: a kernel, an exchange of tokens for heads, and whose keys are attended to.
+"""What strategies of different axes have in common where they meet. `compose` puts them together.
 
-`attend` and `tokens` implement them, `compose` puts them together.
+At the Attend seam a kernel, an exchange of tokens for heads, and whose keys are attended to; between blocks, what
+a rank has of its tokens there.
 """
 
 from __future__ import annotations
@@ -57,3 +58,34 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
         ...
+
+
+class Streams(Protocol):
+    """What a rank has of its tokens between the Linears of a block: all, or (split_scheme=sequence) a share."""
+
+    def begin(self, image: int, text: int) -> None:
+        """A call is about to enter the blocks with these tokens."""
+        ...
+
+    def own(self, length: int) -> slice:
+        """Where a rank's share of a stream is."""
+        ...
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """The whole of a stream `[B, length, C]` from every rank's share."""
+        ...
+
+
+class WholeStreams:
+    """All of them."""
+
+    def begin(self, image: int, text: int) -> None:
+        """Nothing."""
+
+    def own(self, length: int) -> slice:
+        """Everything."""
+        return slice(0, length)
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """Nothing."""
+        return x

@@ -20,6 +20,7 @@ from ditile.generation import Generation
 from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.mesh import Mesh
 from ditile.plan import Plan
+from ditile.seams import Streams
 from ditile.seats import State
 from ditile.trace import Trace
 from ditile.transport import Wire, start_gather
@@ -75,15 +76,16 @@ class PipeFusion:
         plan: the patches and their check.
         joint: where the text lies in the sequence.
         trace: records each op.
+        streams: what this rank has of its tokens between the Linears.
 
     Attributes:
         broken: whether messages of a generation that failed are still under way.
     """
 
-    def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace) -> None:
+    def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace, streams: Streams) -> None:
         self.stage, self.stages, self.owned = mesh.stage, mesh.stages, owned
         self._plan, self._joint, self._trace = plan, joint, trace
-        self._patches = plan.num_patches
+        self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic = mesh.sequence, mesh.traffic
         self._shapes: dict[int, tuple[int, int]] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
@@ -194,7 +196,7 @@ class PipeFusion:
         shape = (x.shape[0], layout.image, width)
         if not self.is_last:
             return now.memory.buffer(("prediction", now.branch), shape, x)
-        fresh = head(x)
+        fresh = self._streams.gather(head(x), now.part(now.micro.patch).image_tokens)
         self._computed()
         if now.micro.patch is None and now.split.ranks == 1:
             return fresh
@@ -230,16 +232,18 @@ class PipeFusion:
             self._shapes[now.branch] = (state.image.shape[0], state.image.shape[2])
             if now.micro.step == 0:
                 self._expect_call()
-        if now.micro.patch is None and now.split.ranks == 1:
-            return state
         part = now.part(now.micro.patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
             text = self._dummy(state)
+        self._streams.begin(part.image_tokens, 0 if text is None else text.shape[1])
+        text = None if text is None else text[:, self._streams.own(text.shape[1])]
+        own = self._streams.own(part.image_tokens)
         if self.stage > 0:  # what arrives here is not read, only as long as what will be received
-            return State(state.image[:, : part.image_tokens], text)
+            return State(state.image[:, : own.stop - own.start], text)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
-        return State(runs[0].contiguous() if len(runs) == 1 else torch.cat(runs, dim=1), text)
+        image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        return State(image[:, own].contiguous(), text)
 
     def _expect_call(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""
@@ -258,19 +262,29 @@ class PipeFusion:
         self._start = self._trace.now()
         if not parts:
             return state
-        length = len(self.generation.part(self.generation.micro.patch).text)
-        text = parts[0][:, :length].contiguous() if length else self._dummy(state)
-        image = torch.cat([parts[0][:, length:], *parts[1:]], dim=1) if len(parts) > 1 else parts[0][:, length:]
-        return State(image.contiguous(), text)
+        now, streams = self.generation, self._streams
+        part = now.part(now.micro.patch)
+        own = streams.own(len(part.text))
+        length = own.stop - own.start
+        text = parts[0][:, :length].contiguous() if part.text else state.text
+        parts[0] = parts[0][:, length:]
+        if len(parts) > 1:
+            whole = [streams.gather(x, now.part(patch).image_tokens) for patch, x in enumerate(parts)]
+            parts = [torch.cat(whole, dim=1)[:, streams.own(part.image_tokens)]]
+        return State(parts[0].contiguous(), text)
 
     def _hand_over(self, state: State) -> None:
         self._computed()
-        now, at = self.generation, 0
+        now, streams, image, at = self.generation, self._streams, state.image, 0
+        whole_step = now.micro.patch is None and self._patches > 1
+        if whole_step:
+            image = streams.gather(image, now.part(None).image_tokens)
         for op in self._ops:
             assert self._outbox is not None and op.patch is not None
-            part = now.part(op.patch)
-            message = state.image[:, at : at + part.image_tokens]  # of a whole step: patch after patch
-            at += part.image_tokens
+            part, message = now.part(op.patch), image
+            if whole_step:  # patch after patch
+                message = image[:, at : at + part.image_tokens][:, streams.own(part.image_tokens)]
+                at += part.image_tokens
             if part.text:
                 assert state.text is not None
                 message = torch.cat([state.text, message], dim=1)
@@ -302,7 +316,8 @@ class PipeFusion:
             return None
         batch, width = self._shapes[key.branch]
         part = self.generation.part(key.patch, key.branch)
-        return (batch, len(part.text) + part.image_tokens, width)
+        owns = [self._streams.own(length) for length in (len(part.text), part.image_tokens)]
+        return (batch, sum(own.stop - own.start for own in owns), width)
 
     def _latent_shape(self, key: Key) -> tuple[int, ...] | None:
         assert self._latents is not None

@@ -1,6 +1,6 @@
 """Collectives of the tensor axis, over NCCL or gloo, with the bytes that the ring algorithm sends counted.
 
-A stream of L tokens is shared out so that the first L % n ranks have one token more than the others. On the wire every
+A stream of tokens is shared out by `layout.share`, the first ranks having one more. On the wire every
 rank's share has the longest length, so that one collective of equal parts does for any L, also below n.
 """
 
@@ -13,23 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ditile.layout import share
 from ditile.mesh import Axis
 from ditile.transport import Traffic
 
 # Newer releases of torch renamed them, and warn of the old names.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def share(length: int, index: int, size: int) -> int:
-    """Tokens of a stream of `length` that rank `index` of `size` has."""
-    return length // size + (index < length % size)
-
-
-def tokens(length: int, index: int, size: int) -> slice:
-    """Where they are in the stream."""
-    start = index * (length // size) + min(index, length % size)
-    return slice(start, start + share(length, index, size))
 
 
 class Collectives:
@@ -47,7 +37,7 @@ class Collectives:
 
     def own(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
-        return sum(share(length, self._index, self._size) for length in streams)
+        return sum(len(share(range(length), self._size, self._index)) for length in streams)
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
@@ -87,7 +77,7 @@ class Collectives:
         return whole.to(x.device)
 
     def _longest(self, streams: Sequence[int]) -> int:
-        return sum(share(length, 0, self._size) for length in streams)
+        return sum(len(share(range(length), self._size, 0)) for length in streams)
 
     def _pack(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """`[B, S, C]` to `[n, B, longest, C]`: every rank's tokens. What is beyond a rank's own is never read."""
@@ -98,8 +88,8 @@ class Collectives:
         for index in range(self._size):
             whole = own = 0
             for length in streams:
-                here = tokens(length, index, self._size)
-                width = here.stop - here.start
+                here = share(range(length), self._size, index)
+                width = len(here)
                 packed[index, :, own : own + width] = x[:, whole + here.start : whole + here.stop]
                 whole, own = whole + length, own + width
         return packed
@@ -111,7 +101,7 @@ class Collectives:
         parts, starts = [], [0] * self._size
         for length in streams:
             for index in range(self._size):
-                width = share(length, index, self._size)
+                width = len(share(range(length), self._size, index))
                 parts.append(received[index, :, starts[index] : starts[index] + width])
                 starts[index] += width
         return torch.cat(parts, dim=1)

@@ -18,10 +18,38 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.errors import ModelError, StateError
+from ditile.layout import share
+from ditile.mesh import Axis
 from ditile.weights.collectives import Collectives
 from ditile.weights.cuts import Cuts, matching
 
 RETURN = "return"
+
+
+class SharedStreams:
+    """Every rank has its share of each stream.
+
+    Args:
+        tokens: where the lengths of the call at hand go.
+        axis: the ranks.
+        collectives: gather.
+    """
+
+    def __init__(self, tokens: Tokens, axis: Axis, collectives: Collectives) -> None:
+        self._tokens, self._axis, self._collectives = tokens, axis, collectives
+
+    def begin(self, image: int, text: int) -> None:
+        """Keeps the lengths for the gathers inside the blocks."""
+        self._tokens.image, self._tokens.text = image, text
+
+    def own(self, length: int) -> slice:
+        """This rank's share of a stream."""
+        mine = share(range(length), self._axis.size, self._axis.index)
+        return slice(mine.start, mine.stop)
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """`[B, own, C]` to `[B, length, C]`."""
+        return self._collectives.gather(x, [length])
 
 
 @dataclass(slots=True)

@@ -33,12 +33,13 @@ from torch.nn import functional
 
 from ditile.errors import ModelError, StateError
 from ditile.mesh import Axis
+from ditile.seams import Streams, WholeStreams
 from ditile.seats import override
 from ditile.spec import ModelSpec
 from ditile.transport import Traffic
 from ditile.weights.collectives import Collectives
 from ditile.weights.cuts import Cuts, attentions, base_of
-from ditile.weights.sequence import Tokens, spread
+from ditile.weights.sequence import SharedStreams, Tokens, spread
 
 _MARK = "_ditile_tensor"
 _LOCAL = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
@@ -54,11 +55,13 @@ class Sharded:
     Attributes:
         cuts: what is cut; `part` is the loader's question.
         tokens: lengths of the streams of the call at hand; only "sequence" reads them.
+        streams: what this rank has of the tokens between its Linears.
         edits: what `undo` takes back.
     """
 
     def __init__(self, cuts: Cuts, *, keep: bool) -> None:
         self.cuts, self.tokens, self.edits = cuts, Tokens(), ExitStack()
+        self.streams: Streams = WholeStreams()
         self.part = cuts.part
         self._keep = keep
         self._fused: list[tuple[str, Any, list[str]]] = []
@@ -145,6 +148,7 @@ def shard(
         scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
         if sequence is not None:
             scatters = spread(stack, transformer, cuts, sequence, sharded.tokens, collectives)
+            sharded.streams = SharedStreams(sharded.tokens, axis, collectives)
         for attention in attentions(transformer, cuts.styles).values():
             _localise(stack, attention, cuts.size)
         for path, style in cuts.styles.items():

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ditile.layout import share
 from ditile.mesh import Axis
 from ditile.models import spec_of
 from ditile.transport import Traffic
-from ditile.weights.collectives import Collectives, tokens
+from ditile.weights.collectives import Collectives
 from ditile.weights.tensor import Sharded, shard, table_of
 from tests import tiny
 
@@ -58,7 +59,7 @@ def _tokens_shared(transformer: nn.Module, cut: Sharded) -> Iterator[None]:
         for stream in io.returns:
             value = call[streams[stream]]
             setattr(cut.tokens, stream, value.shape[1])
-            call[streams[stream]] = value[:, tokens(value.shape[1], line.index, line.size)]
+            call[streams[stream]] = value[:, _own(value.shape[1], line)]
         return (), call
 
     def behind(_: nn.Module, __: Any, result: Any) -> Any:
@@ -73,6 +74,11 @@ def _tokens_shared(transformer: nn.Module, cut: Sharded) -> Iterator[None]:
     yield
     for hook in hooks:
         hook.remove()
+
+
+def _own(length: int, line: Axis) -> slice:
+    mine = share(range(length), line.size, line.index)
+    return slice(mine.start, mine.stop)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -46,6 +46,7 @@ def check(pool: Pool, name: str, ranks: int, plans: list[dict[str, Any]], **call
 def test_two_ranks(pool: Pool, name: str) -> None:
     """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
     plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
+    plans += [{"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}]
     check(pool, name, 2, plans)
 
 
@@ -59,6 +60,9 @@ def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     if ranks == 4:
         plans += [{"ulysses": 2, "ring": 2}, {"ulysses": 2, "ring": 2, "async_ulysses": True}]
         plans += [{"ulysses": 2, "distrifusion": 2, "warmup": 99}]
+        plans += [{"ulysses": 2, "tensor": 2}, {"ring": 2, "tensor": 2, "split_scheme": "sequence"}]
+        plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99}]
+        plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99, "split_scheme": "sequence"}]
     check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
 
 
@@ -82,9 +86,17 @@ def test_stale_keys_and_shared_tokens(pool: Pool, name: str) -> None:
     base = {"pipefusion": 2, "patches": 3}
     alone = pool.run(stale, 2, name, [base, base | {"warmup": 0}], call)[0]
     exact = pool.run(stale, 1, name, [{}], call)[0][0]
-    for also in ({"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}):
+    others: list[dict[str, Any]] = [
+        {"ulysses": 2},
+        {"ring": 2},
+        {"ulysses": 3},
+        {"ulysses": 2, "ring": 2},
+        {"tensor": 2},
+    ]
+    others += [{"tensor": 2, "split_scheme": "sequence"}, {"ulysses": 2, "tensor": 2, "split_scheme": "sequence"}]
+    for also in others:
         plans = [base | also, base | also | {"warmup": 0}]
-        ranks = 2 * also.get("ulysses", 1) * also.get("ring", 1)
+        ranks = 2 * also.get("ulysses", 1) * also.get("ring", 1) * also.get("tensor", 1)
         for rank, found in enumerate(pool.run(stale, ranks, name, plans, call)):
             for got, wanted, plan in zip(found, alone, plans, strict=True):
                 close(got, wanted, f"{name} {plan} rank {rank}")

@@ -16,7 +16,6 @@ from ditile.errors import ModelError, PlanError, StateError
 from ditile.mesh import Axis
 from ditile.models import spec_of
 from ditile.transport import Traffic
-from ditile.weights.collectives import share, tokens
 from ditile.weights.cuts import Cuts
 from ditile.weights.tensor import shard, table_of
 from tests import tiny
@@ -28,17 +27,6 @@ def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
     """This process has no group: what is not refused before that fails with another error."""
     table = table or table_of(model, spec_of(model))
     shard(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 63])
-def test_shares_of_tokens_follow_each_other(length: int, size: int) -> None:
-    """The first ones have one more."""
-    parts = [tokens(length, index, size) for index in range(size)]
-    assert [i for part in parts for i in range(length)[part]] == list(range(length))
-    widths = [share(length, index, size) for index in range(size)]
-    assert widths == [part.stop - part.start for part in parts] == sorted(widths, reverse=True)
-    assert max(widths) - min(widths) <= 1
 
 
 def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
