@@ -40,6 +40,21 @@ def progress_fd() -> int | None:
     return int(text) if text else None
 
 
+def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
+    """The whole environment of the one rank of a host; its connections go through `interface` to the others."""
+    return os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": master,
+        "MASTER_PORT": "29577",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }
+
+
 def for_rank(rank: int, world: int, threads: int, progress_fd: int) -> dict[str, str]:
     """The whole environment of a rank that `launch` starts; its connections stay on the loopback device."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"

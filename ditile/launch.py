@@ -139,7 +139,7 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
 
     devices = torch.cuda.device_count()
     if not devices:
-        _keep_to_own_cores(number, world, threads)
+        keep_to_own_cores(number, world, threads)
     torch.set_num_threads(threads)
     if devices:
         torch.cuda.set_device(number % devices)
@@ -152,7 +152,7 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
     )
 
 
-def _keep_to_own_cores(number: int, world: int, threads: int) -> None:
+def keep_to_own_cores(number: int, world: int, threads: int) -> None:
     """Ranks that fill the cores each keep to theirs: one that is moved beside another makes the whole pipeline wait.
 
     Where cores are to spare they are left free to move, as other programs may run here too.

@@ -1,22 +1,28 @@
-"""Speed of PipeFusion on one machine: N ranks x 1 thread against 1 rank x 1 thread, interleaved in one run.
+"""Speed of plans against one rank and against each other, one thread a rank, interleaved in one run.
 
-    python -m ditile.bench.speed --ranks 2 --patches 4 --warmup 1 --rounds 5
+    python -m ditile.bench.speed --plans "pipefusion=2 patches=4; ulysses=2" --rounds 5
+    python -m ditile.bench.speed --links 10gbit,1gbit,100mbit      # as root: two hosts in network namespaces
 
-Rank 0 runs the plain pipeline while the others wait; then all run the divided one; and so on, medians in the
-end. The model is a real diffusers class with random weights and no text encoder, so that what is measured is
-the denoising.
+All plans have one number of ranks. Each round runs the plain pipeline on rank 0 while the others wait, then every plan;
+a speed-up is the median over the rounds of the ratio within a round. The first round of each is not counted. The model
+is a real diffusers class with random weights and no text encoder, so that what is measured is the denoising.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +36,23 @@ from diffusers import (
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
 )
+from rich.console import Console
+from rich.table import Table
 
+from ditile import env
+from ditile.bench.links import two_hosts
 from ditile.blocks.schedule import Schedule
+from ditile.errors import DitileError, PlanError
 from ditile.flags import add_arguments, collect, option
-from ditile.launch import launch
+from ditile.launch import keep_to_own_cores, launch
 from ditile.plan import Plan
 from ditile.runner import parallelize
+
+METHODS = (
+    "pipefusion=2 patches=4; pipefusion=2 patches=4 warmup_mode=pipelined; distrifusion=2; ulysses=2; ring=2; "
+    "tensor=2; tensor=2 split_scheme=sequence; cfg=2"
+)
+Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +65,30 @@ class Job:
     head_dim: int = option(32, "width of a head")
     size: int = option(512, "pixels of a side; 16 x 16 pixels are a token")
     steps: int = option(20, "denoising steps")
-    ranks: int = option(2, "ranks, one thread each")
-    patches: int = option(4, "patches")
-    warmup: int = option(1, "synchronous steps")
-    rounds: int = option(5, "interleaved rounds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What is compared.
+
+    Raises:
+        PlanError: if the plans need different numbers of ranks.
+    """
+
+    plans: str = option(METHODS, "plans, with ; between them", metavar="PLANS")
+    links: str | None = option(None, "bandwidths of the link between two hosts, such as 1gbit,100mbit", metavar="RATES")
+    rounds: int = option(3, "interleaved rounds", metavar="N")
+    out: str | None = option(None, "write the rows as JSON too", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        if len({plan.world for plan in self.parsed}) > 1:
+            worlds = ", ".join(f"'{plan}' {plan.world}" for plan in self.parsed)
+            raise PlanError(f"plans must have one number of ranks, and these have: {worlds}")
+
+    @property
+    def parsed(self) -> list[Plan]:
+        """The plans."""
+        return [Plan.parse(text) for text in self.plans.split(";")]
 
 
 def pipeline(job: Job) -> Any:
@@ -106,24 +143,62 @@ def arguments(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(job: Job) -> dict[str, list[float]]:
-    """Seconds of each round, on this rank. The first round of each is not counted."""
+def measure(job: Job, plans: list[Plan], rounds: int) -> Times:
+    """Seconds of each counted round, on this rank; the plain pipeline's under ""."""
     plain = pipeline(job)
-    plan = Plan(pipefusion=job.ranks, patches=job.patches, warmup=job.warmup)
-    runner = parallelize(pipeline(job), plan, device="cpu")
-    seconds: dict[str, list[float]] = {"plain": [], "divided": []}
-    for counted in [False] + [True] * job.rounds:
-        for name, call in (("plain", plain), ("divided", runner)):
-            if dist.is_initialized():
+    calls: dict[str, Any] = {"": plain}
+    calls |= {str(plan): parallelize(pipeline(job), plan, device="cpu") for plan in plans}
+    seconds: Times = {name: [] for name in calls}
+    several = dist.is_initialized()
+    for counted in [False] + [True] * rounds:
+        for name, call in calls.items():
+            if several:
                 dist.barrier()
-            if name == "plain" and dist.is_initialized() and dist.get_rank() > 0:
+            if not name and several and dist.get_rank() > 0:
                 continue
-            with free_to_move() if name == "plain" else nullcontext():
+            with nullcontext() if name else free_to_move():
                 began = time.perf_counter()
                 call(**arguments(job))
                 if counted:
                     seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def across(job: Job, plans: list[Plan], rounds: int, rate: str) -> Times:
+    """The same with every rank on a host of its own, joined by a link of some bandwidth."""
+    world = plans[0].world
+    if world != 2:
+        raise PlanError(f"links join two hosts of one rank each, and the plans need {world} ranks; give plans of 2")
+    with tempfile.TemporaryDirectory() as folder, two_hosts(rate) as hosts:
+        found = Path(folder, "seconds.json")
+        work = json.dumps([dataclasses.asdict(job), [plan.to_dict() for plan in plans], rounds, str(found)])
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "ditile.bench.speed", "--as-rank", work],
+                env=env.for_host(rank, world, hosts[0].address, host.interface),
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            raise PlanError(f"the ranks across {rate} ended with exit codes {codes}")
+        seconds: Times = json.loads(found.read_text())
+        return seconds
+
+
+def as_rank(work: str) -> None:
+    """What a rank on a host of its own does."""
+    job, plans, rounds, path = json.loads(work)
+    place = env.torchrun()
+    assert place is not None
+    torch.set_num_threads(1)
+    keep_to_own_cores(place.rank, place.world, 1)
+    dist.init_process_group("gloo")
+    seconds = measure(Job(**job), [Plan(**plan) for plan in plans], rounds)
+    if place.rank == 0:
+        Path(path).write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -135,18 +210,58 @@ def free_to_move() -> Iterator[None]:
     os.sched_setaffinity(0, own)
 
 
+def rows(job: Job, plans: list[Plan], seconds: Times, link: str) -> list[dict[str, Any]]:
+    """One row per plan."""
+    found = []
+    for plan in plans:
+        times = seconds[str(plan)]
+        ratios = [one / divided for one, divided in zip(seconds[""], times, strict=True)]
+        bound = Schedule.of(plan, job.steps).bound() * plan.world / (plan.pipefusion * plan.distrifusion)
+        found.append({
+            "link": link, "plan": str(plan), "one_rank_s": statistics.median(seconds[""]),
+            "seconds": statistics.median(times), "speedup": statistics.median(ratios), "lowest": min(ratios),
+            "highest": max(ratios), "bound": bound,
+        })  # fmt: skip
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    shown = Table("link", "plan", "one rank, s", "divided, s", "speed-up", "range", "bound", "of the bound")
+    for row in found:
+        shown.add_row(
+            row["link"], row["plan"], f"{row['one_rank_s']:.2f}", f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x",
+            f"{row['lowest']:.2f} to {row['highest']:.2f}", f"{row['bound']:.2f}x",
+            f"{100 * row['speedup'] / row['bound']:.0f} %",
+        )  # fmt: skip
+    return shown
+
+
 def main() -> None:
-    """Measures and prints one line of JSON."""
+    """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
-    seconds = launch(measure, job.ranks, (job,), threads=1, stall_timeout=1800.0)[0]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    bound = Schedule(job.ranks, job.patches, job.steps, job.warmup).bound()
-    ratios = [a / b for a, b in zip(seconds["plain"], seconds["divided"], strict=True)]
-    speedup = statistics.median(ratios)
-    result = {"job": asdict(job), "seconds": seconds, "medians": medians, "speedup": speedup, "bound": bound}
-    print(json.dumps(result | {"of_bound": speedup / bound}))
+    add_arguments(parser, Comparison, title="comparison")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.as_rank is not None:
+        return as_rank(given.as_rank)
+    found: list[dict[str, Any]] = []
+    try:
+        job, wanted = Job(**collect(Job, given)), Comparison(**collect(Comparison, given))
+        plans = wanted.parsed
+        if wanted.links is None:
+            times = launch(measure, plans[0].world, (job, plans, wanted.rounds), threads=1, stall_timeout=3600.0)[0]
+            found = rows(job, plans, times, "this machine")
+        else:
+            for rate in wanted.links.split(","):
+                found += rows(job, plans, across(job, plans, wanted.rounds, rate), rate)
+    except DitileError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    Console(width=160).print(table(found))
+    if wanted.out is not None:
+        Path(wanted.out).write_text(json.dumps({"job": dataclasses.asdict(job), "rows": found}, indent=2) + "\n")
+    return None
 
 
 if __name__ == "__main__":

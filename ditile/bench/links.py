@@ -1,0 +1,91 @@
+"""Two hosts on one machine: network namespaces joined by a link of a chosen bandwidth. Linux, needs root and iproute2.
+
+with two_hosts("100mbit") as hosts:
+    subprocess.run([*hosts[0].prefix, "ping", "-c1", hosts[1].address])
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from ditile.errors import PlanError
+
+_RATE = re.compile(r"(\d+)([kmg])bit")
+_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_TIMER_HZ = 250
+"""A token bucket must hold what passes between two ticks of the kernel's timer."""
+
+
+class Host(NamedTuple):
+    """One end of the link."""
+
+    prefix: tuple[str, ...]
+    address: str
+    interface: str
+
+
+@contextmanager
+def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
+    """Makes both, and takes them away again.
+
+    Args:
+        rate: such as 100mbit or 10gbit; None is as fast as the machine.
+
+    Raises:
+        PlanError: if this needs root or iproute2, or the rate is none.
+    """
+    if os.geteuid() or shutil.which("ip") is None or shutil.which("tc") is None:
+        raise PlanError("links between two hosts need root and iproute2 (ip, tc); run as root, or leave --links out")
+    burst = _burst(rate)
+    with ExitStack() as stack:
+        hosts = []
+        for k in (0, 1):
+            space = f"ditile-{os.getpid()}-{k}"
+            _run("ip", "netns", "add", space)
+            stack.callback(_run, "ip", "netns", "delete", space)
+            hosts.append(Host(("ip", "netns", "exec", space), f"10.77.0.{k + 1}", f"ditile{k}"))
+        ends = [(host.interface, host.prefix[-1]) for host in hosts]
+        _run(
+            "ip",
+            "link",
+            "add",
+            ends[0][0],
+            "netns",
+            ends[0][1],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1][0],
+            "netns",
+            ends[1][1],
+        )
+        for host in hosts:
+            _run(*host.prefix, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in ("lo", host.interface):
+                _run(*host.prefix, "ip", "link", "set", interface, "up")
+            if rate is not None:
+                shape = ("rate", rate, "burst", str(burst), "latency", "100ms")
+                _run(*host.prefix, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *shape)
+        yield hosts[0], hosts[1]
+
+
+def _burst(rate: str | None) -> int:
+    if rate is None:
+        return 0
+    found = _RATE.fullmatch(rate)
+    if found is None:
+        raise PlanError(f"link {rate!r} is no rate; write it as 100mbit, 1gbit or 10gbit")
+    return max(64 * 1024, 2 * int(found[1]) * _BITS[found[2]] // 8 // _TIMER_HZ)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PlanError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")
