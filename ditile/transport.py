@@ -219,9 +219,9 @@ class Gather:
         padded = _stageable(part.contiguous(), group)
         if padded.shape[0] < longest:
             padded = torch.cat([padded, padded.new_zeros(longest - padded.shape[0], *padded.shape[1:])])
-        self._padded = padded
         self._all = padded.new_empty(longest * len(self._lengths), *padded.shape[1:])
-        self._work = dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True)
+        self._sent = padded  # kept until it is gone
+        self._work = dist.all_gather(list(self._all.split(longest)), padded, group=group, async_op=True)
         traffic.count(kind, part.numel() * part.element_size() * (len(self._lengths) - 1))
 
     def result(self) -> Tensor:

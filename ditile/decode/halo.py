@@ -2,7 +2,7 @@
 
 Every rank computes the same tables from the height alone, so no size is ever sent. A picture of H rows is cut at
 `Rows.cuts`; some ranks may have no row. An operation with a `Window` makes each of its output rows from a run of input
-rows; whoever has the first of them not counting padding owns the output row.
+rows; whoever has the input row at its place owns the output row.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Window:
         height = (rows.height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
         if height < 1:
             raise ModelError(
-                f"a picture of height {rows.height} is too low for a convolution of {self.kernel}; try 64 pixels or more"
+                f"a picture of height {rows.height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
             )
         inner = (min(-(-cut * self.scale // self.stride), height) for cut in rows.cuts[1:-1])
         return Rows((0, *inner, height))
