@@ -1,8 +1,8 @@
 """Live bytes: what the tensors that exist at one time occupy, exactly; what kernels use inside is not seen.
 
-    with LiveBytes() as live:
-        vae.decode(latents)
-    live.peak, live.largest
+with LiveBytes() as live:
+    vae.decode(latents)
+live.peak, live.largest
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.largest = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 

@@ -38,9 +38,10 @@ class RowAttention:
         )
         if not rows:
             return hidden_states
-        out: Tensor = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH)
+        out = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH)
         out = attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
         out = out.transpose(1, 2).reshape(batch, -1, rows, width)
         if attn.residual_connection:
             out = out + hidden_states
-        return out / attn.rescale_output_factor
+        scaled: Tensor = out / attn.rescale_output_factor
+        return scaled

@@ -29,27 +29,27 @@ def convolve(conv: nn.Conv2d, x: Tensor, strip: Strip, window: Window, sides: tu
     """
     part = strip.pass_through(window)
     arriving = strip.exchange(x, part)
-    columns = (x.shape[3] * window.scale + sum(sides) - conv.kernel_size[1]) // conv.stride[1] + 1
-    shape = (x.shape[0], conv.out_channels, len(part.out), columns)
     own: Seen = [(part.own, x)]
-    if strip.block_size is None and part.inner:
+    size = strip.block_size or max(len(part.out), 1)
+    if size >= len(part.out) and part.inner:
         # all rows at once, as if there were nothing beyond the strip; those at the edges are made again below
         out = _make(conv, own, part.out, window, sides)
     else:
-        out = x.new_empty(shape)
-        _fill(out, conv, own, part.inner, part, strip.block_size, window, sides)
+        columns = (x.shape[3] * window.scale + sum(sides) - conv.kernel_size[1]) // conv.stride[1] + 1
+        out = x.new_empty(x.shape[0], conv.out_channels, len(part.out), columns)
+        _fill(out, conv, own, part.inner, part, size, window, sides)
     seen = arriving()
     for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
-        _fill(out, conv, seen, edge, part, strip.block_size, window, sides)
+        _fill(out, conv, seen, edge, part, size, window, sides)
     return out
 
 
 def _fill(
-    out: Tensor, conv: nn.Conv2d, seen: Seen, rows: range, part: Halo, size: int | None, window: Window,
+    out: Tensor, conv: nn.Conv2d, seen: Seen, rows: range, part: Halo, size: int, window: Window,
     sides: tuple[int, int],
 ) -> None:  # fmt: skip
-    for first in range(rows.start, rows.stop, size or max(len(rows), 1)):
-        block = range(first, min(first + (size or len(rows)), rows.stop))
+    for first in range(rows.start, rows.stop, size):
+        block = range(first, min(first + size, rows.stop))
         at = block.start - part.out.start
         out[:, :, at : at + len(block)] = _make(conv, seen, block, window, sides)
 

@@ -83,8 +83,8 @@ class ParallelVAE:
         picture = strip.gather if self.gather == "all" else strip.gather_first
         with ExitStack() as stack:
             if self.axis.size > 1 or self.block_size is not None:
-                _install(stack, self.vae.encoder, strip, strip.gather)
-                _install(stack, self.vae.decoder, strip, picture)
+                for name, coder in _coders(self.vae):
+                    _install(stack, coder, strip, picture if name == "decoder" else strip.gather)
             yield
 
 
@@ -96,11 +96,19 @@ def check(vae: Any) -> None:
     """
     if not isinstance(vae, AutoencoderKL):
         raise ModelError(f"{type(vae).__name__} cannot be divided by rows, only AutoencoderKL; use vae=whole")
-    for part in ("encoder", "decoder"):
-        for name, module in getattr(vae, part).named_modules(prefix=part):
+    for part, coder in _coders(vae):
+        for name, module in coder.named_modules(prefix=part):
             reason = _refuse(module)
             if reason:
                 raise ModelError(f"{type(vae).__name__}.{name} cannot be divided by rows: {reason}, or use vae=whole")
+
+
+def _coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Those that are there: some users drop the encoder."""
+    for name in ("encoder", "decoder"):
+        coder = getattr(vae, name, None)
+        if coder is not None:
+            yield name, coder
 
 
 def _refuse(module: nn.Module) -> str | None:
