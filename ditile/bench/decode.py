@@ -4,8 +4,9 @@
 
 An `AutoencoderKL` of FLUX's layout and widths with random weights, fp32, one thread a rank. In one run of N ranks, all
 decode their rows in blocks, then whole, then rank 0 decodes alone while the others wait; and so on, medians in the end.
-"live" is the most that all tensors occupy at one time on the rank that holds most, counted exactly in a call of its
-own; "process" is by how much the process has grown at the peak of the first call, what kernels use inside included.
+"CPU" are the seconds that the busiest rank computed, whatever else the machine did. "live" is the most that all tensors
+occupy at one time on the rank that holds most, counted exactly in a call of its own; "process" is by how much the
+process has grown at the peak of the first call, what kernels use inside included.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Measured:
     """What a rank found out about one way of decoding."""
 
     seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
     live: int = 0
     process: int = 0
     sent: int = 0
@@ -106,15 +108,16 @@ def _decode(
     if CLEAR.exists():
         CLEAR.write_text("5")  # the peak of the process begins anew
     with LiveBytes() if counted else nullcontext() as live:
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         picture: torch.Tensor = vae.decode(latents, return_dict=False)[0]
-        seconds = time.perf_counter() - began
+        seconds, busy = time.perf_counter() - began, time.process_time() - computed
     found.sent = sum(traffic.bytes.values())
     if live is not None:
         found.live = live.peak
     else:
         found.process = found.process or _status("VmHWM") - before
         found.seconds.append(seconds)
+        found.busy.append(busy)
     return picture
 
 
@@ -129,8 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, Job, title="job")
     job = Job(**collect(Job, parser.parse_args()))
-    print("| ranks | decoded | seconds | speed-up | live, MiB | of undivided | process, MiB | sent by a rank, MiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| ranks | decoded | s | speed-up | CPU, s | of one | live, MiB | of one | process, MiB | sent by a rank, MiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for ranks in map(int, job.ranks.split(",")):
         of_ranks = launch(measure, ranks, (job,), threads=1, stall_timeout=3600.0)
         whole = of_ranks[0]["undivided"]
@@ -138,9 +143,11 @@ def main() -> None:
             each = [found[name] for found in of_ranks if found[name].live]
             live, process, sent = (max(getattr(f, what) for f in each) for what in ("live", "process", "sent"))
             ratio = statistics.median(a / b for a, b in zip(whole.seconds, mine.seconds, strict=True))
+            busy = max(statistics.median(f.busy) for f in each)
             cells = (
-                ranks, name, f"{statistics.median(mine.seconds):.1f}", f"{ratio:.2f}x", f"{live / 2**20:.0f}",
-                f"{live / whole.live:.3f}", f"{process / 2**20:.0f}", f"{sent / 2**20:.1f}",
+                ranks, name, f"{statistics.median(mine.seconds):.1f}", f"{ratio:.2f}x", f"{busy:.1f}",
+                f"{busy / statistics.median(whole.busy):.3f}", f"{live / 2**20:.0f}", f"{live / whole.live:.3f}",
+                f"{process / 2**20:.0f}", f"{sent / 2**20:.1f}",
             )  # fmt: skip
             print("|", " | ".join(map(str, cells)), "|", flush=True)
         if job.check:
