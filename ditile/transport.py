@@ -239,3 +239,62 @@ def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
 
 def _stageable(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     return message.to(_stage(message.device, group))
+
+
+class Exchange:
+    """Messages to and from several peers of a group at once, under way. Shapes are known on both sides."""
+
+    def __init__(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
+        group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
+    ) -> None:  # fmt: skip
+        """Starts; returns at once. `receives` are (peer, shape) of tensors of `like`'s dtype, on its device."""
+        self._device, self._buffers, self._works, ops = like.device, [], [], []
+        if group is None or not (sends or receives):
+            return
+        for peer, message in sends:
+            staged = _stageable(message.contiguous(), group)
+            ops.append(dist.P2POp(dist.isend, staged, group=group, group_peer=peer))
+            traffic.count(kind, staged.numel() * staged.element_size())
+        for peer, shape in receives:
+            self._buffers.append(torch.empty(shape, dtype=like.dtype, device=_stage(like.device, group)))
+            ops.append(dist.P2POp(dist.irecv, self._buffers[-1], group=group, group_peer=peer))
+        self._ops = ops  # keeps what is sent until it is gone
+        self._works = dist.batch_isend_irecv(ops)  # one NCCL launch: two ranks that both send first would hang
+
+    def result(self) -> list[Tensor]:
+        """Waits, and returns what was received, in the order of `receives`."""
+        for work in self._works:
+            work.wait()
+        return [buffer.to(self._device) for buffer in self._buffers]
+
+
+class Gather:
+    """An all-gather under way, of parts that differ in dimension 0: every rank knows how long each is."""
+
+    def __init__(
+        self, part: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
+    ) -> None:
+        """Starts; returns at once. Counted as what a rank sends: its part, to each other one."""
+        self._part, self._lengths, self._work = part, list(lengths), None
+        if group is None:
+            return
+        longest = max(self._lengths)
+        padded = _stageable(part.contiguous(), group)
+        if padded.shape[0] < longest:
+            padded = torch.cat([padded, padded.new_zeros(longest - padded.shape[0], *padded.shape[1:])])
+        self._all = padded.new_empty(longest * len(self._lengths), *padded.shape[1:])
+        self._sent = padded  # kept until it is gone
+        self._work = dist.all_gather(list(self._all.split(longest)), padded, group=group, async_op=True)
+        traffic.count(kind, part.numel() * part.element_size() * (len(self._lengths) - 1))
+
+    def result(self) -> Tensor:
+        """Waits, and returns the parts one after another, in rank order."""
+        if self._work is None:
+            return self._part
+        self._work.wait()
+        longest = max(self._lengths)
+        if min(self._lengths) < longest:
+            parts = self._all.split(longest)
+            self._all = torch.cat([p[:length] for p, length in zip(parts, self._lengths, strict=True)])
+        return self._all.to(self._part.device)
