@@ -16,6 +16,7 @@ from ditile.attend.kernel import NATIVE, Dispatched
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import cut
+from ditile.decode.vae import ParallelVAE
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
 from ditile.layout import Split
@@ -41,6 +42,7 @@ class Composition:
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
+        parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -54,6 +56,7 @@ class Composition:
     weights: Weights
     pipefusion: PipeFusion
     sharded: Sharded
+    parallel_vae: ParallelVAE | None
     trace: Trace
     stale_keys: type[StaleKeys] = StaleKeys
 
@@ -76,6 +79,8 @@ class Composition:
             return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
 
         with ExitStack() as stack:
+            if self.parallel_vae is not None:
+                stack.enter_context(self.parallel_vae.installed())
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
@@ -122,6 +127,7 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     plan.check_heads(type(pipe.transformer).__name__, int(pipe.transformer.config["num_attention_heads"]))
     stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
     weights = seats.weights()
+    parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
     sharded = _shard(pipe, plan, mesh, spec, keep=keep_weights)
     seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
     pipe.to(device)
@@ -129,7 +135,7 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
-    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, trace)
+    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace)
 
 
 def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, keep: bool) -> Sharded:

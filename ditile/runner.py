@@ -170,7 +170,7 @@ class Runner:
             loop = stack.enter_context(self._parts.installed(hooks))
             ends.loop = loop
             skip = output == "first" and self.mesh.rank != 0
-            if skip:
+            if skip and self.plan.vae == "whole":  # else every rank decodes its rows
                 call["output_type"] = "latent"
             result = self.pipe(**call)
         rng.share(generators, self.mesh.world - 1, self.mesh.everyone, self.mesh.traffic)
