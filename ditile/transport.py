@@ -119,7 +119,7 @@ class Ballot:
 
 
 class Pending:
-    """A collective under way.
+    """Messages under way.
 
     Args:
         works: what it waits for.
@@ -128,11 +128,11 @@ class Pending:
         sent: kept until it is gone.
     """
 
-    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Tensor) -> None:
+    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Any) -> None:
         self._works, self._received, self._device, self._sent = works, received, device, sent
 
     def wait(self) -> list[Tensor]:
-        """What arrived, by group rank."""
+        """What arrived, in order."""
         for work in self._works:
             work.wait()
         return [x.to(self._device) for x in self._received]
@@ -152,34 +152,60 @@ def start_all_to_all(
     return Pending([_real(work)], [received], flat.device, staged)
 
 
+def start_exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
+    group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
+) -> Pending:  # fmt: skip
+    """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
+    if group is None:
+        return Pending([], [], like.device, None)
+    for _, message in sends:
+        traffic.count(kind, message.numel() * message.element_size())
+    return _start_messages(sends, receives, like, group)
+
+
 def start_gather(
-    x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, traffic: Traffic, kind: str
+    x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
 ) -> Pending:
-    """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order."""
-    staged = _stageable(x.contiguous(), group)
+    """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order.
+
+    Counted as one message of what a rank sends: `x`, to each other one.
+    """
+    if group is None:
+        return Pending([], [x], x.device, None)
     own = dist.get_rank(group)
-    received = [staged if rank == own else staged.new_empty(shape) for rank, shape in enumerate(shapes)]
-    ops = [
-        dist.P2POp(start, buffer, group=group, group_peer=rank)
-        for rank, theirs in enumerate(received)
-        if rank != own
-        for start, buffer in ((dist.isend, staged), (dist.irecv, theirs))
-    ]
     traffic.count(kind, (len(shapes) - 1) * x.numel() * x.element_size())
-    return Pending(dist.batch_isend_irecv(ops), received, x.device, staged)
+    if len(set(shapes)) == 1:
+        staged = _stageable(x.contiguous(), group)
+        everyone = [torch.empty_like(staged) for _ in shapes]
+        work = dist.all_gather(everyone, staged, group=group, async_op=True)
+        return Pending([_real(work)], everyone, x.device, staged)
+    others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own]
+    under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group)
+    under_way._received.insert(own, x)
+    return under_way
 
 
 def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
     """Starts to pass `x` to the next rank of a ring; `wait()` gives that of the rank before, which has this shape."""
-    staged = _stageable(x.contiguous(), group)
     own, size = dist.get_rank(group), group.size()
-    received = staged.new_empty(tuple(shape))
-    ops = [
-        dist.P2POp(dist.isend, staged, group=group, group_peer=(own + 1) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(own - 1) % size),
+    return start_exchange([((own + 1) % size, x)], [((own - 1) % size, shape)], x, group, traffic, kind)
+
+
+def _start_messages(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
+    group: dist.ProcessGroup,
+) -> Pending:  # fmt: skip
+    """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
+    staged = [(peer, _stageable(x.contiguous(), group)) for peer, x in sends if x.numel()]
+    received = [torch.empty(shape, dtype=like.dtype, device=_stage(like.device, group)) for _, shape in receives]
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in staged]
+    ops += [
+        dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
+        for (peer, _), buffer in zip(receives, received, strict=True)
+        if buffer.numel()
     ]
-    traffic.count(kind, x.numel() * x.element_size())
-    return Pending(dist.batch_isend_irecv(ops), [received], x.device, staged)
+    return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged)
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
@@ -239,62 +265,3 @@ def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
 
 def _stageable(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     return message.to(_stage(message.device, group))
-
-
-class Exchange:
-    """Messages to and from several peers of a group at once, under way. Shapes are known on both sides."""
-
-    def __init__(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
-        group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
-    ) -> None:  # fmt: skip
-        """Starts; returns at once. `receives` are (peer, shape) of tensors of `like`'s dtype, on its device."""
-        self._device, self._buffers, self._works, ops = like.device, [], [], []
-        if group is None or not (sends or receives):
-            return
-        for peer, message in sends:
-            staged = _stageable(message.contiguous(), group)
-            ops.append(dist.P2POp(dist.isend, staged, group=group, group_peer=peer))
-            traffic.count(kind, staged.numel() * staged.element_size())
-        for peer, shape in receives:
-            self._buffers.append(torch.empty(shape, dtype=like.dtype, device=_stage(like.device, group)))
-            ops.append(dist.P2POp(dist.irecv, self._buffers[-1], group=group, group_peer=peer))
-        self._ops = ops  # keeps what is sent until it is gone
-        self._works = dist.batch_isend_irecv(ops)  # one NCCL launch: two ranks that both send first would hang
-
-    def result(self) -> list[Tensor]:
-        """Waits, and returns what was received, in the order of `receives`."""
-        for work in self._works:
-            work.wait()
-        return [buffer.to(self._device) for buffer in self._buffers]
-
-
-class Gather:
-    """An all-gather under way, of parts that differ in dimension 0: every rank knows how long each is."""
-
-    def __init__(
-        self, part: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
-    ) -> None:
-        """Starts; returns at once. Counted as what a rank sends: its part, to each other one."""
-        self._part, self._lengths, self._work = part, list(lengths), None
-        if group is None:
-            return
-        longest = max(self._lengths)
-        padded = _stageable(part.contiguous(), group)
-        if padded.shape[0] < longest:
-            padded = torch.cat([padded, padded.new_zeros(longest - padded.shape[0], *padded.shape[1:])])
-        self._all = padded.new_empty(longest * len(self._lengths), *padded.shape[1:])
-        self._sent = padded  # kept until it is gone
-        self._work = dist.all_gather(list(self._all.split(longest)), padded, group=group, async_op=True)
-        traffic.count(kind, part.numel() * part.element_size() * (len(self._lengths) - 1))
-
-    def result(self) -> Tensor:
-        """Waits, and returns the parts one after another, in rank order."""
-        if self._work is None:
-            return self._part
-        self._work.wait()
-        longest = max(self._lengths)
-        if min(self._lengths) < longest:
-            parts = self._all.split(longest)
-            self._all = torch.cat([p[:length] for p, length in zip(parts, self._lengths, strict=True)])
-        return self._all.to(self._part.device)

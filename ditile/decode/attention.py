@@ -34,7 +34,8 @@ class RowAttention:
         pairs = self._strip.start_gather(torch.cat([attn.to_k(x_SBC), attn.to_v(x_SBC)], dim=-1), units=width)
         query = attn.to_q(x_SBC)
         q_BNSH, k_BNSH, v_BNSH = (  # noqa: N806
-            part.unflatten(-1, (attn.heads, -1)).permute(1, 2, 0, 3) for part in (query, *pairs.result().chunk(2, -1))
+            part.unflatten(-1, (attn.heads, -1)).permute(1, 2, 0, 3)
+            for part in (query, *torch.cat(pairs.wait()).chunk(2, -1))
         )
         if not rows:
             return hidden_states

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditile.decode.halo import Halo, Rows, Window, halo
 from ditile.mesh import Axis
-from ditile.transport import Exchange, Gather, Traffic
+from ditile.transport import Pending, Traffic, start_exchange, start_gather
 
 KIND = "vae"
 """As what its bytes are counted."""
@@ -55,27 +55,27 @@ class Strip:
         batch, channels, _, width = x.shape
         start = part.own.start
         parts = (*part.above, *part.below)
-        exchange = Exchange(
+        exchange = start_exchange(
             [(peer, x[:, :, rows.start - start : rows.stop - start]) for peer, rows in part.sends],
             [(peer, (batch, channels, len(rows), width)) for peer, rows in parts],
             x, self._axis.group, self._traffic, KIND,
         )  # fmt: skip
 
         def seen() -> list[tuple[range, Tensor]]:
-            received = [(rows, tensor) for (_, rows), tensor in zip(parts, exchange.result(), strict=True)]
+            received = [(rows, tensor) for (_, rows), tensor in zip(parts, exchange.wait(), strict=True)]
             above = len(part.above)
             return [*received[:above], (part.own, x), *received[above:]]
 
         return seen
 
-    def start_gather(self, x: Tensor, units: int = 1) -> Gather:
+    def start_gather(self, x: Tensor, units: int = 1) -> Pending:
         """Starts to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
-        lengths = [units * size for size in self.rows.sizes]
-        return Gather(x, lengths, self._axis.group, self._traffic, KIND)
+        shapes = [(units * size, *x.shape[1:]) for size in self.rows.sizes]
+        return start_gather(x, shapes, self._axis.group, self._traffic, KIND)
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole picture, on every rank."""
-        return self.start_gather(x.movedim(2, 0)).result().movedim(0, 2).contiguous()
+        return torch.cat(self.start_gather(x.movedim(2, 0)).wait()).movedim(0, 2).contiguous()
 
     def gather_first(self, x: Tensor) -> Tensor:
         """The whole picture on the first rank; elsewhere zeros around this rank's own rows."""
@@ -84,7 +84,7 @@ class Strip:
         batch, channels, _, width = x.shape
         sends = [] if first or not x.numel() else [(0, x)]
         receives = [(rank, (batch, channels, sizes[rank], width)) for rank in peers] if first else []
-        parts = Exchange(sends, receives, x, self._axis.group, self._traffic, KIND).result()
+        parts = start_exchange(sends, receives, x, self._axis.group, self._traffic, KIND).wait()
         if first:
             return torch.cat([x, *parts], dim=2)
         own = self.rows.of(self._axis.index)
@@ -94,4 +94,5 @@ class Strip:
 
     def gather_equal(self, x: Tensor) -> Tensor:
         """Tensors of one shape from all ranks, `[ranks, ...]`."""
-        return Gather(x[None], [1] * self._axis.size, self._axis.group, self._traffic, KIND).result()
+        shapes = [tuple(x.shape)] * self._axis.size
+        return torch.stack(start_gather(x, shapes, self._axis.group, self._traffic, KIND).wait())

@@ -162,7 +162,8 @@ def normed(height: int) -> list[float]:
     strip = Strip(axis(), Traffic(), None)
     own = strip.begin(x)
     found = strip.gather(group_norm(norm, own, strip))
-    tokens = strip.start_gather(group_norm(norm, own.flatten(2), strip).permute(2, 0, 1), units=6).result()
+    parts = strip.start_gather(group_norm(norm, own.flatten(2), strip).permute(2, 0, 1), units=6).wait()
+    tokens = torch.cat(parts)
     return [
         distance(found, wanted), distance(tokens.permute(1, 2, 0).view(x.shape), wanted),
         distance(found.double(), exact),
