@@ -71,6 +71,16 @@ class Composition:
             yield loop
 
 
+def stages_of(seats: Seats, plan: Plan) -> list[range]:
+    """The blocks of every stage.
+
+    Raises:
+        PlanError: if the plan does not fit the model.
+    """
+    plan.check_blocks(type(seats.transformer).__name__, len(seats.chain))
+    return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+
+
 def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool) -> Composition:
     """Cuts the pipeline's transformer into stages and keeps this rank's.
 
@@ -81,15 +91,13 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     """
     spec = models.support(pipe)  # says no before anything is touched
     seats = Seats(pipe.transformer, spec)
-    if seats.is_cut():
+    if seats.is_cut() and seats.loaded is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     reason = seats.refuse(range(len(seats.chain)))
     if reason:
         raise ModelError(reason)
-    plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
-    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
-    weights = seats.weights()
-    seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
+    stages = stages_of(seats, plan)
+    weights = seats.take(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
     pipe.to(device)
     dispatch.install()
     trace = Trace()

@@ -1,0 +1,1 @@
+"""Weights: what a rank keeps of each parameter."""
