@@ -23,6 +23,7 @@ from ditile.seats import Core, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
 from ditile.trace import Trace
+from ditile.weights.text import After, Encoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Composition:
     weights: Weights
     pipefusion: PipeFusion
     trace: Trace
+    encoders: Encoders
     attention: type[AttentionCore] = AttentionCore
 
     @property
@@ -66,6 +68,7 @@ class Composition:
             return self.attention(loop.current, layer, kernel, joint=joint, check=check)
 
         with ExitStack() as stack:
+            stack.enter_context(self.encoders.installed(self.pipe.transformer))
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
@@ -81,7 +84,9 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
 
 
-def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool) -> Composition:
+def compose(
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep"
+) -> Composition:
     """Cuts the pipeline's transformer into stages and keeps this rank's.
 
     Raises:
@@ -97,10 +102,14 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     if reason:
         raise ModelError(reason)
     stages = stages_of(seats, plan)
+    encoders = Encoders(
+        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
+    )
     weights = seats.take(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
+    encoders.take()
     pipe.to(device)
     dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace)
     pipefusion.connect(device)
-    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, trace)
+    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, trace, encoders)

@@ -175,22 +175,19 @@ def read(kind: type[Any], source: str, place: Place, dtype: torch.dtype, **optio
 
 def _partial(kind: type[Any], place: Place) -> type[Any]:
     """The class under its own name, but instances lose what belongs to other ranks when they are made."""
-    gone: set[int] = set()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
-        gone.update(id(module) for module, _ in strip(self, place))
+        gone = {id(module) for module, _ in strip(self, place)}
+        for module in self.modules():
+            if any(id(part) in gone for part in module.modules()):
+                module._is_hf_initialized = True  # else transformers draws random weights for what is not there
         here = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         tied = self.all_tied_weights_keys
         self.all_tied_weights_keys = {name: other for name, other in tied.items() if {name, other} <= here}
 
-    def init_weights(self: Any, module: nn.Module) -> None:
-        if not any(id(part) in gone for part in module.modules()):
-            kind._init_weights(self, module)
-
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    others = {"__init__": init, "_init_weights": init_weights, "_keys_to_ignore_on_load_unexpected": ["."]}
-    return type(kind.__name__, (kind,), names | others)
+    return type(kind.__name__, (kind,), {**names, "__init__": init, "_keys_to_ignore_on_load_unexpected": ["."]})
 
 
 def _owner(path: list[str], anatomy: Anatomy, of_layers: list[int]) -> int | None:

@@ -22,8 +22,9 @@ from ditile.hollow import Parts, hollow, refill
 from ditile.mesh import Axis
 from ditile.seats import override
 from ditile.transport import Traffic, broadcast, gather_json
-from ditile.weights.encoder import FREED, WHOLE, Place, anatomy_of, foreign, layers_of, mark, owners, place_in
-from ditile.weights.encoder import stand_in, strip
+from ditile.weights.encoder import (
+    FREED, WHOLE, Place, anatomy_of, foreign, layers_of, mark, owners, place_in, stand_in, strip,
+)  # fmt: skip
 
 After = Literal["keep", "offload", "free"]
 AFTER = ("keep", "offload", "free")
@@ -40,7 +41,7 @@ class Encoders:
 
     def __init__(
         self, pipe: Any, mode: str, axis: Axis, control: dist.ProcessGroup | None, device: torch.device,
-        traffic: Traffic, *, after: After = "keep",
+        traffic: Traffic, *, keep: bool = False, after: After = "keep",
     ) -> None:  # fmt: skip
         """Looks, and touches nothing.
 
@@ -49,17 +50,19 @@ class Encoders:
             axis: the ranks of an image.
             control: their CPU group, for headers.
             device: where the encoders run.
+            keep: keep aside what other ranks hold.
             after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, or are
                 gone for good, so that later calls need embeddings in place of prompts.
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
-            StateError: if there is another part than this rank's.
+            StateError: if there is another part than this rank's, or all of it is to be kept and is not there.
         """
         if after not in AFTER:
             raise ModelError(f"text_after={after!r} is not known; try {', '.join(AFTER)}")
         self.encoders = encoders_of(pipe)
         self._place, self._after, self._device = Place.of(mode, axis.index, axis.size), after, device
+        self._keep = keep
         self._channel = _Channel(axis, control, device, traffic)
         self._kept: list[tuple[nn.Module, Parts]] = []
         self._waiting: list[tuple[nn.Module, Parts]] = []
@@ -70,6 +73,8 @@ class Encoders:
                     f"{name} is what {found} leaves, and here the plan needs {self._place}; load the pipeline for this "
                     "plan, or restore() its runner"
                 )
+            if found is not None and keep:
+                raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
             if self._place.mode == "split":
                 foreign(encoder, self._place)
 
@@ -78,19 +83,12 @@ class Encoders:
         """Whether the encoders are gone for good."""
         return any(place_in(encoder) == FREED for encoder in self.encoders.values())
 
-    def take(self, *, keep: bool) -> None:
-        """Takes out what other ranks hold; keeps it aside only if `keep`.
-
-        Raises:
-            StateError: if it is to be kept and is not there.
-        """
-        for name, encoder in self.encoders.items():
-            if place_in(encoder) is not None:
-                if keep:
-                    raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
-            elif self._place != WHOLE:
+    def take(self) -> None:
+        """Takes out what other ranks hold, unless it was never read."""
+        for encoder in self.encoders.values():
+            if place_in(encoder) is None and self._place != WHOLE:
                 taken = strip(encoder, self._place)
-                self._kept += taken if keep else []
+                self._kept += taken if self._keep else []
 
     def refill(self) -> None:
         """Puts back what `take` kept, and what waits on the CPU."""
