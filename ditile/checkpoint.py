@@ -178,8 +178,7 @@ def _place(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
-        before = owner._parameters[leaf]
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=before is not None and before.requires_grad)
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
     else:
         owner._buffers[leaf] = tensor
 

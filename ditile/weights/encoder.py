@@ -111,15 +111,16 @@ def mark(encoder: nn.Module, place: Place | None) -> None:
 
 
 def foreign(encoder: nn.Module, place: Place) -> list[nn.Module]:
-    """The largest modules that belong to other ranks alone; lists stay, for the encoder walks along them.
+    """The largest modules that belong to other ranks alone; the list of layers stays, for the encoder walks along it.
 
     Raises:
         ModelError: if the encoder cannot be split.
     """
     if place.mode == "first":
         return list(encoder.children()) if place.is_empty else []
-    anatomy, of_layers = anatomy_of(encoder), owners(len(layers_of(encoder)), place.ranks)
-    mine = set()
+    anatomy, layers = anatomy_of(encoder), layers_of(encoder)
+    of_layers = owners(len(layers), place.ranks)
+    mine = {id(layers)}
     for path, module in encoder.named_modules():
         if module._parameters and _owner(path.split("."), anatomy, of_layers) in (place.index, None):
             mine.add(id(module))
@@ -204,7 +205,7 @@ def _owner(path: list[str], anatomy: Anatomy, of_layers: list[int]) -> int | Non
 
 def _largest(module: nn.Module, mine: set[int]) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, nn.ModuleList) or any(id(part) in mine for part in child.modules()):
+        if any(id(part) in mine for part in child.modules()):
             yield from _largest(child, mine)
         elif next(child.parameters(), None) is not None:
             yield child
