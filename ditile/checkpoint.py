@@ -144,7 +144,9 @@ def _batches(path: Path, names: set[str]) -> Iterator[list[str]]:
     with _opened(path) as tensors:
         order = [name for name in tensors.offset_keys() if name in names]
         if lost := sorted(names - set(order)):
-            raise LoadError(f"{path} lacks {len(lost)} weight(s) that its index names, such as {lost[0]}; copy it again")
+            raise LoadError(
+                f"{path} lacks {len(lost)} weight(s) that its index names, such as {lost[0]}; copy it again"
+            )
         sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
     for name, of_tensor in zip(order, sizes, strict=True):
         if batch and size + of_tensor > MAPPED:
@@ -164,7 +166,7 @@ def _cut(stored: Any, name: str, shape: tuple[int, ...], part: Part | None) -> _
     if cut is None:
         return _Found([stored[...]], 0)
     whole = (slice(None),) * cut.dim
-    return _Found([stored[(*whole, piece)] for piece in cut.pieces], cut.dim)
+    return _Found([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
 
 
 def _dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:

@@ -105,7 +105,9 @@ def compose(
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
-    weights = seats.take(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
+    weights = seats.take(
+        stages[mesh.stage], keep=keep_weights
+    )  # before anything is moved: a device never sees the rest
     encoders.take()
     pipe.to(device)
     dispatch.install()

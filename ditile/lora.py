@@ -33,13 +33,13 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     sieve = _Sieve(pipe, parts)
     with ExitStack() as stack:
         override(stack, pipe, "lora_state_dict", sieve.state_dict)
-        with suppress(_NothingHere):
+        with suppress(_NothingHereError):
             pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
     for name in sieve.emptied():
         _register(parts[name], adapter_name)
 
 
-class _NothingHere(Exception):
+class _NothingHereError(Exception):
     """All that a LoRA changes belongs to other ranks; pipelines take an empty state dict for a broken file."""
 
 
@@ -60,7 +60,7 @@ class _Sieve:
             self._kept |= {name} if any(key.startswith(f"{name}.") for key in sifted) else set()
             self._dropped |= {name} if any(key.startswith(f"{name}.") for key in state.keys() - sifted) else set()
         if state and not sifted:
-            raise _NothingHere
+            raise _NothingHereError
         if not isinstance(found, tuple):
             return sifted
         return sifted, *(self._of_here(part) if isinstance(part, dict) else part for part in others)

@@ -158,6 +158,7 @@ def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     across = [k for k, name in enumerate(AXES) if name not in names]
     return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
 
+
 def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> Axis:
     """This rank's line along some axes, with a new group; every rank makes the groups of all lines, in one order."""
     mine = Axis(name, (rank,))

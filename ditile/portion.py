@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import diffusers
 import torch
 import transformers
@@ -28,7 +28,7 @@ from ditile.compose import stages_of
 from ditile.errors import LoadError
 from ditile.mesh import IMAGE, coordinates, lines
 from ditile.plan import Plan
-from ditile.seats import Seats
+from ditile.seats import Loaded, Seats
 from ditile.weights.encoder import WHOLE, Place, read
 
 STEM = "diffusion_pytorch_model"
@@ -49,7 +49,7 @@ def components(
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    index = diffusers.DiffusionPipeline.load_config(source)
+    index = _index(source)
     image = next(ranks for ranks in lines(plan, IMAGE) if rank in ranks)
     place = Place.of(plan.text, image.index(rank), len(image))
     found: dict[str, Any] = {}
@@ -60,7 +60,8 @@ def components(
             continue
         cls, locate = _class(library, kind), _files(source, name)
         config = _config(locate, name)
-        if reason := _whole(cls, kind, config):
+        reason = _whole(cls, kind, config)
+        if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
         elif name == "transformer":
             found[name] = transformer(cls, locate, config, plan, rank, dtype, variant=variant)
@@ -96,11 +97,13 @@ def transformer(
     checkpoint = Checkpoint.find(locate, STEM, variant if variant is not None and _has(locate, variant) else None)
     if lacking := checkpoint.lacks(made.state_dict()):
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
-    seats.reserve(owned)
-    read_bytes = checkpoint.read_into(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
-    log.info("%s: blocks %d to %d, %d bytes read", cls.__name__, owned.start, owned.stop - 1, read_bytes)
+    weights = seats.weights()
+    seats.hollow(owned, keep=False)
+    bytes_read = checkpoint.read_into(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
+    seats.loaded = Loaded(owned, weights, bytes_read)
     made.register_to_config(_name_or_path=str(config.parent))
-    return made.eval()
+    made.eval()
+    return seats.transformer
 
 
 def _empty(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
@@ -122,7 +125,9 @@ def _computed(module: nn.Module) -> bool:
     """Whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
     saved = (module._parameters, module._buffers, module._modules)
     held = [value for value in vars(module).values() if not any(value is part for part in saved)]
-    lists = [value.values() if isinstance(value, dict) else value for value in held if isinstance(value, list | tuple | dict)]
+    lists = [
+        value.values() if isinstance(value, dict) else value for value in held if isinstance(value, list | tuple | dict)
+    ]
     tensors = any(isinstance(part, Tensor) for part in [*held, *itertools.chain.from_iterable(lists)])
     return tensors or bool(module._non_persistent_buffers_set)
 
@@ -150,6 +155,15 @@ def _files(source: Path | str, name: str) -> Locate:
             return None
 
     return locate
+
+
+def _index(source: Path | str) -> dict[str, Any]:
+    """The components of a pipeline: name -> (library, class)."""
+    path = _files(source, "")("model_index.json")
+    if path is None:
+        raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
 
 
 def _config(locate: Locate, name: str) -> Path:

@@ -45,11 +45,13 @@ class Loaded:
     Attributes:
         owned: the blocks that were read.
         weights: the parameters of the whole.
+        bytes_read: what was asked of the files.
         shard: (index, ranks) of the part that was read of each tensor.
     """
 
     owned: range
     weights: Weights
+    bytes_read: int
     shard: tuple[int, int] = (0, 1)
 
 
@@ -113,14 +115,13 @@ class Seats:
         """What was read of the transformer; None if it was read whole, or is a runner's already."""
         return vars(self.transformer).get(_LOADED)
 
+    @loaded.setter
+    def loaded(self, loaded: Loaded) -> None:
+        vars(self.transformer)[_LOADED] = loaded
+
     def is_cut(self) -> bool:
         """Whether some block is hollow."""
         return any(is_hollow(seat.block) for seat in self.chain)
-
-    def reserve(self, owned: range, shard: tuple[int, int] = (0, 1)) -> None:
-        """Leaves the places of these blocks alone, in a transformer that has no weights yet, for who reads them."""
-        vars(self.transformer)[_LOADED] = Loaded(owned, self.weights(), shard)
-        self.hollow(owned, keep=False)
 
     def take(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
         """Leaves a runner these blocks of a transformer that is whole, or of which no others were read.

@@ -1,13 +1,13 @@
 """What a rank holds of a text encoder: everything, nothing, or a run of its layers; taken out, or never read.
 
-The first rank of a run has what comes before the layers (token embeddings), every rank the little that comes after them.
+The first rank has what comes before the layers (token embeddings), every rank the little that comes after them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -22,7 +22,8 @@ _STAND_IN = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """Which part of the text encoders a rank holds: mode, place among the ranks of its image, and their number."""
 
     mode: str = "each"
@@ -82,7 +83,9 @@ def anatomy_of(encoder: nn.Module) -> Anatomy:
         if cls in ANATOMY:
             return ANATOMY[cls]
     known = ", ".join(cls.__name__ for cls in ANATOMY)
-    raise ModelError(f"text=split cannot cut a {type(encoder).__name__}; known are {known}; text=first runs any encoder")
+    raise ModelError(
+        f"text=split cannot cut a {type(encoder).__name__}; known are {known}; text=first runs any encoder"
+    )
 
 
 def layers_of(encoder: nn.Module) -> nn.ModuleList:
@@ -169,7 +172,9 @@ def read(kind: type[Any], source: str, place: Place, dtype: torch.dtype, **optio
     made, info = cls.from_pretrained(source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
     made.__class__ = kind
     if lacking := sorted(info["missing_keys"]):
-        raise LoadError(f"{kind.__name__} in {source} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+        raise LoadError(
+            f"{kind.__name__} in {source} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again"
+        )
     mark(made, place)
     return made
 

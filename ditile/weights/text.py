@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import modeling_outputs
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ditile.errors import ModelError, StateError
 from ditile.hollow import Parts, hollow, refill
@@ -23,7 +23,17 @@ from ditile.mesh import Axis
 from ditile.seats import override
 from ditile.transport import Traffic, broadcast, gather_json
 from ditile.weights.encoder import (
-    FREED, WHOLE, Place, anatomy_of, foreign, layers_of, mark, owners, place_in, stand_in, strip,
+    FREED,
+    WHOLE,
+    Place,
+    anatomy_of,
+    foreign,
+    layers_of,
+    mark,
+    owners,
+    place_in,
+    stand_in,
+    strip,
 )  # fmt: skip
 
 After = Literal["keep", "offload", "free"]
@@ -165,7 +175,7 @@ class _Channel:
             header = gather_json(None, self._control)[source]
             if "raised" in header:
                 raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-            tensors = iter([self._receive(*described, source) for described in header["tensors"]])
+            tensors = iter([self._receive(dtype, shape, source) for dtype, shape in header["tensors"]])
             return _build(header["made"], tensors, encoder)
         found: list[Tensor] = []
         try:
@@ -281,7 +291,9 @@ def _build(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn.Module) 
         case "tensor":
             return next(tensors)
         case "output":
-            return _output(made["class"], encoder)(**{k: _build(v, tensors, encoder) for k, v in made["fields"].items()})
+            return _output(made["class"], encoder)(
+                **{k: _build(v, tensors, encoder) for k, v in made["fields"].items()}
+            )
         case "plain":
             return made["value"]
         case kind:

@@ -164,7 +164,6 @@ def test_the_hub_is_asked_for_what_is_needed(
         return str(path)
 
     monkeypatch.setattr("ditile.portion.hf_hub_download", download)
-    monkeypatch.setattr(DiffusionPipeline, "load_config", lambda _: read_json(models["flux"] / "model_index.json"))
     index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
     for rank in range(2):
         fetched.clear()
