@@ -31,5 +31,5 @@ def test_a_rank_holds_its_share_while_it_loads(pool: Pool, model: tuple[str, int
     for rank, of_rank in enumerate(found):
         assert of_rank["transformer_read"] == of_rank["transformer"] * 2 // size
         for kind in KINDS:
-            assert of_rank[kind] <= of_rank["limit"] < 0.6 * whole * size // 2, (rank, kind, of_rank)
+            assert of_rank[kind] <= of_rank["limit"] < 0.75 * whole * size // 2, (rank, kind, of_rank)
         assert of_rank["RssAnon"] > 0.8 * of_rank["transformer"], "the peak was not seen"
