@@ -105,10 +105,8 @@ def compose(
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
-    weights = seats.take(
-        stages[mesh.stage], keep=keep_weights
-    )  # before anything is moved: a device never sees the rest
-    encoders.take()
+    weights = seats.take(stages[mesh.stage], keep=keep_weights)
+    encoders.take()  # both before anything is moved: a device never sees the rest
     pipe.to(device)
     dispatch.install()
     trace = Trace()
