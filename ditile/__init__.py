@@ -17,6 +17,7 @@ from ditile.load import load
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
+    from ditile.lora import load_lora
     from ditile.models import ModelSpec, register
     from ditile.runner import Runner, parallelize
 
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "launch",
     "load",
+    "load_lora",
     "parallelize",
     "register",
 ]
@@ -42,6 +44,7 @@ __all__ = [
 _LAZY = {
     "ModelSpec": "ditile.models",
     "Runner": "ditile.runner",
+    "load_lora": "ditile.lora",
     "parallelize": "ditile.runner",
     "register": "ditile.models",
 }

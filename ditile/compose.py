@@ -32,6 +32,7 @@ from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
 from ditile.weights.cuts import Cuts
 from ditile.weights.tensor import Sharded, shard, table_of
+from ditile.weights.text import After, Encoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Composition:
     sharded: Sharded
     parallel_vae: ParallelVAE | None
     trace: Trace
+    encoders: Encoders
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
@@ -79,6 +81,7 @@ class Composition:
             return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
 
         with ExitStack() as stack:
+            stack.enter_context(self.encoders.installed(self.pipe.transformer))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
@@ -108,7 +111,21 @@ def split_of(plan: Plan) -> Split:
     return Split(plan.ring, plan.distrifusion, plan.ulysses)
 
 
-def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool) -> Composition:
+def stages_of(seats: Seats, plan: Plan) -> list[range]:
+    """The blocks of every stage.
+
+    Raises:
+        PlanError: if the plan does not fit the model.
+    """
+    name = type(seats.transformer).__name__
+    plan.check_blocks(name, len(seats.chain))
+    plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
+    return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+
+
+def compose(
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep"
+) -> Composition:
     """Cuts the pipeline's transformer into stages and keeps this rank's.
 
     Raises:
@@ -118,32 +135,36 @@ def compose(pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_wei
     """
     spec = models.support(pipe)  # says no before anything is touched
     seats = Seats(pipe.transformer, spec)
-    if seats.is_cut():
+    if seats.is_cut() and seats.loaded is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     reason = seats.refuse(range(len(seats.chain)))
     if reason:
         raise ModelError(reason)
-    plan.check_blocks(type(pipe.transformer).__name__, len(seats.chain))
-    plan.check_heads(type(pipe.transformer).__name__, int(pipe.transformer.config["num_attention_heads"]))
-    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
-    weights = seats.weights()
+    stages = stages_of(seats, plan)
+    encoders = Encoders(
+        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
+    )
     parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
-    sharded = _shard(pipe, plan, mesh, spec, keep=keep_weights)
-    seats.hollow(stages[mesh.stage], keep=keep_weights)  # before anything is moved: a device never sees the rest
+    tensor, loaded = mesh["tensor"], seats.loaded is not None
+    weights = seats.take(stages[mesh.stage], keep=keep_weights, shard=(tensor.index, tensor.size))
+    sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
+    encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
     dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
-    return Composition(pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace)
+    return Composition(
+        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders
+    )
 
 
-def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, keep: bool) -> Sharded:
+def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool) -> Sharded:
     """Leaves this rank its share of the weights of every block, and makes the pipeline refuse what needs whole ones."""
     if plan.tensor == 1:
         return Sharded(Cuts({}, 0, 1), keep=True)
     table = table_of(pipe.transformer, spec)
     sequence = spec.tensor_tokens if plan.split_scheme == "sequence" else None
-    sharded = shard(pipe.transformer, table, mesh["tensor"], mesh.traffic, sequence=sequence, keep=keep)
+    sharded = shard(pipe.transformer, table, mesh["tensor"], mesh.traffic, sequence=sequence, loaded=loaded, keep=keep)
     sharded.guard(pipe)
     return sharded

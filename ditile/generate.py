@@ -44,7 +44,7 @@ def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
         _quiet()
         if run.threads is not None:
             _set_threads(run.threads)
-        pipe = load(wanted.model, dtype=run.dtype)
+        pipe = load(wanted.model, dtype=run.dtype, plan=plan)
         if wanted.image is not None:
             pipe = image_to_image(pipe)
         runner = ditile.parallelize(pipe, plan, device=run.device)

@@ -1,5 +1,7 @@
 """Loading a pipeline by the name of a bundled model, from a folder, or from the hub. Safetensors only.
 
+For a plan, a rank reads its share of the weights and nothing else (docs/loading.md).
+
 What can be seen without reading weights (files that are missing or cut short, pickles) is said before anything is read.
 """
 
@@ -10,11 +12,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ditile.errors import LoadError, ModelError
+from ditile.errors import DitileError, LoadError, ModelError
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
+
+    from ditile.plan import Plan
 
 ASSETS = Path(__file__).parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -57,34 +61,51 @@ def find(name: str) -> Path | str:
     )
 
 
-def load(name: str, *, dtype: torch.dtype | str | None = None) -> DiffusionPipeline:
+def load(
+    name: str, *, dtype: torch.dtype | str | None = None, plan: Plan | None = None, variant: str | None = None
+) -> DiffusionPipeline:
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
     Args:
         dtype: a torch dtype or its name. By default float32 for bundled models and where there is no GPU, else
             bfloat16; float16 only if asked for.
+        plan: reads only what this rank of the plan owns; `parallelize` takes the pipeline with a plan that divides it
+            alike. By default the whole pipeline is read.
+        variant: of the files, such as "fp16", for the components that have it.
 
     Raises:
-        ModelError: if the name, the dtype or the pipeline's class is not known.
+        ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned.
+        PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
     import safetensors
     from diffusers import DiffusionPipeline
 
     source = find(name)
+    wanted = _dtype(source, dtype)
     try:
+        own = _own(source, plan, wanted, variant) if plan is not None else {}
         pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
-            source, dtype=_dtype(source, dtype), use_safetensors=True
+            source, dtype=wanted, use_safetensors=True, variant=variant, **own
         )
     except safetensors.SafetensorError as error:
         raise LoadError(f"model {name!r} has a corrupt safetensors file: {_line(error)}") from error
     except OSError as error:
         raise LoadError(f"model {name!r} cannot be loaded: {_line(error)}") from error
+    except DitileError:
+        raise
     except (ValueError, AttributeError, ImportError) as error:
         raise ModelError(f"model {name!r} is not one that diffusers can build here: {_line(error)}") from error
     if isinstance(source, Path):
         _check_complete(pipe, source)
     return pipe
+
+
+def _own(source: Path | str, plan: Plan, dtype: torch.dtype, variant: str | None) -> dict[str, Any]:
+    from ditile.mesh import rank_of_process
+    from ditile.portion import components
+
+    return components(source, plan, rank_of_process(plan), dtype, variant)
 
 
 def checked(folder: Path) -> Path:

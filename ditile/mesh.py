@@ -122,6 +122,29 @@ def build(plan: Plan) -> Mesh:
     )  # fmt: skip
 
 
+def rank_of_process(plan: Plan) -> int:
+    """This process's rank, before or after it has joined a group.
+
+    Raises:
+        PlanError: if the plan does not use all ranks.
+    """
+    place = env.torchrun()
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world = (place.rank, place.world) if place is not None else (0, 1)
+    plan.check_world(world)
+    return rank
+
+
+def coordinates(plan: Plan, rank: int) -> dict[str, int]:
+    """The place of a rank on each axis of `AXES`. Pure."""
+    place = {}
+    for name in reversed(AXES):
+        rank, place[name] = divmod(rank, getattr(plan, name))
+    return place
+
+
 def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
     sizes = [getattr(plan, name) for name in AXES]

@@ -63,7 +63,7 @@ class Runner:
 
     Attributes:
         pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
-            Load LoRAs that may touch the blocks of one stage alone before `parallelize`: peft raises on the others.
+            Load LoRAs with `ditile.load_lora`: peft raises on a stage that none of a LoRA's blocks belong to.
         trace: whether the next call records a trace.
         report: what the last call took on this rank; None before the first.
     """
@@ -118,7 +118,8 @@ class Runner:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
 
         Raises:
-            StateError: if the weights of other stages were freed, or LoRAs were loaded, scaled or fused since.
+            StateError: if the weights of other stages or the text encoders were freed, or LoRAs were loaded, scaled
+                or fused since.
         """
         if self._restored:
             return
@@ -126,14 +127,17 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
+        if self._parts.encoders.freed:
+            raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         before, now = self._loras, self._lora_state()
         if self.mesh.world > 1 and now != before:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
             )
-        self._parts.seats.refill()
         self._parts.sharded.undo()
+        self._parts.seats.refill()
+        self._parts.encoders.refill()
         self.pipe.to(self._origin)
         self._restored = True
 
@@ -216,8 +220,9 @@ class Runner:
 
 
 def parallelize(
-    pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False
-) -> Runner:
+    pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
+    text_after: Literal["keep", "offload", "free"] = "keep",
+) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
     Args:
@@ -225,6 +230,8 @@ def parallelize(
         plan: how to divide; `Plan()` is one rank.
         device: this rank's device; by default its GPU, else the CPU.
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
+        text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
+            call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
 
     Raises:
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
@@ -233,7 +240,7 @@ def parallelize(
     mesh = build(plan)
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
-    composition = compose(pipe, plan, mesh, chosen, keep_weights=keep_weights)
+    composition = compose(pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 

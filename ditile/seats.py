@@ -17,12 +17,16 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ditile.errors import StateError
 from ditile.generation import Generation
+from ditile.hollow import Parts, hollow, is_hollow, refill
 from ditile.layout import Grid
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
 
 _ABSENT = object()
+_LOADED = "_loaded_by_ditile"
+"""The attribute of a transformer that says what was read of it."""
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -32,6 +36,23 @@ class State(NamedTuple):
 
     image: Tensor
     text: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was read of a transformer whose other blocks are hollow from the start.
+
+    Attributes:
+        owned: the blocks that were read.
+        weights: the parameters of the whole.
+        bytes_read: what was asked of the files.
+        shard: (index, ranks) of the part that was read of each tensor.
+    """
+
+    owned: range
+    weights: Weights
+    bytes_read: int
+    shard: tuple[int, int] = (0, 1)
 
 
 class Policy(Protocol):
@@ -76,7 +97,7 @@ class Seats:
             for i, block in enumerate(transformer.get_submodule(name).children())
         ]
         self.chain = [Seat(index, *found) for index, found in enumerate(blocks)]
-        self._hollow: dict[int, tuple[dict[str, Any], ...]] = {}
+        self._hollow: dict[int, Parts] = {}
 
     @property
     def costs(self) -> list[float]:
@@ -89,9 +110,47 @@ class Seats:
         everything = sum(p.numel() for p in self.transformer.parameters())
         return Weights(blocks=blocks, shared=everything - sum(blocks))
 
+    @property
+    def loaded(self) -> Loaded | None:
+        """What was read of the transformer; None if it was read whole, or is a runner's already."""
+        return vars(self.transformer).get(_LOADED)
+
+    @loaded.setter
+    def loaded(self, loaded: Loaded) -> None:
+        vars(self.transformer)[_LOADED] = loaded
+
     def is_cut(self) -> bool:
         """Whether some block is hollow."""
-        return any(not seat.block._modules and not seat.block._parameters for seat in self.chain)
+        return any(is_hollow(seat.block) for seat in self.chain)
+
+    def take(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
+        """Leaves a runner these blocks of a transformer that is whole, or of which no others were read.
+
+        Returns:
+            The parameters of the whole.
+
+        Raises:
+            StateError: if a runner has it, other blocks were read, or others are to be kept and were not read.
+        """
+        loaded, name = self.loaded, type(self.transformer).__name__
+        if loaded is None:
+            if self.is_cut():
+                raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
+            weights = self.weights()
+            self.hollow(owned, keep=keep)
+            return weights
+        if keep:
+            raise StateError(
+                f"keep_weights=True, and of this {name} only blocks {_span(loaded.owned)} were loaded; load it without "
+                "a plan, or leave keep_weights out"
+            )
+        if (loaded.owned, loaded.shard) != (owned, shard):
+            raise StateError(
+                f"of this {name} blocks {_span(loaded.owned)}, shard {loaded.shard[0]} of {loaded.shard[1]}, were "
+                f"loaded, and here the plan needs {_span(owned)}, shard {shard[0]} of {shard[1]}; load it for this plan"
+            )
+        del vars(self.transformer)[_LOADED]
+        return loaded.weights
 
     def refuse(self, blocks: range) -> str | None:
         """Why the attention of some of these blocks cannot be handed to a core, or None: somebody else's processor."""
@@ -115,19 +174,14 @@ class Seats:
         """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
         for seat in self.chain:
             if seat.index not in owned:
-                parts = (seat.block._modules, seat.block._parameters, seat.block._buffers)
+                parts = hollow(seat.block)
                 if keep:
-                    self._hollow[seat.index] = tuple(dict(part) for part in parts)
-                for part in parts:
-                    part.clear()
+                    self._hollow[seat.index] = parts
 
     def refill(self) -> None:
         """Puts the weights back that `hollow` kept."""
         for index, parts in self._hollow.items():
-            block = self.chain[index].block
-            parts_of_block: tuple[dict[str, Any], ...] = (block._modules, block._parameters, block._buffers)
-            for mine, kept in zip(parts_of_block, parts, strict=True):
-                mine.update(kept)
+            refill(self.chain[index].block, parts)
         self._hollow.clear()
 
     @contextmanager
@@ -267,6 +321,10 @@ def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
         if value is not None:
             make = functools.partial(cut, value, View(now.layout, now.part(patch)))
             call[name] = now.memory.sliced((name, now.branch, patch), value, make)
+
+
+def _span(blocks: range) -> str:
+    return f"{blocks.start} to {blocks.stop - 1}"
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from diffusers.models.activations import GEGLU, SwiGLU
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
+from ditile.checkpoint import Cut
 from ditile.errors import ModelError, PlanError
 
 _DIMS: dict[str, dict[str, int]] = {
@@ -64,8 +65,12 @@ class Cuts:
     size: int
 
     @classmethod
-    def of(cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int) -> Cuts:
+    def of(
+        cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int, *, loaded: bool = False
+    ) -> Cuts:
         """Meets a table with a model, whose blocks may be hollow and whose weights may be on the meta device.
+
+        With `loaded` the model has this rank's share alone, which was checked when it was read.
 
         Raises:
             ModelError: if the table names what cannot be cut, or nothing that is there.
@@ -80,13 +85,12 @@ class Cuts:
             raise ModelError(
                 f"the tensor table of {type(transformer).__name__} names no module that is there: {', '.join(table)}"
             )
-        _check_degree(transformer, styles, size)
+        if not loaded:
+            _check_degree(transformer, styles, size)
         return cls(styles, index, size)
 
-    def part(self, name: str, shape: Sequence[int]) -> list[tuple[int, slice]]:
-        """This rank's part of a parameter of the whole model, as (dim, slice).
-
-        All slices are of one dim; several are concatenated along it, in order. Empty: the whole parameter.
+    def part(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """This rank's part of a parameter of the whole model; None is all of it.
 
         Args:
             name: as in the model's `state_dict`, LoRAs included.
@@ -99,13 +103,13 @@ class Cuts:
         style = self.styles.get(path.removesuffix(".base_layer"))
         dim = None if style is None else _DIMS[style.kind].get(leaf)
         if style is None or dim is None or self.size == 1:
-            return []
-        parts, start = [], 0
+            return None
+        pieces, start = [], 0
         for block in style.sizes(shape[dim]):
             share = block // self.size
-            parts.append((dim, slice(start + self.index * share, start + (self.index + 1) * share)))
+            pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
             start += block
-        return parts
+        return Cut(dim, tuple(pieces))
 
 
 def attentions(transformer: nn.Module, styles: Mapping[str, Style]) -> dict[str, Any]:

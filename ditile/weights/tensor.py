@@ -114,7 +114,7 @@ def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any
 
 def shard(
     transformer: nn.Module, table: Mapping[str, Any], axis: Axis, traffic: Traffic, *,
-    sequence: Mapping[str, Mapping[str, str]] | None = None, keep: bool = False,
+    sequence: Mapping[str, Mapping[str, str]] | None = None, loaded: bool = False, keep: bool = False,
 ) -> Sharded:  # fmt: skip
     """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
 
@@ -124,6 +124,7 @@ def shard(
         axis: the ranks that share the weights.
         traffic: where bytes are counted, as "tensor".
         sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
+        loaded: the weights are this rank's share already: no other part was read.
         keep: keep the whole weights aside, for `undo`.
 
     Raises:
@@ -139,7 +140,7 @@ def shard(
         raise ModelError(
             f"{type(transformer).__name__} has no table of its token streams for split_scheme=sequence; use row"
         )
-    cuts = Cuts.of(transformer, table, axis.index, axis.size)  # says no before anything is touched
+    cuts = Cuts.of(transformer, table, axis.index, axis.size, loaded=loaded)  # says no before anything is touched
     sharded = Sharded(cuts, keep=keep)
     if axis.size == 1:
         return sharded
@@ -158,7 +159,9 @@ def shard(
             if style.kind == "rowwise":
                 _sum(stack, module, scatters.get(path, collectives.reduce))
             sharded.watch(path, module)
-            _cut(stack, path, module, cuts, keep=keep)
+            if not loaded:
+                _cut(stack, path, module, cuts, keep=keep)
+            _resize(stack, module)
         for name in _WHOLE:
             if hasattr(transformer, name):
                 override(stack, transformer, name, _refusal(type(transformer), name))
@@ -173,14 +176,19 @@ def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bo
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            parts = cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
-            if not parts:
+            cut = cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
+            if cut is None:
                 continue
-            whole, dim = parameter.detach(), parts[0][0]
-            share = torch.cat([whole.narrow(dim, part.start, part.stop - part.start) for _, part in parts], dim)
+            whole = parameter.detach()
+            share = torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
             owner._parameters[leaf] = nn.Parameter(share, requires_grad=parameter.requires_grad)
             if keep:
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)
+
+
+def _resize(stack: ExitStack, module: nn.Module) -> None:
+    """The sizes that a Linear tells, and the LoRAs around it, are those of its share."""
+    for owner in module.modules():
         if isinstance(owner, nn.Linear):
             override(stack, owner, "out_features", owner.weight.shape[0])
             override(stack, owner, "in_features", owner.weight.shape[1])

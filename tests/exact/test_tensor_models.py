@@ -79,9 +79,9 @@ def from_parts(family: str) -> tuple[float, float]:
     cut = shard(model, table_of(model, spec_of(model)), axis(), Traffic())
     mine = {}
     for name, weight in whole.state_dict().items():
-        parts = cut.part(name, tuple(weight.shape))
-        for dim in {dim for dim, _ in parts}:
-            weight = torch.cat([weight.movedim(dim, 0)[part].movedim(0, dim) for _, part in parts], dim)
+        part = cut.part(name, tuple(weight.shape))
+        if part is not None:
+            weight = torch.cat([weight.movedim(part.dim, 0)[p].movedim(0, part.dim) for p in part.pieces], part.dim)
         mine[name] = weight
     model.load_state_dict(mine, strict=True, assign=True)
     for name, buffer in whole.named_buffers():  # not in files
@@ -105,11 +105,13 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut
     for name, weight in model.state_dict().items():
         seen = torch.zeros(weight.shape)
         for cut in cuts:
-            parts = cut.part(name, tuple(weight.shape))
-            for dim, part in parts:
-                seen.movedim(dim, 0)[part] += 1
-            seen += not parts
-        assert torch.all(seen == (1 if parts else 3)), name
+            part = cut.part(name, tuple(weight.shape))
+            if part is None:
+                seen += 1
+                continue
+            for piece in part.pieces:
+                seen.movedim(part.dim, 0)[piece] += 1
+        assert torch.all(seen == (3 if part is None else 1)), name
     lists = tuple(spec_of(model).blocks)
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
@@ -121,5 +123,5 @@ def test_one_rank_is_the_plain_model() -> None:
     model, call = with_heads("sd3"), inputs("sd3")
     before, weights = forward(model, call), model.state_dict()
     cut = shard(model, table_of(model, spec_of(model)), Axis("tensor"), Traffic())
-    assert cut.part("transformer_blocks.0.ff.net.2.weight", (48, 192)) == []
+    assert cut.part("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
     assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()

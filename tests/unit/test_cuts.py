@@ -12,6 +12,7 @@ from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwise
 from diffusers.models.attention import FeedForward
 from torch import nn
 
+from ditile.checkpoint import Cut
 from ditile.errors import ModelError, PlanError, StateError
 from ditile.mesh import Axis
 from ditile.models import spec_of
@@ -32,24 +33,44 @@ def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
 def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
     """A failure: a rank has a value without its gate, or hidden features of the wrong half."""
     gated = Cuts.of(FeedForward(8, mult=2, activation_fn="swiglu"), FF, 1, 2)
-    assert gated.part("net.0.proj.weight", (32, 8)) == [(0, slice(8, 16)), (0, slice(24, 32))]
-    assert gated.part("net.0.proj.bias", (32,)) == [(0, slice(8, 16)), (0, slice(24, 32))]
+    assert gated.part("net.0.proj.weight", (32, 8)) == Cut(
+        0,
+        (
+            slice(8, 16),
+            slice(24, 32),
+        ),
+    )
+    assert gated.part("net.0.proj.bias", (32,)) == Cut(
+        0,
+        (
+            slice(8, 16),
+            slice(24, 32),
+        ),
+    )
     plain = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu-approximate"), FF, 1, 2)
-    assert plain.part("net.0.proj.weight", (16, 8)) == [(0, slice(8, 16))]
-    assert plain.part("net.2.weight", (8, 16)) == [(1, slice(8, 16))]
-    assert plain.part("net.2.bias", (8,)) == [] == plain.part("elsewhere.weight", (8, 16))
+    assert plain.part("net.0.proj.weight", (16, 8)) == Cut(0, (slice(8, 16),))
+    assert plain.part("net.2.weight", (8, 16)) == Cut(1, (slice(8, 16),))
+    assert plain.part("net.2.bias", (8,)) is None
+    assert plain.part("elsewhere.weight", (8, 16)) is None
     packed = Cuts.of(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
-    assert packed.part("0.weight", (4, 10)) == [(1, slice(0, 1)), (1, slice(2, 6))]
+    assert packed.part("0.weight", (4, 10)) == Cut(
+        1,
+        (
+            slice(0, 1),
+            slice(2, 6),
+        ),
+    )
 
 
 def test_factors_of_loras_are_cut_where_their_linear_is() -> None:
     """Outputs cut B, inputs cut A; a LoRA is found in whatever wraps its Linear."""
     cuts = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu"), FF, 0, 2)
-    assert cuts.part("net.0.proj.lora_B.default.weight", (16, 4)) == [(0, slice(0, 8))]
-    assert cuts.part("net.0.proj.lora_A.default.weight", (4, 8)) == []
-    assert cuts.part("net.2.lora_A.a.weight", (4, 16)) == [(1, slice(0, 8))]
-    assert cuts.part("net.2.lora_B.a.weight", (8, 4)) == [] == cuts.part("net.2.base_layer.bias", (8,))
-    assert cuts.part("net.2.base_layer.weight", (8, 16)) == [(1, slice(0, 8))]
+    assert cuts.part("net.0.proj.lora_B.default.weight", (16, 4)) == Cut(0, (slice(0, 8),))
+    assert cuts.part("net.0.proj.lora_A.default.weight", (4, 8)) is None
+    assert cuts.part("net.2.lora_A.a.weight", (4, 16)) == Cut(1, (slice(0, 8),))
+    assert cuts.part("net.2.lora_B.a.weight", (8, 4)) is None
+    assert cuts.part("net.2.base_layer.bias", (8,)) is None
+    assert cuts.part("net.2.base_layer.weight", (8, 16)) == Cut(1, (slice(0, 8),))
 
 
 def quantized(model: Any) -> None:

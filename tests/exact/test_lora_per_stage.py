@@ -1,0 +1,136 @@
+"""LoRAs that are loaded into a pipeline of which each rank holds a part, by `ditile.load_lora`.
+
+In fp32 and bitwise at the limit where nothing is stale: each stage does the plain pipeline's sums on its blocks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ditile
+from ditile.errors import ModelError
+from ditile.plan import Plan
+from ditile.runner import parallelize
+from tests.exact.cases import MAKE, different, run, same
+from tests.exact.loras import folder_of
+from tests.pool import Pool
+
+EXACT = {"patches": 3, "warmup": 4}
+NAMES = ("flux", "sd3.5 medium")
+EDITS: dict[str, Any] = {
+    "scaled": lambda pipe: pipe.set_adapters("narrow", 0.5),
+    "both": lambda pipe: pipe.set_adapters(["one", "narrow"], [0.5, 0.8]),
+    "the other": lambda pipe: pipe.set_adapters("one"),
+    "disabled": lambda pipe: pipe.disable_lora(),
+    "enabled": lambda pipe: pipe.enable_lora(),
+    "back": lambda pipe: pipe.set_adapters("narrow"),
+    "fused": lambda pipe: pipe.fuse_lora(lora_scale=0.7),
+    "unfused": lambda pipe: pipe.unfuse_lora(),
+    "deleted": lambda pipe: pipe.delete_adapters("narrow"),
+    "unloaded": lambda pipe: pipe.unload_lora_weights(),
+}
+"""What a user does after two LoRAs were loaded, the second of which is of one block alone."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with LoRAs for each family; with one of the text encoder too."""
+    made = {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+    for name, folder in made.items():
+        path = "encoder.layers.1.self_attn.q_proj"
+        path = path if name == "flux" else f"text_model.{path}"
+        random = torch.Generator().manual_seed(5)
+        factors = {
+            f"text_encoder.{path}.lora_{end}.weight": 0.5 * torch.randn(shape, generator=random)
+            for end, shape in {"A": (2, 32), "B": (32, 2)}.items()
+        }
+        save_file(load_file(folder / "narrow.safetensors") | factors, folder / "with-text.safetensors")
+    return made
+
+
+def load(pipe: Any, folder: Path, adapter: str, *, ours: bool, file: str = "") -> None:
+    options = {"weight_name": f"{file or adapter}.safetensors", "adapter_name": adapter}
+    if ours:
+        ditile.load_lora(pipe, folder, **options)
+    else:
+        pipe.load_lora_weights(folder, **options)
+
+
+def after_the_cut(name: str, folder: Path, ranks: int) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    pictures = [run(plain, name)]
+    runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
+    for adapter in ("narrow", "one"):  # the one of a single block first, and after another
+        load(plain, folder, adapter, ours=False)
+        load(pipe, folder, adapter, ours=True)
+        pictures.append(run(plain, name))
+        different(pictures[-1], pictures[-2], f"{name} {adapter}")
+        same(run(runner, name), pictures[-1], f"{name} {adapter}")
+    assert pipe.get_list_adapters() == plain.get_list_adapters()
+    for what, edit in EDITS.items():
+        edit(plain)
+        edit(pipe)
+        pictures.append(run(plain, name))
+        same(run(runner, name), pictures[-1], f"{name} {what}")
+        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
+    load(plain, folder, "narrow", ours=False)
+    load(pipe, folder, "narrow", ours=True)
+    same(run(runner, name), run(plain, name), f"{name} again")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
+    pool.run(after_the_cut, 3, name, folders[name], 3)
+
+
+def order(name: str, folder: Path) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
+    for adapter in ("one", "narrow"):
+        load(plain, folder, adapter, ours=False)
+        load(pipe, folder, adapter, ours=True)
+        same(run(runner, name), run(plain, name), f"{name} {adapter}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
+    pool.run(order, 2, name, folders[name])
+
+
+def with_text(name: str, folder: Path, text: str) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    before = run(plain, name)
+    load(plain, folder, "narrow", ours=False)
+    block_only = run(plain, name)
+    plain.unload_lora_weights()
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    wanted = run(plain, name)
+    different(wanted, block_only, "the text encoder's LoRA")
+    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT))  # type: ignore[arg-type]
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+    same(run(runner, name), wanted, f"{name} {text}")
+    for each in (pipe, plain):
+        each.set_adapters("narrow", 0.5)
+    same(run(runner, name), run(plain, name), f"{name} {text} scaled")
+    pipe.unload_lora_weights()
+    same(run(runner, name), before, f"{name} {text} unloaded")
+
+
+@pytest.mark.parametrize("text", ["each", "first", "split"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, text: str) -> None:
+    """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
+    pool.run(with_text, 2, name, folders[name], text)
+
+
+def test_pixart_has_no_loader() -> None:
+    """A failure means a traceback from the inside of another library."""
+    with pytest.raises(ModelError, match="no load_lora_weights"):
+        ditile.load_lora(MAKE["pixart sigma"](), "someone/something")
