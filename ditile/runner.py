@@ -192,7 +192,7 @@ class Runner:
         return reason or self._parts.seats.refuse(self._parts.owned)
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
-        """Says no to guidance that is off, and to too many patches where the size asked for is the size that is made."""
+        """Says no to guidance that is off, and to too many patches where the size asked for is what is made."""
         if self._parts.spec.blocks:
             defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
             filled = {name: value for name, value in (defaults | dict(call)).items() if value is not None}
@@ -204,7 +204,8 @@ class Runner:
             self.plan.check_rows(self._shape(call).grid.rows)
 
     def _shape(self, call: Mapping[str, Any]) -> Shape:
-        config, scale = self._parts.model.config, self.pipe.vae_scale_factor
+        config: Any = self._parts.model.config
+        scale = self.pipe.vae_scale_factor
         size = next(self._parts.model.parameters()).element_size()
         return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
 

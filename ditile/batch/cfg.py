@@ -2,8 +2,8 @@
 
 Branches that share a batch are split by rows, and every half gets the others' rows after each call. Branches that are
 calls of their own go to the halves in turn: what a half does not compute is NaN until the last call of the step
-returns, and filled in place then. The number of calls is learnt in step 0, which every half computes whole. Only what is
-fresh travels: in an asynchronous micro-step of PipeFusion one patch of the prediction, and on the last stage alone.
+returns, and filled in place then. The number of calls is learnt in step 0, which every half computes whole. Only what
+is fresh travels: in an asynchronous micro-step of PipeFusion one patch of the prediction, and on the last stage alone.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ class SharedBatch:
         self._data, self._cfg = Data(mesh["data"], images, mesh.traffic), Cfg(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage == mesh.stages - 1
         self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-        self._over = False
-        self._begin()
+        self.begin()
 
     @property
     def idle(self) -> bool:
@@ -74,7 +73,11 @@ class SharedBatch:
 
     def begin(self) -> None:
         """A generation begins."""
-        self._begin()
+        self._over = self._announced = self._by_calls = False
+        self._hole: Tensor | None = None
+        self._predictions: dict[int, Tensor] = {}
+        self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
+        self._trailing: list[int] = []
 
     def branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
@@ -127,6 +130,7 @@ class SharedBatch:
         self._over = True
         by_calls, hole = self._by_calls, self._hole
         self._predictions.clear()
+        self._results.clear()
         if not by_calls:
             return
         ballot = Ballot(self._mesh.control, 0 if hole is None else int(hole))
@@ -138,14 +142,6 @@ class SharedBatch:
             )
 
     # A call of the model
-
-    def _begin(self) -> None:
-        self._over = self._announced = False
-        self._by_calls = False
-        self._hole: Tensor | None = None
-        self._predictions: dict[int, Tensor] = {}
-        self._result: Any = None
-        self._trailing: list[int] = []
 
     def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._current()
@@ -173,7 +169,7 @@ class SharedBatch:
         if by_calls and self._is_last and branch + 1 == now.calls:
             calls = [self._predictions[call] for call in range(now.calls)]
             self._cfg.exchange_calls(calls, rows, self._span(now, branch))
-        return with_prediction(self._result, self._predictions[branch])
+        return with_prediction(self._results[branch], self._predictions[branch])
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """The noisy input, which is the first argument."""
@@ -193,8 +189,8 @@ class SharedBatch:
         named = {str(k): arg for k, arg in enumerate(args)}
         never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
         split = split_batch(named, rows, never)
-        self._result = forward(*split.values(), **split_batch(kwargs, rows, self._never))
-        prediction = prediction_of(self._result)
+        result = self._results[branch] = forward(*split.values(), **split_batch(kwargs, rows, self._never))
+        prediction = prediction_of(result)
         self._announce(prediction)
         shape = (rows.total, *prediction.shape[1:])
         whole = self._predictions.get(branch)

@@ -61,7 +61,8 @@ class Rows:
         """The same as a view `[branches, images, ...]`."""
         split = batch.unflatten(0, (self.num_branches, self.num_images))
         own = split[self.branches.start : self.branches.stop]
-        return own[:, self.images.start : self.images.stop]
+        chosen: Tensor = own[:, self.images.start : self.images.stop]
+        return chosen
 
     def write(self, batch: Tensor, rows: Tensor) -> None:
         """Puts `rows` `[count, ...]` where they belong in a contiguous tensor `[total, ...]`."""

@@ -84,7 +84,7 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
         )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
-        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without, and for the others are known {known}; "
+        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one; known are {known}; "
         "ditile.register(cls, ModelSpec(...)) adds one"
     )
 
