@@ -80,8 +80,9 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
-        """`way`: both branches in each step; the second one late; the first one used early; none; too many latents."""
+        """`way`: both branches in each step; the second late; the first used early; one; too many latents; NaN."""
         latents = torch.randn((4 if way == "more" else 2, 4, 8, 8), generator=generator, dtype=torch.float64)
+        latents = latents * torch.nan if way == "sick" else latents
         text = torch.linspace(-1, 1, 2 * 5 * tiny.WIDTH, dtype=torch.float64).view(2, 1, 5, tiny.WIDTH)
         self.scheduler.set_timesteps(4)
         for i, t in enumerate(self.scheduler.timesteps):
@@ -114,6 +115,8 @@ def calls_in_turn() -> None:
         same(runner(["a", "b"], "both", torch.Generator().manual_seed(1)), plain["both"], "the same calls, shared out")
         assert runner.report is not None
         assert runner.report.sent["cfg"] == 3 * 2 * 4 * 8 * 8 * 8, "the first step is whole on both"
+        sick = runner(["a", "b"], "sick", torch.Generator().manual_seed(1))
+        assert torch.isnan(sick).all(), "NaN of the model's own is the plain pipeline's result too"
     for way in plain:
         with divided(pipe, data=2) as runner:
             got = runner(["a", "b"], way, torch.Generator().manual_seed(1))
