@@ -62,7 +62,7 @@ class StepEnd:
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._names = ["latents"] if names is None else list(names)
         asks = [bool(self._callback and self._names), self._every if self._legacy and self._every else 0]
-        everyone = gather_json(asks, mesh.control)
+        everyone = gather_json(asks, mesh.everyone)
         self._tensors = any(tensors for tensors, _ in everyone)
         self._legacy_every = max(every for _, every in everyone)
         self._steps, self._bar = 0, None
@@ -119,8 +119,10 @@ class StepEnd:
         if not self._tensors:
             return answer
         given = {name: value for name, value in answer.items() if isinstance(value, Tensor)}
+        replicas = self._mesh["data"].size > 1
+        group = self._mesh.everyone if replicas else self._mesh.image.group
         return answer | broadcast_tensors(
-            given, 0, self._mesh.latents, self._mesh.control, self._device, self._mesh.traffic, "callback"
+            given, 0, group, self._mesh.everyone, self._device, self._mesh.traffic, "callback"
         )
 
     def _progress(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from ditile import env, models
 from ditile.attend import dispatch
 from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, StaleKeys, alone
 from ditile.attend.kernel import NATIVE, Dispatched
+from ditile.batch.denoise import SharedBatch
+from ditile.batch.split import images_of
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import cut
@@ -23,7 +25,7 @@ from ditile.layout import Split
 from ditile.mesh import Mesh
 from ditile.plan import Plan
 from ditile.seams import Exchange, Kernel, Keys
-from ditile.seats import Core, Seats
+from ditile.seats import Core, OneSeat, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
 from ditile.tokens.distrifusion import DistriKeys
@@ -40,6 +42,7 @@ class Composition:
     """What a plan makes of a pipeline on this rank.
 
     Attributes:
+        model: the transformer or U-Net that the pipeline calls.
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
@@ -51,6 +54,7 @@ class Composition:
     plan: Plan
     mesh: Mesh
     device: torch.device
+    model: torch.nn.Module
     spec: ModelSpec
     seats: Seats
     stages: list[range]
@@ -68,11 +72,19 @@ class Composition:
         return self.stages[self.mesh.stage]
 
     @contextmanager
-    def installed(self, hooks: Hooks) -> Iterator[Loop]:
-        """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now."""
+    def installed(self, hooks: Hooks, call: Mapping[str, Any], *, first: bool) -> Iterator[Loop]:
+        """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now.
+
+        Args:
+            hooks: what happens at the ends of steps.
+            call: the pipeline's arguments.
+            first: whether rank 0 alone needs the pictures.
+        """
+        dim, never = self.spec.latent_dim, self.spec.batch
+        batch = SharedBatch(self.mesh, self.model, images=images_of(call), latent_dim=dim, never=never)
         loop = Loop(
-            self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan),
-            latent_dim=self.spec.latent_dim, trace=self.trace,
+            self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan), batch,
+            latent_dim=dim, trace=self.trace,
         )  # fmt: skip
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
@@ -81,10 +93,11 @@ class Composition:
             return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
 
         with ExitStack() as stack:
-            stack.enter_context(self.encoders.installed(self.pipe.transformer))
+            stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
             stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
+            batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
 
@@ -112,29 +125,31 @@ def split_of(plan: Plan) -> Split:
 
 
 def stages_of(seats: Seats, plan: Plan) -> list[range]:
-    """The blocks of every stage.
+    """The blocks of every stage; none where they are not known.
 
     Raises:
         PlanError: if the plan does not fit the model.
     """
     name = type(seats.transformer).__name__
-    plan.check_blocks(name, len(seats.chain))
-    plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
+    if seats.chain:
+        plan.check_blocks(name, len(seats.chain))
+        plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
     return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
 
 
 def compose(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep"
 ) -> Composition:
-    """Cuts the pipeline's transformer into stages and keeps this rank's.
+    """Cuts the pipeline's model into stages and keeps this rank's.
 
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
-    spec = models.support(pipe)  # says no before anything is touched
-    seats = Seats(pipe.transformer, spec)
+    spec = models.support(pipe, plan)  # says no before anything is touched
+    model = models.model_of(pipe)
+    seats = (OneSeat if plan.divides_the_batch_alone else Seats)(model, spec)
     if seats.is_cut() and seats.loaded is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     reason = seats.refuse(range(len(seats.chain)))
@@ -144,7 +159,8 @@ def compose(
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
-    parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
+    vae = getattr(pipe, "vae", None)
+    parallel_vae = ParallelVAE(vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
     tensor, loaded = mesh["tensor"], seats.loaded is not None
     weights = seats.take(stages[mesh.stage], keep=keep_weights, shard=(tensor.index, tensor.size))
     sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
@@ -155,8 +171,9 @@ def compose(
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
     return Composition(
-        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders
-    )
+        pipe, plan, mesh, device, model, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace,
+        encoders,
+    )  # fmt: skip
 
 
 def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool) -> Sharded:

@@ -6,7 +6,7 @@ Seats, attention and scheduler read it; only the loop writes it. It is dropped w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Generation:
 
     `branch` counts the transformer calls since the last `scheduler.step`; `calls` is their number in a step, learnt in
     the first one. `ages`, `keeps_keys` and `is_stale` come from the schedule; `split` and `index` say which tokens this
-    rank computes.
+    rank computes, and `branches`, of (step, calls), which of the calls.
     """
 
     ages: Callable[[Micro], tuple[int, ...]]
@@ -69,6 +69,7 @@ class Generation:
     is_stale: Callable[[int], bool] = lambda step: False
     split: Split = Split()
     index: int = 0
+    branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
     memory: Memory = field(default_factory=Memory)
     micro: Micro = Micro(0, None)
     branch: int = 0
@@ -113,14 +114,14 @@ class Generation:
         self.branch += 1
 
     def end_micro(self) -> None:
-        """The scheduler stepped: the calls of a micro-step are over, and must be as many as ever.
+        """The scheduler stepped: the calls of a micro-step are over, and where tokens are cut must be as many as ever.
 
         Raises:
             StateError: if the pipeline called the transformer more or less often than in its first micro-step.
         """
         if self.calls is None:
             self.calls = self.branch
-        elif self.calls != self.branch:
+        elif self.calls != self.branch and self.layouts:  # keys and messages belong to calls
             raise StateError(
                 f"the pipeline called the transformer {self.branch} times in step {self.micro.step} and {self.calls} "
                 "times before; guidance that changes the number of calls in mid-run cannot be divided into patches"

@@ -101,6 +101,13 @@ class Memory:
         """Bytes of all keys and values held."""
         return sum(store.bytes for store in self._stores.values())
 
+    def forget_keys(self, branch: int) -> None:
+        """Drops the keys and values of a guidance branch that this rank will not compute again."""
+        for key in [key for key in self._stores if key[0] == branch]:
+            incoming = self._stores.pop(key).incoming
+            if incoming is not None:
+                incoming.wait()
+
     def buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A buffer that keeps its content from call to call; zeros at first."""
         found = self._buffers.get(key)

@@ -128,6 +128,16 @@ class Plan:
         return math.prod(getattr(self, degree) for degree in DEGREES)
 
     @property
+    def divides_the_batch_alone(self) -> bool:
+        """Whether each rank runs whole models on whole images: all that a model of any kind is good for."""
+        return self.world == self.data * self.cfg and self.num_patches == 1
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank holds less than the whole pipeline."""
+        return self.pipefusion * self.tensor > 1 or self.text != "each"
+
+    @property
     def num_patches(self) -> int:
         """M: `patches`, or as many as stages."""
         return self.pipefusion if self.patches is None else self.patches
@@ -179,6 +189,14 @@ class Plan:
             raise PlanError(
                 f"stage_blocks={text} has {sum(self.stage_blocks)} blocks and {model} has {blocks}; "
                 f"give {self.pipefusion} numbers that add up to {blocks}"
+            )
+
+    def check_guidance(self, branches: int) -> None:
+        """Raises `PlanError` unless a step of `branches` branches of guidance can be shared out as the plan says."""
+        if branches < self.cfg:
+            raise PlanError(
+                f"cfg={self.cfg} shares out branches of guidance, and this call has {branches}; raise guidance_scale "
+                "(of FLUX: true_cfg_scale, with a negative_prompt) above 1, or use cfg=1"
             )
 
     def check_rows(self, rows: int) -> None:

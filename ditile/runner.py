@@ -25,7 +25,7 @@ from ditile.errors import ModelError, StateError
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
 from ditile.shape import Shape, filled_call
-from ditile.table import describe
+from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
 
@@ -104,9 +104,8 @@ class Runner:
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
-        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
-        self._assert_alike(call, reason or self._parts.seats.refuse(self._parts.owned))
-        self._check_rows(call)
+        self._assert_alike(call, self._refuse(call))
+        self._check_call(call)
         self._call = call
         self._running = True
         try:
@@ -123,14 +122,14 @@ class Runner:
         """
         if self._restored:
             return
-        if self.mesh.world > 1 and not self._keep:
+        if self.plan.divides_weights and not self._keep:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
         if self._parts.encoders.freed:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         before, now = self._loras, self._lora_state()
-        if self.mesh.world > 1 and now != before:
+        if self.plan.divides_weights and now != before:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
@@ -161,7 +160,10 @@ class Runner:
 
     def __str__(self) -> str:
         """Rank -> device, stage, blocks, parameters, memory of keys, bytes per step; for the last call's size."""
-        name, parts, shape = type(self.pipe).__name__, self._parts, self._shape(self._call)
+        name, parts = type(self.pipe).__name__, self._parts
+        if not parts.spec.blocks:
+            return describe_whole(name, type(parts.model).__name__, self.plan, parts.weights, self._devices)
+        shape = self._shape(self._call)
         return describe(name, parts.spec, self.plan, shape, parts.stages, parts.weights, self._devices)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
@@ -171,24 +173,40 @@ class Runner:
         with ExitStack() as stack:
             ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
             hooks = ends.install(stack, call)
-            loop = stack.enter_context(self._parts.installed(hooks))
+            first = output == "first"
+            loop = stack.enter_context(self._parts.installed(hooks, call, first=first))
             ends.loop = loop
-            skip = output == "first" and self.mesh.rank != 0
-            if skip and self.plan.vae == "whole":  # else every rank decodes its rows
+            if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self.pipe(**call)
-        rng.share(generators, self.mesh.world - 1, self.mesh.everyone, self.mesh.traffic)
+            result = self.pipe(**call)  # the first rank of each replica decodes its images, or every rank its rows
+        last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
+        rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report()
-        return None if skip else result
+        return None if first and self.mesh.rank != 0 else result
 
-    def _check_rows(self, call: Mapping[str, Any]) -> None:
-        """Says no to too many patches before anything runs, where the size asked for is the size that is made."""
+    def _refuse(self, call: Mapping[str, Any]) -> str | None:
+        """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
+        if self.plan.divides_the_batch_alone:
+            return None
+        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
+        return reason or self._parts.seats.refuse(self._parts.owned)
+
+    def _check_call(self, call: Mapping[str, Any]) -> None:
+        """Says no to guidance that is off, and to too many patches where the size asked for is what is made."""
+        if self._parts.spec.blocks:
+            defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
+            filled = {name: value for name, value in (defaults | dict(call)).items() if value is not None}
+            conditioning = self._parts.spec.conditioning(filled)
+            self.plan.check_guidance(conditioning.rows * conditioning.calls)
+        if self.plan.divides_the_batch_alone:
+            return
         if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             self.plan.check_rows(self._shape(call).grid.rows)
 
     def _shape(self, call: Mapping[str, Any]) -> Shape:
-        config, scale = self.pipe.transformer.config, self.pipe.vae_scale_factor
-        size = next(self.pipe.transformer.parameters()).element_size()
+        config: Any = self._parts.model.config
+        scale = self.pipe.vae_scale_factor
+        size = next(self._parts.model.parameters()).element_size()
         return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
 
     def _assert_alike(self, call: Mapping[str, Any], refused: str | None) -> None:
@@ -212,7 +230,7 @@ class Runner:
 
     def _lora_state(self) -> tuple[list[str], list[Any]]:
         """The names of all LoRAs, and what peft's layers on this stage do with them."""
-        transformer = self.pipe.transformer
+        transformer = self._parts.model
         layers = [layer for layer in transformer.modules() if hasattr(layer, "merged_adapters")]
         does = ("scaling", "active_adapters", "merged_adapters", "disable_adapters")
         state = [[copy.copy(getattr(layer, name, None)) for name in does] for layer in layers]

@@ -1,7 +1,7 @@
 """What strategies of different axes have in common where they meet. `compose` puts them together.
 
 At the Attend seam a kernel, an exchange of tokens for heads, and whose keys are attended to; between blocks, what
-a rank has of its tokens there.
+a rank has of its tokens there; at the Denoise seam, whose rows of the batch it computes.
 """
 
 from __future__ import annotations
@@ -89,3 +89,33 @@ class WholeStreams:
     def gather(self, x: Tensor, length: int) -> Tensor:
         """Nothing."""
         return x
+
+
+class Batch(Protocol):
+    """Which images and calls are this rank's, as the loop needs to know it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no images: it calls no model, and stays in step."""
+        ...
+
+    def begin(self) -> None:
+        """A generation begins."""
+
+    def branches(self, step: int, calls: int) -> Sequence[int]:
+        """Which of the calls of a step this rank computes."""
+        ...
+
+    def check(self, prediction: Tensor, sample: Tensor) -> None:
+        """The scheduler is about to be stepped with these."""
+
+    def own(self, batch: Tensor) -> Tensor:
+        """A view of the rows of `[images, ...]` that are this rank's."""
+        ...
+
+    def gathered(self, latents: Tensor) -> Tensor:
+        """All latents, where each replica's own are right; collective over the last stages of all replicas."""
+        ...
+
+    def end(self) -> None:
+        """The last step is over."""

@@ -266,6 +266,31 @@ class Seats:
         override(stack, head, "forward", lambda x: policy.output(forward, x, width))
 
 
+class OneSeat(Seats):
+    """A model whose blocks need not be known: its calls are counted, and run as they are."""
+
+    def refuse(self, blocks: range) -> str | None:
+        """Nothing: attention is the model's own."""
+        return None
+
+    @contextmanager
+    def installed(
+        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any
+    ) -> Iterator[None]:
+        """Seats nothing but the count."""
+        forward = self.transformer.forward
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            now = current()
+            result = forward(*args, **kwargs)
+            now.end_call()
+            return result
+
+        with ExitStack() as stack:
+            override(stack, self.transformer, "forward", functools.update_wrapper(called, forward))
+            yield
+
+
 class _Memo:
     """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
 

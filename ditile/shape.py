@@ -100,14 +100,23 @@ class Shape:
         if plan.pipefusion == 1:
             return 0
         if stage == plan.pipefusion - 1:
-            return self.images * self.latent_elements * self.element_size
-        return self.calls * self.batch * self.tokens * self.channels * self.element_size
+            return self._images(plan) * self.latent_elements * self.element_size
+        return self._rows(plan) * self.tokens * self.channels * self.element_size
 
     def key_bytes(self, plan: Plan, layers: int) -> int:
         """Bytes of the keys and values that a stage of `layers` attention layers keeps."""
         if plan.num_patches == 1 or plan.least_warmup >= self.steps:
             return 0
-        return 2 * layers * self.calls * self.batch * self.tokens * self.channels * self.element_size
+        return 2 * layers * self._rows(plan) * self.tokens * self.channels * self.element_size
+
+    def _images(self, plan: Plan) -> int:
+        """Images of the first replica, which has the most."""
+        return -(-self.images // plan.data)
+
+    def _rows(self, plan: Plan) -> int:
+        """Rows that a rank of it computes in a step, in one call or several."""
+        branches = self.calls * self.batch // self.images
+        return self._images(plan) * -(-branches // plan.cfg)
 
 
 def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:

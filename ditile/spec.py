@@ -78,6 +78,7 @@ class ModelSpec:
         tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
             split_scheme=sequence gathers and scatters tokens.
+        batch: arguments of the transformer that have no rows, whatever their length.
         refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
     """
 
@@ -97,4 +98,5 @@ class ModelSpec:
     stock: tuple[type, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    batch: tuple[str, ...] = ()
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.blocks.schedule import Schedule
+from ditile.mesh import coordinates
 from ditile.plan import Plan
 from ditile.shape import Shape, Weights
 from ditile.spec import ModelSpec
@@ -23,12 +24,14 @@ def describe(
     schedule = Schedule.of(plan, shape.steps)
     rows = [layout.rows(patch) for patch in range(layout.patches)]
     table = Table("rank", "device", "stage", "blocks", "parameters", "keys and values", "sent per step")
-    for rank, (owned, device) in enumerate(zip(stages, devices, strict=True)):
+    for rank, device in enumerate(devices):
+        stage = coordinates(plan, rank)["pipefusion"]
+        owned = stages[stage]
         cells = (
             f"{owned.start}-{owned.stop - 1} ({len(owned)})", f"{weights.of(owned) / 1e6:,.2f} M",
-            amount(shape.key_bytes(plan, len(owned))), amount(shape.step_bytes(plan, rank)),
+            amount(shape.key_bytes(plan, len(owned))), amount(shape.step_bytes(plan, stage)),
         )  # fmt: skip
-        table.add_row(str(rank), device, str(rank), *cells)
+        table.add_row(str(rank), device, str(stage), *cells)
     return _text(
         f"{model}: {spec.name}, {len(weights.blocks)} blocks, {weights.of(range(len(weights.blocks))) / 1e6:,.2f} M",
         f"plan: {plan}",
@@ -38,6 +41,14 @@ def describe(
         table,
         f"speed-up over one rank: at most {schedule.bound():.2f}x",
     )
+
+
+def describe_whole(pipeline: str, model: str, plan: Plan, weights: Weights, devices: Sequence[str]) -> str:
+    """The same for a model of which nothing is known: every rank runs the whole of it, on its rows."""
+    table = Table("rank", "device", "parameters")
+    for rank, device in enumerate(devices):
+        table.add_row(str(rank), device, f"{weights.shared / 1e6:,.2f} M")
+    return _text(f"{pipeline}: {model}, which has no ModelSpec: data and cfg", f"plan: {plan}", table)
 
 
 def amount(count: float) -> str:

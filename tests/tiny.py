@@ -14,8 +14,11 @@ from diffusers import (
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    PNDMScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
 )
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -140,6 +143,28 @@ def sd3(blocks: int = 4, dual: tuple[int, ...] = (0, 1)) -> StableDiffusion3Pipe
             tokenizer_2=tokenizer(),
             text_encoder_3=t5(2 * WIDTH),
             tokenizer_3=tokenizer(),
+        )  # fmt: skip
+    )
+
+
+def stable_diffusion(cls: type = StableDiffusionPipeline, channels: int = 4) -> Any:
+    """A U-Net pipeline, of which ditile knows nothing."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, in_channels=channels, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        cross_attention_dim=WIDTH, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+    return quiet(
+        cls(
+            vae=vae(),
+            text_encoder=clip(),
+            tokenizer=tokenizer(),
+            unet=randomise(unet, gain=1.0),
+            scheduler=PNDMScheduler(beta_end=0.004, skip_prk_steps=True),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
         )  # fmt: skip
     )
 

@@ -24,6 +24,7 @@ from ditile.generation import Generation, Micro
 from ditile.layout import Split
 from ditile.mesh import Mesh
 from ditile.plan import Plan
+from ditile.seams import Batch
 from ditile.seats import override
 from ditile.trace import Trace
 from ditile.transport import Ballot, broadcast
@@ -86,16 +87,18 @@ class Loop:
         mesh: for the votes and the final broadcast.
         plan: patches and warmup.
         split: how ranks share out the tokens.
+        batch: which images and calls are this rank's.
         latent_dim: the dimension of the latents that patches cut.
         trace: records each op.
     """
 
     def __init__(
-        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, *, latent_dim: int,
-        trace: Trace,
+        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, batch: Batch, *,
+        latent_dim: int, trace: Trace,
     ) -> None:  # fmt: skip
         self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
-        self._plan, self._split, self._dim = plan, split, latent_dim
+        self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
+        self._voters = mesh.everyone if mesh["data"].size > 1 else mesh.control  # replicas meet at the end
         self._generation: Generation | None = None
 
     def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
@@ -155,10 +158,12 @@ class Loop:
 
     def drive(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says."""
-        schedule = Schedule.of(self._plan, len(timesteps))
+        schedule = Schedule.of(self._plan if not self._batch.idle else Plan(), len(timesteps))
+        self._batch.begin()
         generation = Generation(
-            schedule.ages, schedule.keeps_keys, schedule.is_stale, self._split, self._mesh.sequence.index
-        )
+            schedule.ages, schedule.keeps_keys, schedule.is_stale, self._split, self._mesh.sequence.index,
+            self._batch.branches,
+        )  # fmt: skip
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents: Tensor | None = None
         self._copies: PatchSchedulers | None = None
@@ -178,8 +183,8 @@ class Loop:
 
     def _begin_step(self, step: int) -> None:
         """Votes on stopping; the vote of the step before says whether the next step runs."""
-        self._ballots.append(Ballot(self._mesh.control, int(self._stop_wanted)))
-        if self._mesh.control is not None:
+        self._ballots.append(Ballot(self._voters, int(self._stop_wanted)))
+        if self._voters is not None:
             self._mesh.traffic.count("control", 8)
         if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
@@ -193,7 +198,8 @@ class Loop:
         takes = list(self._schedule.before(self._pipefusion.stage, micro))
         if takes:
             assert self._latents is not None
-            self._pipefusion.take(self._latents, self._dim, takes, write=self._synced != micro.step - 1)
+            own = self._batch.own(self._latents)
+            self._pipefusion.take(own, self._dim, takes, write=self._synced != micro.step - 1)
         self._stepped = False
         while not self._stepped:
             yield timestep
@@ -216,6 +222,7 @@ class Loop:
             self._pipe._interrupt = True
         self._pipefusion.end(clean=True)
         self._generation = None
+        self._batch.end()
 
     # The scheduler
 
@@ -230,8 +237,9 @@ class Loop:
         if args:
             raise StateError("scheduler.step got more than three positional arguments; pass the others by name")
         now = self.current()
+        self._batch.check(model_output, sample)
         self._adopt(sample)
-        if self._pipefusion.is_last:
+        if self._pipefusion.is_last and not self._batch.idle:
             result = self._step_patches(model_output, timestep, kwargs)
         else:
             result = self._shadow(model_output, timestep, kwargs)
@@ -248,10 +256,10 @@ class Loop:
         patch: Tensor | None = None
         for op in self._schedule.after(self._pipefusion.stage, now.micro):
             assert op.patch is not None and self._latents is not None
-            span = now.layouts[0].latents(op.patch)
+            span = self._span(op.patch)
             if op.kind is Kind.RETURN:
                 assert patch is not None
-                self._pipefusion.give_back(patch)
+                self._pipefusion.give_back(self._batch.own(patch))
                 continue
             with self._trace.span("step", op.step, op.patch):
                 patch, result = self._patch_schedulers().step(
@@ -259,6 +267,18 @@ class Loop:
                 )
                 self._write(patch, span)
         return result
+
+    def _span(self, patch: int) -> slice:
+        """Where a patch is in the latents. Where nothing is cut it is all of them, whatever the model."""
+        assert self._latents is not None
+        if self._is_cut:
+            return self.current().layouts[0].latents(patch)
+        return slice(0, self._latents.shape[self._dim])
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether latents are stepped by patches, or not here."""
+        return self._schedule.patches > 1 or self._schedule.stages > 1
 
     def _shadow(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert self._latents is not None
@@ -273,7 +293,7 @@ class Loop:
             return
         micro = self.current().micro
         after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
-        if self._latents is not None and not after_callback:
+        if self._latents is not None and self._is_cut and not after_callback:
             raise StateError(
                 f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
                 "such a pipeline cannot be divided into patches"
@@ -292,6 +312,8 @@ class Loop:
         last = step == self._schedule.steps - 1
         wanted = self._hooks.wants_latents(step)
         self._synced = step if wanted else self._synced
+        if (last or wanted) and self._pipefusion.is_last:
+            self._latents = self._batch.gathered(self._latents)
         if (last or wanted) and self._mesh.latents is not None:
             source = self._mesh.stages - 1
             kind = "result" if last else "callback"

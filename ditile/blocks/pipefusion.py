@@ -86,7 +86,7 @@ class PipeFusion:
         self.stage, self.stages, self.owned = mesh.stage, mesh.stages, owned
         self._plan, self._joint, self._trace = plan, joint, trace
         self._patches, self._streams = plan.num_patches, streams
-        self._sequence, self._traffic = mesh.sequence, mesh.traffic
+        self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._shapes: dict[int, tuple[int, int]] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
@@ -128,7 +128,7 @@ class PipeFusion:
 
     def end(self, *, clean: bool) -> None:
         """The generation is over: what was sent is gone, or, after an error, abandoned in the wires for good."""
-        self.broken = not clean and self.stages > 1
+        self.broken = not clean and self._world > 1
         for box in (self._inbox, self._returns):
             if box is not None:
                 box.clear()
@@ -307,7 +307,7 @@ class PipeFusion:
     def _keys(self, step: int) -> Iterator[Key]:
         calls = self.generation.calls
         assert calls is not None
-        for op in self.schedule.step_ops(self.stage, step, calls):
+        for op in self.schedule.step_ops(self.stage, step, calls, self.generation.branches(step, calls)):
             if op.kind is Kind.RECEIVE and op.patch is not None:
                 yield Key(op.step, op.patch, op.branch)
 

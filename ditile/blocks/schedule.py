@@ -11,7 +11,7 @@ The wire carries the same messages in every mode: M patches per step and branch,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -118,11 +118,11 @@ class Schedule:
             if self.stages > 1 and micro.step < self.steps - 1:
                 yield Op(Kind.RETURN, micro.step, patch, peer=0)
 
-    def step_ops(self, stage: int, step: int, calls: int = 1) -> Iterator[Op]:
-        """All that a stage does in a step of `calls` transformer calls."""
+    def step_ops(self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None) -> Iterator[Op]:
+        """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
         for micro in self.micros(step):
             yield from self.before(stage, micro)
-            for branch in range(calls):
+            for branch in range(calls) if branches is None else branches:
                 yield from self.call(stage, micro, branch)
             yield from self.after(stage, micro)
 

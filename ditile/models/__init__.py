@@ -13,19 +13,33 @@ import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, PlanError
+from ditile.layout import Grid
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
-from ditile.spec import BlockIO, ModelSpec
+from ditile.plan import Plan
+from ditile.spec import BlockIO, Conditioning, ModelSpec
 
-__all__ = ["BlockIO", "Family", "ModelSpec", "families", "register", "spec_of", "support"]
+__all__ = ["BlockIO", "Family", "ModelSpec", "families", "model_of", "register", "spec_of", "support"]
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
     PixArtTransformer2DModel: PIXART,
     SD3Transformer2DModel: SD3,
 }
+
+UNKNOWN = ModelSpec(
+    name="a model without a ModelSpec",
+    blocks={},
+    joint="none",
+    latent_dim=1,  # nothing is cut
+    grid=lambda transformer, inputs: Grid(1, 1, 1),
+    latent_per_token=lambda config: 1,
+    conditioning=lambda call: Conditioning(),
+    batch=("img_ids", "txt_ids"),
+)
+"""The lowest rung: a call, of which nothing is known but that its tensors have rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +84,60 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
         )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
-        f"{name} has no ModelSpec, so it cannot be cut into stages; known are {known}; "
+        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one; known are {known}; "
         "ditile.register(cls, ModelSpec(...)) adds one"
     )
 
 
 def families() -> list[Family]:
     """Every family with the rung of the ladder that it is on, and why."""
-    return [
+    known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
+    others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
+    return [*known, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
-def support(pipe: diffusers.DiffusionPipeline) -> ModelSpec:
-    """The table of a pipeline's transformer.
+def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
+    """The model that a pipeline calls in its loop: its transformer, or its U-Net.
 
     Raises:
-        ModelError: if the pipeline has no transformer with a table, or runs what a patch pipeline cannot honour.
+        ModelError: if it has neither, or two of them in turns.
     """
-    transformer = getattr(pipe, "transformer", None)
-    if not isinstance(transformer, nn.Module):
-        raise ModelError(f"{type(pipe).__name__} has no transformer, so it cannot be cut into stages")
+    for name in ("transformer", "unet"):
+        model = getattr(pipe, name, None)
+        if isinstance(model, nn.Module):
+            if getattr(pipe, f"{name}_2", None) is not None:
+                raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
+            return model
+    raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
+
+
+def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
+    """The table of the model of a pipeline, or `UNKNOWN` where the plan needs none.
+
+    Raises:
+        ModelError: if the pipeline has no model with a table, or runs what a patch pipeline cannot honour.
+        PlanError: if guidance branches are to be shared out that the model itself compares.
+    """
+    model = model_of(pipe)
+    if plan.cfg > 1 and "pag_scale" in _call_parameters(pipe):
+        raise PlanError(
+            f"cfg={plan.cfg}: {type(pipe).__name__} tells branches of guidance apart inside attention; use data instead"
+        )
+    if plan.divides_the_batch_alone:
+        return next((_SPECS[cls] for cls in type(model).__mro__ if cls in _SPECS), UNKNOWN)
     if getattr(pipe, "controlnet", None) is not None:
         raise ModelError(
             f"{type(pipe).__name__} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; "
-            "run it without a plan"
+            "use data or cfg alone"
         )
     if "mask_image" in _call_parameters(pipe):
         raise ModelError(
             f"{type(pipe).__name__} paints parts of the latents over between steps, behind the scheduler; "
-            "run it without a plan"
+            "use data or cfg alone"
         )
-    return spec_of(transformer)
+    return spec_of(model)
 
 
 def _call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:

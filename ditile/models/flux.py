@@ -39,7 +39,8 @@ def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 def conditioning(call: Mapping[str, Any]) -> Conditioning:
     """True CFG, where it is on, is a second call."""
-    guided = call.get("true_cfg_scale", 1.0) > 1 and call.get("negative_prompt") is not None
+    embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
+    guided = call.get("true_cfg_scale", 1.0) > 1 and (call.get("negative_prompt") is not None or embedded)
     return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
 
 
@@ -76,5 +77,6 @@ FLUX = ModelSpec(
     stock=(FluxAttnProcessor,),
     tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
     tensor_tokens=TENSOR_TOKENS,
+    batch=("img_ids", "txt_ids"),
     refuse=refuse,
 )  # fmt: skip

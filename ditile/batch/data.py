@@ -1,0 +1,101 @@
+"""Data parallel: each replica computes the model's rows of its own images, and all hold all images at the end.
+
+Every replica runs the pipeline on the latents of the whole batch, which is cheap: so noise is drawn once for the batch,
+by one generator or a list, also in the middle by a stochastic scheduler, and image k does not depend on the degree. In
+other replicas' rows a prediction is zero and latents are not looked at; they arrive after the last step. Pictures are
+decoded where they were made. A replica without images calls no model, and stays in step.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.batch.split import prediction_of, with_prediction
+from ditile.layout import share
+from ditile.mesh import Axis
+from ditile.seats import override
+from ditile.transport import Traffic, start_exchange, start_gather
+
+LATENTS, PICTURES = "data", "pictures"
+
+
+class Data:
+    """The images of a replica.
+
+    Args:
+        axis: this rank's likes in all replicas.
+        images: how many there are in all.
+        traffic: counts bytes.
+
+    Attributes:
+        images: those of this replica; the first replicas have one more.
+    """
+
+    def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
+        self._axis, self._traffic, self._all = axis, traffic, images
+        self.size = axis.size
+        self.images = share(range(images), axis.size, axis.index)
+
+    @property
+    def idle(self) -> bool:
+        """Whether this replica has no images."""
+        return not self.images
+
+    @property
+    def some_idle(self) -> bool:
+        """Whether some replica has none."""
+        return self._all < self.size
+
+    def own(self, batch: Tensor) -> Tensor:
+        """A view of this replica's rows of `[images, ...]`."""
+        return batch if self.size == 1 else batch[self.images.start : self.images.stop]
+
+    def gathered(self, latents: Tensor) -> Tensor:
+        """All latents on every replica; of the given ones only its own are right."""
+        return latents if self.size == 1 else self._gather(self.own(latents), LATENTS)
+
+    def seat_decode(self, stack: ExitStack, vae: Any, *, first: bool, over: Any) -> None:
+        """Each replica decodes its own images, until the stack is closed; the pictures come in order.
+
+        Args:
+            stack: undoes it.
+            vae: decodes latents `[images, ...]`.
+            first: give the pictures to the first replica alone; the others get zeros.
+            over: whether the loop is over; what is decoded before is decoded whole.
+        """
+        if self.size == 1 or not hasattr(vae, "decode"):
+            return
+        decode = vae.decode
+
+        def seated(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not over() or z.shape[0] != self._all:
+                return decode(z, *args, **kwargs)
+            result = decode(z[:1] if self.idle else self.own(z), *args, **kwargs)  # idle: for the size of a picture
+            pictures = prediction_of(result)[: len(self.images)]
+            gathered = self._to_first(pictures) if first else self._gather(pictures, PICTURES)
+            return with_prediction(result, gathered)
+
+        override(stack, vae, "decode", functools.update_wrapper(seated, decode))
+
+    def _gather(self, own: Tensor, kind: str) -> Tensor:
+        """`own` of every replica, on all of them."""
+        shapes = [(count, *own.shape[1:]) for count in self._counts]
+        return torch.cat(start_gather(own, shapes, self._axis.group, self._traffic, kind).wait())
+
+    def _to_first(self, own: Tensor) -> Tensor:
+        """`own` of every replica, on the first one; zeros on the others."""
+        index, group = self._axis.index, self._axis.group
+        sends = [(0, own)] if index and not self.idle else []
+        receives = [] if index else [(k, (count, *own.shape[1:])) for k, count in enumerate(self._counts) if k]
+        received = start_exchange(sends, receives, own, group, self._traffic, PICTURES).wait()
+        return own.new_zeros((self._all, *own.shape[1:])) if index else torch.cat([own, *received])
+
+    @property
+    def _counts(self) -> list[int]:
+        """Images of every replica."""
+        return [len(share(range(self._all), self.size, replica)) for replica in range(self.size)]
