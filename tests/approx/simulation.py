@@ -14,7 +14,7 @@ PipeFusion. What arXiv 2405.14430 says, and nothing more:
   `share = (rows + text rows) / patches` of it, so patch 0 has `round(share - text rows)` rows, at least one, and no
   more than leaves one to each other patch. The others divide the rest evenly; those in front get the rows left over.
 
-DistriFusion. What arXiv 2402.19481 says of convolutions' and attention's neighbours, with the text of a DiT:
+DistriFusion. What arXiv 2402.19481 does in the attention of a U-Net, in that of a DiT:
 
 - After the warmup every rank makes its own patch, all at the same time. A patch attends to its own fresh keys and to
   those that all others had in the step before (zeros if there was none).
