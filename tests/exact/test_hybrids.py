@@ -77,6 +77,8 @@ HYBRIDS = [
     # stages with both
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 ring=2", "two images"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 ring=2 async_ulysses=true", "large"),
+    # sixteen ranks
+    Hybrid("flux", "pipefusion=4 patches=3 ulysses=2 ring=2"),
     # patches of rows, shared out
     Hybrid("flux", "distrifusion=2 ulysses=2", "image"),
     Hybrid("flux true cfg", "distrifusion=2 ulysses=2 warmup=0", "callback"),
