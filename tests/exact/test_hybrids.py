@@ -45,6 +45,7 @@ HOW: dict[str, dict[str, Any]] = {
     "image": {"strength": 0.6, "num_inference_steps": 6},  # the loop begins at the fourth step of seven
     "callback": {"callback_on_step_end_tensor_inputs": ["latents"]},
     "lora": {},
+    "decoded": {"output_type": "pt"},
 }
 
 HYBRIDS = [
@@ -77,6 +78,18 @@ HYBRIDS = [
     # stages with both
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 ring=2", "two images"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 ring=2 async_ulysses=true", "large"),
+    # shares of the weights too
+    Hybrid("flux", "pipefusion=2 patches=3 tensor=2"),
+    Hybrid("flux true cfg", "distrifusion=2 ulysses=2 tensor=2", "large"),
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 tensor=2", "callback"),
+    Hybrid("pixart sigma", "pipefusion=2 patches=3 tensor=2 warmup=0", "lora"),
+    Hybrid("pixart sigma", "distrifusion=2 tensor=2 split_scheme=sequence", "large"),
+    Hybrid("sd3", "pipefusion=2 patches=3 ring=2 tensor=2 split_scheme=sequence", "image"),
+    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 tensor=2 split_scheme=sequence", "large"),
+    # rows decoded by every rank of the image
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 vae=rows", "decoded"),
+    Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 vae=rows", "decoded"),
+    Hybrid("pixart sigma", "pipefusion=2 patches=3 ring=2 tensor=2 vae=rows", "decoded"),
     # sixteen ranks
     Hybrid("flux", "pipefusion=4 patches=3 ulysses=2 ring=2"),
     # patches of rows, shared out
@@ -219,7 +232,7 @@ def test_the_table_is_a_matrix() -> None:
     plans = [(row.name.split()[0].split(".")[0], Plan.parse(row.plan)) for row in HYBRIDS]
     several = [plan for _, plan in plans if sum(getattr(plan, axis) > 1 for axis in (*DEGREES, "num_patches")) > 1]
     assert len(several) >= 20 and len(set(HYBRIDS)) == len(HYBRIDS)
-    for axis in ("pipefusion", "distrifusion", "ulysses", "ring"):
+    for axis in ("pipefusion", "distrifusion", "ulysses", "ring", "tensor"):
         assert {family for family, plan in plans if getattr(plan, axis) > 1} == {"flux", "pixart", "sd3"}, axis
     assert {row.also for row in HYBRIDS} == {*HOW}
     assert FROM_IMAGE.keys() >= {row.name for row in HYBRIDS if row.also == "image"}
