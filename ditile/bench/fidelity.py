@@ -1,10 +1,11 @@
-"""Fidelity of PipeFusion on the bundled models: how far its pictures are from those of one process.
+"""Fidelity of stale keys on the bundled models: how far pictures are from those of one process.
 
-    python -m ditile.bench.fidelity --models shapes-pixart,shapes-flux --captions 100 --ranks 2,4,8
+    python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2
+    python -m ditile.bench.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=auto"
 
-For each number of ranks N (M = N patches), real gloo runs over the same captions and seeds: PSNR and SSIM
-against one process, and caption accuracy. The control never reads keys of another patch after the warmup: it
-shows that the measure can tell a right exchange from none.
+For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
+The controls never read keys of another patch after the warmup: they show that the measure can tell a right exchange
+from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ditile.plan import Plan
 from ditile.runner import parallelize
 
 Pictures = NDArray[np.uint8]
+METHODS = ("pipefusion", "distrifusion")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,29 @@ class Job:
 
     models: str = option("shapes-pixart,shapes-flux", "bundled models")
     captions: int = option(100, "captions of the held-out list")
-    ranks: str = option("2,4,8", "numbers of ranks; as many patches")
-    warmup: int = option(1, "synchronous steps")
+    ranks: str = option("2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion")
+    warmups: str = option("0,1,2", "synchronous steps, each with all of these")
+    plans: str | None = option(None, "plans instead of those, with ; between them", metavar="PLANS")
     steps: int = option(20, "denoising steps")
     size: int = option(128, "pixels of a side")
     batch: int = option(10, "captions at once")
     out: str | None = option(None, "write the rows as JSON", metavar="FILE")
+
+    def parsed(self) -> list[Plan]:
+        """The plans.
+
+        Raises:
+            PlanError: if one of them is none.
+        """
+        if self.plans is not None:
+            return [Plan.parse(text) for text in self.plans.split(";")]
+        pairs = [(int(n), int(w)) for w in self.warmups.split(",") for n in self.ranks.split(",")]
+        return [Plan(**{axis: n}, warmup=w) for n, w in pairs for axis in METHODS]  # type: ignore[arg-type]
+
+    def controls(self) -> list[Plan]:
+        """Plans of one rank for the controls: one for every warmup that is a number."""
+        warmups = {plan.least_warmup for plan in self.parsed()}
+        return [Plan(patches=4, warmup=warmup) for warmup in sorted(warmups)]
 
 
 class OwnPatchOnly(StaleKeys):
@@ -102,31 +121,45 @@ def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
 
 
 def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
-    """One row for one process, each number of ranks, and the control."""
-    plans = [(Plan(), False)] + [(Plan(pipefusion=n, warmup=job.warmup), False) for n in map(int, job.ranks.split(","))]
-    plans.append((Plan(patches=4, warmup=job.warmup), True))
+    """One row for one process, each plan, and the controls."""
+    todo = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
     found, reference = [], None
-    for plan, control in plans:
+    for plan, control in todo:
         pictures = launch(draw, plan.world, (model, captions, job, plan, control), threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
-        quality = {
-            "psnr": float(psnr(pictures, reference).mean()),
-            "psnr_min": float(psnr(pictures, reference).min()),
-        }
-        quality["ssim"] = float(ssim(pictures, reference).mean())
-        name = f"{plan}{' (control: own patch only)' if control else ''}"
-        found.append({"model": model, "plan": name, **quality, **score(pictures, captions)})
+        decibels = psnr(pictures, reference)
+        found.append(
+            {
+                "model": model, "plan": f"{plan}{' (control: own patch only)' if control else ''}",
+                "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
+                "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
+            }
+        )  # fmt: skip
         print(json.dumps(found[-1]), flush=True)
     return found
 
 
+def compared(table: Sequence[dict[str, Any]]) -> list[str]:
+    """For each model, number of ranks and warmup that both methods have: which of them comes closer, in PSNR."""
+    found = {(row["model"], row["plan"]): float(row["psnr"]) for row in table}
+    lines = []
+    for (model, plan), mine in found.items():
+        theirs = found.get((model, plan.replace("pipefusion", "distrifusion")))
+        if "distrifusion" in plan or "pipefusion" not in plan or theirs is None:
+            continue
+        verdict = "PipeFusion comes closer" if mine > theirs else "PipeFusion does NOT come closer"
+        lines.append(f"{model}, {plan}: {mine:.1f} dB, DistriFusion {theirs:.1f} dB: {verdict}")
+    return lines
+
+
 def main() -> None:
-    """Measures and prints a line of JSON per row."""
+    """Measures, prints a line of JSON per row, and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, Job, title="job")
     job = Job(**collect(Job, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     table = [row for model in job.models.split(",") for row in rows(model, captions, job)]
+    print("\n".join(compared(table)))
     if job.out is not None:
         Path(job.out).write_text(json.dumps(table, indent=1) + "\n", "utf-8")
 

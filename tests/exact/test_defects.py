@@ -13,6 +13,13 @@
 | shapes agreed by messages that block | here; traffic/test_bytes |
 | the whole device is waited for in the hot path | here |
 | no accelerator, no import | every test |
+| PipeFusion x Ulysses: K/V of the warmup are kept rank by rank, later ones patch by patch | test_hybrids |
+| the same: ranks disagree on the shares of an uneven last patch | test_hybrids, "large"; unit/test_layout |
+| the same: all stale K/V are exchanged again for every patch | traffic/test_tokens: every_rank_sends_what_it_must |
+| tokens padded to the degree, and the padding attended to | test_tokens: any_number (140 tokens, 3 and 8 ranks) |
+| SD3.5's dual attention crashes when ranks share the tokens | test_tokens and test_hybrids, sd3.5 medium |
+| tensor x Ulysses gives another picture | test_tokens: any_number; test_hybrids |
+| tensor parallelism is accepted, and does nothing | traffic/test_tensor_bytes; traffic/test_table |
 """
 
 from __future__ import annotations
@@ -35,11 +42,11 @@ def forbidden(name: str) -> Any:
     return mock.Mock(side_effect=AssertionError(f"{name} was called in the middle of a picture"))
 
 
-def without_waiting(name: str) -> None:
+def without_waiting(name: str, plan: dict[str, Any], waits: tuple[str, ...]) -> None:
     pipe = MAKE[name]()
-    with divided(pipe, pipefusion=2, patches=3) as runner:
+    with divided(pipe, patches=3, **plan) as runner:
         wanted = run(runner, name)
-        no_waits = mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in WAITS})
+        no_waits = mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in waits})
         with no_waits, mock.patch.multiple(torch.cuda, synchronize=forbidden("synchronize")):
             same(run(runner, name), wanted)
 
@@ -47,4 +54,11 @@ def without_waiting(name: str) -> None:
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
 def test_nothing_blocks_but_the_wait_for_a_message(pool: Pool, name: str) -> None:
     """A failure means that ranks shake hands, pickle, or wait for the whole device."""
-    pool.run(without_waiting, 2, name)
+    pool.run(without_waiting, 2, name, {"pipefusion": 2}, WAITS)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+@pytest.mark.parametrize("axis", ["ulysses", "ring"])
+def test_nor_in_a_hybrid(pool: Pool, name: str, axis: str) -> None:
+    """Ranks that gather start all sends and receives at once, and then wait. A failure is as above."""
+    pool.run(without_waiting, 4, name, {"pipefusion": 2, axis: 2}, WAITS[:-1])

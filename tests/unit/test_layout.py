@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditile.layout import Grid, Joint, Layout, cut_rows
+from ditile.errors import PlanError
+from ditile.layout import Grid, Joint, Layout, Part, Split, cut_rows, joined, share
 
 
 @st.composite
@@ -85,3 +89,113 @@ def test_text_makes_the_first_patch_smaller() -> None:
     layout = Layout.of(Grid(64, 64, 64), 4, 512, "text_first")
     assert [layout.message(p) for p in range(4)] == [18 * 64] * 4
     assert [layout.rows(p) for p in range(4)] == [10, 18, 18, 18]
+
+
+# How ranks share out a patch
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[Layout, Split]:
+    """A layout and as many ranks as every patch of it has tokens for."""
+    layout = draw(layouts())
+    fewest = min(layout.rows(p) for p in range(layout.patches)) * layout.grid.tokens_per_row
+    if draw(st.booleans()):
+        whole = Layout.of(layout.grid, 1, layout.text, layout.joint)
+        distrifusion = draw(st.integers(1, min(8, layout.grid.rows)))
+        return whole, Split(1, distrifusion, draw(st.integers(1, min(4, layout.grid.tokens_per_row))))
+    ring = draw(st.integers(1, min(4, fewest)))
+    return layout, Split(ring, 1, draw(st.integers(1, min(4, fewest // ring))))
+
+
+def places(layout: Layout, parts: Iterable[Part]) -> list[int]:
+    """Where the tokens of ranks are in the sequence of joint attention, in their order."""
+    return [token for part in parts for run in layout.runs(part, joint=True) for token in run]
+
+
+@given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 20))
+def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
+    """A failure means that a rank expects another length than the one that sends it."""
+    run = range(start, start + length)
+    shares = [share(run, ranks, rank) for rank in range(ranks)]
+    assert [item for each in shares for item in each] == list(run)
+    sizes = [len(each) for each in shares]
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=8))
+def test_joined_runs_are_the_same_items(pairs: list[tuple[int, int]]) -> None:
+    """A failure means that keys are written to other places than they came from."""
+    runs = [range(start, start + length) for start, length in pairs]
+    found = joined(runs)
+    assert [item for run in found for item in run] == [item for run in runs for item in run]
+    assert all(found) and all(a.stop != b.start for a, b in itertools.pairwise(found))
+
+
+@settings(deadline=None)
+@given(splits())
+def test_every_token_is_on_one_rank(split: tuple[Layout, Split]) -> None:
+    """Of the image, and of the text; with DistriFusion every patch has a text of its own. In steps and in patches.
+
+    A failure means a token that is lost, or computed and stored by two.
+    """
+    layout, how = split
+    for patch in (None, *range(layout.patches)):
+        parts = how.parts(layout, patch)
+        assert len(parts) == how.ranks
+        image = [token for part in parts for run in part.image for token in run]
+        span = slice(0, layout.image) if patch is None else layout.tokens(patch)
+        assert sorted(image) == list(range(span.start, span.stop))
+        text = [token for part in parts for token in part.text]
+        wanted = list(range(layout.text if layout.carries_text(patch) else 0))
+        assert sorted(text) == sorted(wanted * how.distrifusion)
+
+
+@settings(deadline=None)
+@given(splits())
+def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Split]) -> None:
+    """On every rank: so the messages of a synchronous step, cut into patches, are those of an asynchronous one.
+
+    A failure means that keys of a synchronous step are kept in another order than those of its patches (xDiT's
+    hybrid), or that a sender and a receiver disagree on a size.
+    """
+    layout, how = split
+    of_patches = [how.parts(layout, patch) for patch in range(layout.patches)]
+    for rank, part in enumerate(how.parts(layout, None)):
+        mine = [parts[rank] for parts in of_patches]
+        assert part.text == mine[0].text and not any(p.text for p in mine[1:])
+        image = [token for run in part.image for token in run]
+        assert image == [token for p in mine for run in p.image for token in run]
+        assert part.image_tokens == sum(p.image_tokens for p in mine)
+    for patch, parts in enumerate(of_patches):
+        sent = sum(len(part.text) + part.image_tokens for part in parts)
+        again = layout.text * (how.distrifusion - 1) if layout.carries_text(patch) else 0
+        assert sent - again == layout.message(patch)
+
+
+@settings(deadline=None)
+@given(splits())
+def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
+    """Text and image where the family has them. A failure means that a store has holes, or words lie in the image."""
+    layout, how = split
+    text = layout.text if layout.joint != "none" else 0
+    if how.distrifusion == 1 and layout.joint != "none":
+        assert sorted(places(layout, how.parts(layout, None))) == list(range(layout.image + text))
+    for part in how.parts(layout, None):
+        assert layout.runs(part, joint=False) == part.image
+        if layout.joint == "none":
+            continue
+        runs = layout.runs(part, joint=True)
+        words = [
+            run for run in runs if (run.start < text if layout.joint == "text_first" else run.start >= layout.image)
+        ]
+        assert sum(map(len, words)) == len(part.text)
+        assert sum(map(len, runs)) == len(part.text) + part.image_tokens
+        if words:
+            assert runs.index(words[0]) == (0 if layout.joint == "text_first" else len(runs) - 1)
+
+
+def test_too_many_ranks_for_a_patch() -> None:
+    """Ten tokens for twelve ranks. A failure means a rank without tokens, which no kernel takes."""
+    layout = Layout.of(Grid(4, 5, 1), 2, 3, "text_first")
+    with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
+        Split(3, 1, 4).parts(layout, 1)
