@@ -11,8 +11,8 @@ import torch
 
 from ditile import env, models
 from ditile.attend import dispatch
-from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, StaleKeys, alone
-from ditile.attend.kernel import NATIVE, Dispatched
+from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, StaleKeys, alone
+from ditile.attend.kernel import NATIVE, Dispatched, chosen
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import cut
@@ -27,6 +27,7 @@ from ditile.seats import Core, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
 from ditile.tokens.distrifusion import DistriKeys
+from ditile.tokens.masks import GatheredMasks
 from ditile.tokens.ring import RingGather, RingKeys
 from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
@@ -44,6 +45,7 @@ class Composition:
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
+        kernel: attends; None is what each processor would use.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -60,6 +62,7 @@ class Composition:
     parallel_vae: ParallelVAE | None
     trace: Trace
     encoders: Encoders
+    kernel: Kernel | None = None
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
@@ -74,17 +77,21 @@ class Composition:
             self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan),
             latent_dim=self.spec.latent_dim, trace=self.trace,
         )  # fmt: skip
+        sequence, traffic = self.mesh.sequence, self.mesh.traffic
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
-            kernel = Dispatched(backend) if through_dispatch else NATIVE
+            kernel = self.kernel or (Dispatched(backend) if through_dispatch else NATIVE)
             keys = self._keys(loop.current, layer, kernel)
-            return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
+            masks = OwnMasks() if sequence.size == 1 else GatheredMasks(sequence, self.mesh["ulysses"], traffic)
+            return AttentionCore(loop.current, self._exchange(loop.current), keys, masks, joint=joint)
 
         with ExitStack() as stack:
             stack.enter_context(self.encoders.installed(self.pipe.transformer))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
+            stack.enter_context(
+                self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.backend(None))
+            )
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
 
@@ -123,8 +130,24 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
 
 
+def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Kernel | None:
+    """The kernel that was asked for by name.
+
+    Raises:
+        ModelError: if it is unknown, or cannot run here.
+    """
+    return chosen(attention, device, transformer.dtype, lse=plan.ring > 1) if attention is not None else None
+
+
 def compose(
-    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep"
+    pipe: Any,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    keep_weights: bool,
+    text_after: After = "keep",
+    attention: str | None = None,
 ) -> Composition:
     """Cuts the pipeline's transformer into stages and keeps this rank's.
 
@@ -141,6 +164,7 @@ def compose(
     if reason:
         raise ModelError(reason)
     stages = stages_of(seats, plan)
+    kernel = kernel_of(attention, pipe.transformer, device, plan)
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
@@ -150,12 +174,24 @@ def compose(
     sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
-    dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
     return Composition(
-        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders
+        pipe,
+        plan,
+        mesh,
+        device,
+        spec,
+        seats,
+        stages,
+        weights,
+        pipefusion,
+        sharded,
+        parallel_vae,
+        trace,
+        encoders,
+        kernel,
     )
 
 

@@ -28,7 +28,17 @@ _ABSENT = object()
 _LOADED = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Core(Protocol):
+    """The attention of a layer, an `AttentionCore`.
+
+    Attributes:
+        overlaps: whether it gains by q, k and v that are made one after the other.
+    """
+
+    overlaps: bool
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class State(NamedTuple):
@@ -255,8 +265,11 @@ class Seats:
     def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
         if self.spec.processor is not None:
             return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
+        attend = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
+        if self.spec.overlapped is not None and attend.overlaps:
+            return self.spec.overlapped(attend)
         mine = copy.copy(stock)
-        mine._parallel_config = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
+        mine._parallel_config = attend
         mine._attention_backend = dispatch
         return mine
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ditile.errors import ModelError
+from ditile.trace import Event
 from tests.exact.cases import MAKE, divided, run
 from tests.pool import Pool
 
 TOLERANCE = 1e-5
+NAMES = [f"{what} {name}" for what in ("project", "exchange") for name in "qkv"]
 
 
 def close(got: Tensor, wanted: Tensor, what: Any) -> None:
@@ -64,6 +67,40 @@ def test_any_number(pool: Pool, name: str, ranks: int) -> None:
         plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99}]
         plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99, "split_scheme": "sequence"}]
     check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
+
+
+def traced(name: str, plan: dict[str, Any]) -> list[Event]:
+    with divided(MAKE[name](), **plan) as runner:
+        runner.trace = True
+        run(runner, name)
+        return runner._parts.trace.events()
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])
+def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> None:
+    """A failure means that asynchronous Ulysses waits for an exchange before it computes what could hide it."""
+    for events in pool.run(traced, 2, name, {"ulysses": 2, "async_ulysses": True}):
+        of_kind = [[event for event in events if event.kind == name] for name in NAMES]
+        layers = [dict(zip(NAMES, layer, strict=True)) for layer in zip(*of_kind, strict=True)]
+        assert len(layers) >= 8
+        for layer in layers:
+            for earlier, later in ("qk", "kv"):
+                assert layer[f"exchange {earlier}"].start <= layer[f"project {later}"].start
+                assert layer[f"exchange {earlier}"].end >= layer[f"project {later}"].end
+
+
+def fused_projections() -> str:
+    pipe = MAKE["flux"]()
+    pipe.transformer.fuse_qkv_projections()
+    with divided(pipe, ulysses=2, async_ulysses=True) as runner, pytest.raises(ModelError) as caught:
+        run(runner, "flux")
+    return str(caught.value)
+
+
+def test_fused_projections_cannot_travel_apart(pool: Pool) -> None:
+    """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
+    for message in pool.run(fused_projections, 2):
+        assert "unfuse_qkv_projections" in message and "\n" not in message
 
 
 def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
