@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ditile import env, models
-from ditile.attend import dispatch
+from ditile.attend import dispatch, redirect
 from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, StaleKeys, alone
 from ditile.attend.kernel import NATIVE, Dispatched, chosen
 from ditile.blocks.loop import Hooks, Loop
@@ -22,12 +22,15 @@ from ditile.generation import Generation
 from ditile.layout import Split
 from ditile.mesh import Mesh
 from ditile.plan import Plan
-from ditile.seams import Exchange, Kernel, Keys
+from ditile.seams import Exchange, Kernel, Keys, WholeStreams
 from ditile.seats import Core, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
+from ditile.tokens.cp_plan import Splits
 from ditile.tokens.distrifusion import DistriKeys
 from ditile.tokens.masks import GatheredMasks
+from ditile.tokens.planned import MasksOfCall, PlannedAttention
+from ditile.tokens.planned_seats import PLANNED, PlannedSeats
 from ditile.tokens.ring import RingGather, RingKeys
 from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
@@ -46,6 +49,7 @@ class Composition:
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
         kernel: attends; None is what each processor would use.
+        splits: what is split in the call at hand, where a table says so.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -62,13 +66,19 @@ class Composition:
     parallel_vae: ParallelVAE | None
     trace: Trace
     encoders: Encoders
-    kernel: Kernel | None = None
+    kernel: Dispatched | None = None
+    splits: Splits | None = None
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
     def owned(self) -> range:
         """The blocks of this rank."""
         return self.stages[self.mesh.stage]
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether this rank lacks some of the model."""
+        return self.mesh.stages > 1 or self.plan.tensor > 1
 
     @contextmanager
     def installed(self, hooks: Hooks) -> Iterator[Loop]:
@@ -82,16 +92,23 @@ class Composition:
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
             kernel = self.kernel or (Dispatched(backend) if through_dispatch else NATIVE)
             keys = self._keys(loop.current, layer, kernel)
+            exchange, splits = self._exchange(loop.current), self.splits
+            if splits is not None:
+                source = MasksOfCall(splits)
+                gathered = GatheredMasks(sequence, self.mesh["ulysses"], traffic, source)
+                over = AttentionCore(loop.current, exchange, keys, gathered, joint=joint).over
+                return PlannedAttention(splits, over, kernel, gathered, source)
             masks = OwnMasks() if sequence.size == 1 else GatheredMasks(sequence, self.mesh["ulysses"], traffic)
-            return AttentionCore(loop.current, self._exchange(loop.current), keys, masks, joint=joint)
+            return AttentionCore(loop.current, exchange, keys, masks, joint=joint)
+
+        def handed_over(backend: Any) -> Any:
+            return dispatch.backend(backend if self.kernel is None else self.kernel.backend)
 
         with ExitStack() as stack:
             stack.enter_context(self.encoders.installed(self.pipe.transformer))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            stack.enter_context(
-                self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.backend(None))
-            )
+            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, handed_over))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
 
@@ -130,7 +147,7 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
 
 
-def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Kernel | None:
+def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Dispatched | None:
     """The kernel that was asked for by name.
 
     Raises:
@@ -140,22 +157,19 @@ def kernel_of(attention: str | None, transformer: Any, device: torch.device, pla
 
 
 def compose(
-    pipe: Any,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    keep_weights: bool,
-    text_after: After = "keep",
-    attention: str | None = None,
-) -> Composition:
-    """Cuts the pipeline's transformer into stages and keeps this rank's.
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
+    attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
+) -> Composition:  # fmt: skip
+    """Cuts the pipeline's transformer into stages and keeps this rank's; or splits its calls as a table says.
 
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
+    planned = models.planned(pipe, cp_plan)
+    if planned:
+        return _compose_planned(pipe, plan, mesh, device, planned, attention, keep_weights, text_after)
     spec = models.support(pipe)  # says no before anything is touched
     seats = Seats(pipe.transformer, spec)
     if seats.is_cut() and seats.loaded is None:
@@ -178,21 +192,38 @@ def compose(
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
     return Composition(
-        pipe,
-        plan,
-        mesh,
-        device,
-        spec,
-        seats,
-        stages,
-        weights,
-        pipefusion,
-        sharded,
-        parallel_vae,
-        trace,
-        encoders,
-        kernel,
-    )
+        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders, kernel
+    )  # fmt: skip
+
+
+def _compose_planned(
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, planned: dict[str, Mapping[str, Any]],
+    attention: str | None, keep: bool, text_after: After,
+) -> Composition:  # fmt: skip
+    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
+    transformers = {name: getattr(pipe, name) for name in planned}
+    kind = type(pipe.transformer).__name__
+    plan.check_planned(kind)
+    splits = None
+    if mesh.sequence.size > 1:
+        splits = Splits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
+    tables = list(planned.values())
+    seats = PlannedSeats(transformers, tables, splits, redirect.seat, counts=plan.cfg > 1)
+    for heads in seats.heads:
+        plan.check_heads(kind, heads)
+    kernel = kernel_of(attention, pipe.transformer, device, plan)
+    encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
+    parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
+    weights = seats.weights()
+    encoders.take()
+    pipe.to(device)
+    trace = Trace()
+    pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeStreams())
+    whole = Sharded(Cuts({}, 0, 1), keep=True)
+    return Composition(
+        pipe, plan, mesh, device, PLANNED, seats, [range(0)], weights, pipefusion, whole, parallel_vae, trace, encoders,
+        kernel, splits,
+    )  # fmt: skip
 
 
 def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool) -> Sharded:

@@ -25,7 +25,7 @@ from ditile.errors import ModelError, StateError
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
 from ditile.shape import Shape, filled_call
-from ditile.table import describe
+from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
 
@@ -104,8 +104,7 @@ class Runner:
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
-        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
-        self._assert_alike(call, reason or self._parts.seats.refuse(self._parts.owned))
+        self._assert_alike(call, self._refuse(call))
         self._check_rows(call)
         self._call = call
         self._running = True
@@ -123,14 +122,14 @@ class Runner:
         """
         if self._restored:
             return
-        if self.mesh.world > 1 and not self._keep:
+        if self._parts.cuts_weights and not self._keep:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
         if self._parts.encoders.freed:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         before, now = self._loras, self._lora_state()
-        if self.mesh.world > 1 and now != before:
+        if self._parts.cuts_weights and now != before:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
@@ -161,7 +160,10 @@ class Runner:
 
     def __str__(self) -> str:
         """Rank -> device, stage, blocks, parameters, memory of keys, bytes per step; for the last call's size."""
-        name, parts, shape = type(self.pipe).__name__, self._parts, self._shape(self._call)
+        name, parts = type(self.pipe).__name__, self._parts
+        if not parts.spec.blocks:
+            return describe_whole(name, type(self.pipe.transformer).__name__, self.plan, parts.weights, self._devices)
+        shape = self._shape(self._call)
         return describe(name, parts.spec, self.plan, shape, parts.stages, parts.weights, self._devices)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
@@ -181,8 +183,17 @@ class Runner:
         self.report = watch.report()
         return None if skip else result
 
+    def _refuse(self, call: Mapping[str, Any]) -> str | None:
+        """Why this rank cannot honour a call exactly, or None."""
+        reason = self._parts.spec.refuse(self.pipe, call)
+        if self._parts.spec.blocks:  # else every rank steps whole images
+            reason = reason or _refuse_whole_image(self.pipe, call)
+        return reason or self._parts.seats.refuse(self._parts.owned)
+
     def _check_rows(self, call: Mapping[str, Any]) -> None:
         """Says no to too many patches before anything runs, where the size asked for is the size that is made."""
+        if not self._parts.spec.blocks:
+            return
         if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             self.plan.check_rows(self._shape(call).grid.rows)
 
@@ -222,6 +233,7 @@ class Runner:
 def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -232,6 +244,10 @@ def parallelize(
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
+        attention: the kernel of all attention that is handed over, as diffusers names it; by default as the pipeline
+            has it.
+        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
+            class, where it has no `ModelSpec`.
 
     Raises:
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
@@ -240,7 +256,9 @@ def parallelize(
     mesh = build(plan)
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
-    composition = compose(pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after)
+    composition = compose(
+        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention, cp_plan=cp_plan
+    )
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 

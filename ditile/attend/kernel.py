@@ -65,7 +65,7 @@ class Dispatched:
     """
 
     def __init__(self, backend: AttentionBackendName | None) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
@@ -73,7 +73,7 @@ class Dispatched:
         """Attends."""
         also: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         also |= {} if k.shape[2] == q.shape[2] else {"enable_gqa": True}
-        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self._backend, **also)
+        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **also)
         return out
 
     def with_lse(
@@ -84,7 +84,7 @@ class Dispatched:
         Raises:
             ModelError: if the backend cannot give the log-sum-exp.
         """
-        name = self._backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
+        name = self.backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
         if name in ATEN:
             return fused(ATEN[name], q, k, v, mask, scale)
         if name not in FOREIGN:

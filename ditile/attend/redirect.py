@@ -6,7 +6,7 @@ runs. A layer that computes attention in another way is found out and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.attend.dispatch import refuse_order
 from ditile.errors import ModelError
-from ditile.seats import Core, override
+from ditile.seats import Core, attentions, dispatches, override
 
 
 class Redirect(TorchFunctionMode):
@@ -50,28 +50,19 @@ class Redirect(TorchFunctionMode):
         return self._core(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 
 
-def plain_attentions(transformer: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The attention modules whose processors do not go through diffusers' dispatch."""
-    return [(name, module) for name, module, processor in attentions(transformer) if not dispatches(processor)]
+def seat(stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[], bool]) -> None:
+    """Redirects attention in a model's forward, and checks that every attention module was reached.
 
-
-def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module with a processor, and that."""
-    for name, module in transformer.named_modules():
-        processor = getattr(module, "processor", None)
-        if processor is not None:
-            yield name, module, processor
-
-
-def dispatches(processor: Any) -> bool:
-    """Whether a processor goes through diffusers' dispatch."""
-    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")
-
-
-def install(stack: ExitStack, transformer: nn.Module, redirect: Redirect) -> None:
-    """Redirects attention in a model's forward, and checks that every attention module was reached."""
-    for name, module in plain_attentions(transformer):
-        override(stack, module, "forward", _watched(name, module, redirect))
+    Args:
+        stack: undoes it.
+        transformer: the model.
+        core: attends.
+        busy: whether a core is at work, whose kernel means what it calls.
+    """
+    redirect = Redirect(core, busy)
+    for name, module, processor in attentions(transformer):
+        if not dispatches(processor):
+            override(stack, module, "forward", _watched(name, module, redirect))
     forward = transformer.forward
 
     def called(*args: Any, **kwargs: Any) -> Any:

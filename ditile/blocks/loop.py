@@ -248,7 +248,7 @@ class Loop:
         patch: Tensor | None = None
         for op in self._schedule.after(self._pipefusion.stage, now.micro):
             assert op.patch is not None and self._latents is not None
-            span = now.layouts[0].latents(op.patch)
+            span = self._span(op.patch)
             if op.kind is Kind.RETURN:
                 assert patch is not None
                 self._pipefusion.give_back(patch)
@@ -259,6 +259,18 @@ class Loop:
                 )
                 self._write(patch, span)
         return result
+
+    def _span(self, patch: int) -> slice:
+        """Where a patch is in the latents. Where nothing is cut it is all of them, whatever the model."""
+        assert self._latents is not None
+        if self._is_cut:
+            return self.current().layouts[0].latents(patch)
+        return slice(0, self._latents.shape[self._dim])
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether latents are stepped by patches, or not here."""
+        return self._schedule.patches > 1 or self._schedule.stages > 1
 
     def _shadow(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert self._latents is not None
@@ -273,7 +285,7 @@ class Loop:
             return
         micro = self.current().micro
         after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
-        if self._latents is not None and not after_callback:
+        if self._latents is not None and self._is_cut and not after_callback:
             raise StateError(
                 f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
                 "such a pipeline cannot be divided into patches"

@@ -7,7 +7,9 @@ docs/design.md, section 1.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
@@ -71,7 +73,7 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
         f"{name} has no ModelSpec, so it cannot be cut into stages; known are {known}; "
-        "ditile.register(cls, ModelSpec(...)) adds one"
+        "ditile.register(cls, ModelSpec(...)) adds one; for ulysses and ring, parallelize(..., cp_plan={...}) will do"
     )
 
 
@@ -102,6 +104,25 @@ def support(pipe: diffusers.DiffusionPipeline) -> ModelSpec:
             "run it without a plan"
         )
     return spec_of(transformer)
+
+
+def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """What is split over tokens in each transformer of a pipeline; empty where it has a `ModelSpec`, or no table.
+
+    Args:
+        pipe: the pipeline.
+        cp_plan: the table to use; None is that of the transformer's own class.
+    """
+    found = {}
+    for name in ("transformer", "transformer_2"):
+        transformer = getattr(pipe, name, None)
+        if not isinstance(transformer, nn.Module):
+            continue
+        known = any(cls in _SPECS for cls in type(transformer).__mro__)
+        table = getattr(transformer, "_cp_plan", None) if cp_plan is None and not known else cp_plan
+        if table is not None:
+            found[name] = table
+    return found
 
 
 def _call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:

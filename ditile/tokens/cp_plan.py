@@ -1,8 +1,9 @@
 """Plans as tables: diffusers' `_cp_plan` says what of a model is split over tokens, and where it is put together again.
 
-It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `layout.share`: the first ranks have
-one token more, nothing is padded, and no size is ever sent: all ranks have seen the same whole lengths. Which tokens an
-attention layer sees follows from their number. Where two sequences could be taken for one another it says so and stops.
+It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `layout.share`: the first ranks
+have one token more, nothing is padded, and no size is ever sent: all ranks have seen the same whole lengths. Which
+tokens an attention layer sees follows from their number. Where two sequences could be taken for one another it says so
+and stops.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ditile.errors import ModelError, PlanError
+from ditile.errors import PlanError
 from ditile.generation import Tokens
 from ditile.layout import share
 from ditile.mesh import Axis
@@ -143,7 +144,7 @@ class Splits:
         ranks = self.axis.size
         if length < ranks:
             raise PlanError(
-                f"{name} has {length} token(s) for {ranks} ranks; use ulysses x ring of at most {length}, or a longer one"
+                f"{name} has {length} token(s) for {ranks} ranks; use at most {length} ranks, or a longer one"
             )
         if length % ranks and not self._uneven:
             fits = ", ".join(str(n) for n in range(1, length + 1) if length % n == 0 and n < 2 * ranks)
@@ -270,7 +271,7 @@ def _cut(entry: Any, path: str) -> Cut | None:
     dim = getattr(entry, "split_dim", getattr(entry, "gather_dim", None))
     if dim is None:
         raise PlanError(
-            f"cp_plan: {entry!r} at {path!r} is no entry; use ContextParallelInput or ContextParallelOutput of diffusers"
+            f"cp_plan: {entry!r} at {path!r} is no entry; use diffusers' ContextParallelInput or ContextParallelOutput"
         )
     return Cut(dim, entry.expected_dims, getattr(entry, "split_output", False))
 

@@ -15,7 +15,7 @@ from ditile.mesh import Axis
 from ditile.transport import Traffic, start_gather
 
 KIND = "masks"
-KEPT = 8  # guidance branches, with room
+KEPT = 1024  # guidance branches x the layers that share one core
 
 
 class Remembered(NamedTuple):

@@ -57,9 +57,7 @@ class PlannedAttention:
 
     overlaps = False
 
-    def __init__(
-        self, splits: Splits, over: Over, kernel: Kernel, masks: GatheredMasks, source: MasksOfCall
-    ) -> None:
+    def __init__(self, splits: Splits, over: Over, kernel: Kernel, masks: GatheredMasks, source: MasksOfCall) -> None:
         self._splits, self._over, self._kernel = splits, over, kernel
         self._masks, self._source = masks, source
 
