@@ -211,7 +211,7 @@ class Plan:
         wanted = {
             name: getattr(self, name)
             for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses")
-            if getattr(self, name) not in (None, 1, False)
+            if getattr(self, name) is True or (getattr(self, name) or 1) > 1
         }
         for name, value in wanted.items():
             raise PlanError(

@@ -144,7 +144,7 @@ def wan_pipeline() -> tuple[WanPipeline, dict[str, Any]]:
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0),
     )  # fmt: skip
     call = {
-        "prompt_embeds": draw(1, 7, 16, seed=1), "negative_prompt_embeds": draw(1, 7, 16, seed=2), "height": 48,
+        "prompt_embeds": draw(1, 9, 16, seed=1), "negative_prompt_embeds": draw(1, 9, 16, seed=2), "height": 48,
         "width": 80, "num_frames": 1, "num_inference_steps": 4, "guidance_scale": 3.0, "output_type": "latent",
     }  # fmt: skip
     return quiet(pipe), call
