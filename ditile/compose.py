@@ -132,7 +132,7 @@ class Composition:
 
 def split_of(plan: Plan) -> Split:
     """How a plan's ranks share out the tokens."""
-    return Split(plan.ring, plan.distrifusion, plan.ulysses)
+    return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
 
 
 def stages_of(seats: Seats, plan: Plan) -> list[range]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, PlanError
 from ditile.trace import Event
 from tests.exact.cases import MAKE, divided, run
 from tests.pool import Pool
@@ -87,6 +87,25 @@ def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> Non
             for earlier, later in ("qk", "kv"):
                 assert layer[f"exchange {earlier}"].start <= layer[f"project {later}"].start
                 assert layer[f"exchange {earlier}"].end >= layer[f"project {later}"].end
+
+
+def uneven_refused(plan: dict[str, Any], call: dict[str, Any]) -> str:
+    with divided(MAKE["flux"](), **plan) as runner, pytest.raises(PlanError) as caught:
+        run(runner, "flux", **call)
+    return str(caught.value)
+
+
+def test_uaa(pool: Pool) -> None:
+    """Off, it forbids what does not divide, and says what would; on or off, what divides is what it is without.
+
+    A failure means that the flag is read by nobody.
+    """
+    even = {"height": 32, "width": 32, "max_sequence_length": 8}
+    check(pool, "flux", 2, [{"ulysses": 2, "uaa": uaa} for uaa in (True, False, None)], **even)
+    check(pool, "flux", 2, [{"ulysses": 2, "uaa": True}], height=40, width=56, max_sequence_length=7)
+    for plan in ({"ulysses": 2, "uaa": False}, {"ring": 2, "uaa": False}):
+        for message in pool.run(uneven_refused, 2, plan, even | {"max_sequence_length": 7}):
+            assert "7 tokens of text" in message and "leave uaa out" in message and "\n" not in message
 
 
 def fused_projections() -> str:
