@@ -7,6 +7,7 @@ docs/design.md, section 1.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ _SPECS: dict[type, ModelSpec] = {
     PixArtTransformer2DModel: PIXART,
     SD3Transformer2DModel: SD3,
 }
+
+
+_PLAIN = re.compile(r"(Video)?Transformer(2D|3D)?Model$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,16 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
 
 def families() -> list[Family]:
     """Every family with the rung of the ladder that it is on, and why."""
-    return [
+    known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
+    classes = [getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name]
+    tables = [
+        Family(_PLAIN.sub("", cls.__name__), cls.__name__, (), "ulysses, ring", "diffusers has a _cp_plan of it")
+        for cls in classes
+        if getattr(cls, "_cp_plan", None) and cls not in _SPECS
+    ]
+    return [*known, *tables]
 
 
 def support(pipe: diffusers.DiffusionPipeline) -> ModelSpec:

@@ -5,13 +5,18 @@ Sums are made in another order along ring, and matrices have other shapes: 1e-5 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 from torch import Tensor
 
 from ditile.errors import ModelError, PlanError
+from ditile.plan import Plan
+from ditile.runner import parallelize
 from ditile.trace import Event
 from tests.exact.cases import MAKE, divided, run
 from tests.pool import Pool
@@ -106,6 +111,36 @@ def test_uaa(pool: Pool) -> None:
     for plan in ({"ulysses": 2, "uaa": False}, {"ring": 2, "uaa": False}):
         for message in pool.run(uneven_refused, 2, plan, even | {"max_sequence_length": 7}):
             assert "7 tokens of text" in message and "leave uaa out" in message and "\n" not in message
+
+
+def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
+    """How often the kernel that was chosen was asked, the picture, the plain one; what is said of an unknown one."""
+    calls, stock = [0], registry._backends[AttentionBackendName._NATIVE_MATH]
+
+    @functools.wraps(stock)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return stock(*args, **kwargs)
+
+    pipe = MAKE[name]()
+    wanted = run(pipe, name)
+    registry._backends[AttentionBackendName._NATIVE_MATH] = counted
+    try:
+        got = run(parallelize(pipe, Plan(ulysses=2), attention="_native_math"), name)
+    finally:
+        registry._backends[AttentionBackendName._NATIVE_MATH] = stock
+    with pytest.raises(ModelError) as caught:
+        parallelize(pipe, Plan(ulysses=2), attention="quick")
+    return calls[0], got, wanted, str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_the_kernel_that_was_chosen(pool: Pool, name: str) -> None:
+    """A failure means that a family keeps to its own kernel, whatever is asked for."""
+    for calls, got, wanted, message in pool.run(kernels, 2, name):
+        assert calls > 4
+        close(got, wanted, name)
+        assert "'quick'" in message and "native" in message and "\n" not in message
 
 
 def fused_projections() -> str:
