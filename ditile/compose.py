@@ -192,7 +192,8 @@ def compose(
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
     return Composition(
-        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders, kernel
+        pipe, plan, mesh, device, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace, encoders,
+        kernel,
     )  # fmt: skip
 
 
