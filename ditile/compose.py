@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ditile import env, models
-from ditile.attend import dispatch
-from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, StaleKeys, alone
-from ditile.attend.kernel import NATIVE, Dispatched
+from ditile.attend import dispatch, redirect
+from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, StaleKeys, alone
+from ditile.attend.kernel import NATIVE, Dispatched, chosen
 from ditile.batch.denoise import SharedBatch
 from ditile.batch.split import images_of
 from ditile.blocks.loop import Hooks, Loop
@@ -24,11 +24,15 @@ from ditile.generation import Generation
 from ditile.layout import Split
 from ditile.mesh import Mesh
 from ditile.plan import Plan
-from ditile.seams import Exchange, Kernel, Keys
+from ditile.seams import Exchange, Kernel, Keys, WholeStreams
 from ditile.seats import Core, OneSeat, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
+from ditile.tokens.cp_plan import Splits
 from ditile.tokens.distrifusion import DistriKeys
+from ditile.tokens.masks import GatheredMasks
+from ditile.tokens.planned import MasksOfCall, PlannedAttention
+from ditile.tokens.planned_seats import PLANNED, PlannedSeats
 from ditile.tokens.ring import RingGather, RingKeys
 from ditile.tokens.ulysses import Overlapped, Ulysses
 from ditile.trace import Trace
@@ -47,6 +51,8 @@ class Composition:
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
+        kernel: attends; None is what each processor would use.
+        splits: what is split in the call at hand, where a table says so.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -64,6 +70,8 @@ class Composition:
     parallel_vae: ParallelVAE | None
     trace: Trace
     encoders: Encoders
+    kernel: Dispatched | None = None
+    splits: Splits | None = None
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
@@ -86,17 +94,28 @@ class Composition:
             self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan), batch,
             latent_dim=dim, trace=self.trace,
         )  # fmt: skip
+        sequence, traffic = self.mesh.sequence, self.mesh.traffic
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
-            kernel = Dispatched(backend) if through_dispatch else NATIVE
+            kernel = self.kernel or (Dispatched(backend) if through_dispatch else NATIVE)
             keys = self._keys(loop.current, layer, kernel)
-            return AttentionCore(loop.current, self._exchange(loop.current), keys, joint=joint)
+            exchange, splits = self._exchange(loop.current), self.splits
+            if splits is not None:
+                source = MasksOfCall(splits)
+                gathered = GatheredMasks(sequence, self.mesh["ulysses"], traffic, source)
+                over = AttentionCore(loop.current, exchange, keys, gathered, joint=joint).over
+                return PlannedAttention(splits, over, kernel, gathered, source)
+            masks = OwnMasks() if sequence.size == 1 else GatheredMasks(sequence, self.mesh["ulysses"], traffic)
+            return AttentionCore(loop.current, exchange, keys, masks, joint=joint)
+
+        def handed_over(backend: Any) -> Any:
+            return dispatch.backend(backend if self.kernel is None else self.kernel.backend)
 
         with ExitStack() as stack:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, dispatch.BACKEND))
+            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, handed_over))
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
@@ -121,7 +140,7 @@ class Composition:
 
 def split_of(plan: Plan) -> Split:
     """How a plan's ranks share out the tokens."""
-    return Split(plan.ring, plan.distrifusion, plan.ulysses)
+    return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
 
 
 def stages_of(seats: Seats, plan: Plan) -> list[range]:
@@ -137,16 +156,29 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
 
 
+def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Dispatched | None:
+    """The kernel that was asked for by name.
+
+    Raises:
+        ModelError: if it is unknown, or cannot run here.
+    """
+    return chosen(attention, device, transformer.dtype, lse=plan.ring > 1) if attention is not None else None
+
+
 def compose(
-    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep"
-) -> Composition:
-    """Cuts the pipeline's model into stages and keeps this rank's.
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
+    attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
+) -> Composition:  # fmt: skip
+    """Cuts the pipeline's model into stages and keeps this rank's; or splits its calls as a table says.
 
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
+    planned = {} if plan.divides_the_batch_alone else models.planned(pipe, cp_plan)
+    if planned:
+        return _compose_planned(pipe, plan, mesh, device, planned, attention, keep_weights, text_after)
     spec = models.support(pipe, plan)  # says no before anything is touched
     model = models.model_of(pipe)
     seats = (OneSeat if plan.divides_the_batch_alone else Seats)(model, spec)
@@ -156,6 +188,7 @@ def compose(
     if reason:
         raise ModelError(reason)
     stages = stages_of(seats, plan)
+    kernel = kernel_of(attention, pipe.transformer, device, plan)
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
@@ -166,13 +199,43 @@ def compose(
     sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
-    dispatch.install()
     trace = Trace()
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
     pipefusion.connect(device)
     return Composition(
         pipe, plan, mesh, device, model, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace,
-        encoders,
+        encoders, kernel,
+    )  # fmt: skip
+
+
+def _compose_planned(
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, planned: dict[str, Mapping[str, Any]],
+    attention: str | None, keep: bool, text_after: After,
+) -> Composition:  # fmt: skip
+    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
+    transformers = {name: getattr(pipe, name) for name in planned}
+    model = models.model_of(pipe) if plan.cfg * plan.data > 1 else pipe.transformer
+    kind = type(model).__name__
+    plan.check_planned(kind)
+    splits = None
+    if mesh.sequence.size > 1:
+        splits = Splits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
+    tables = list(planned.values())
+    seats = PlannedSeats(transformers, tables, splits, redirect.seat, counts=plan.cfg > 1)
+    for heads in seats.heads:
+        plan.check_heads(kind, heads)
+    kernel = kernel_of(attention, pipe.transformer, device, plan)
+    encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
+    parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
+    weights = seats.weights()
+    encoders.take()
+    pipe.to(device)
+    trace = Trace()
+    pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeStreams())
+    whole = Sharded(Cuts({}, 0, 1), keep=True)
+    return Composition(
+        pipe, plan, mesh, device, model, PLANNED, seats, [range(0)], weights, pipefusion, whole, parallel_vae, trace,
+        encoders, kernel, splits,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
         pipe = load(wanted.model, dtype=run.dtype, plan=plan)
         if wanted.image is not None:
             pipe = image_to_image(pipe)
-        runner = ditile.parallelize(pipe, plan, device=run.device)
+        runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention)
         seed = _agreed_seed(wanted.seed, runner.mesh.everyone)
         call = arguments(pipe, wanted, defaults(wanted.model))
         runner.trace = run.trace is not None

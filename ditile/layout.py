@@ -105,12 +105,13 @@ class Layout:
 class Split:
     """How ranks share out the tokens of a patch: evenly, or (DistriFusion) a patch of rows each and the text to all.
 
-    Ranks are counted with ulysses innermost.
+    Ranks are counted with ulysses innermost. With `uneven` off, shares of a rank more or less are refused.
     """
 
     ring: int = 1
     distrifusion: int = 1
     ulysses: int = 1
+    uneven: bool = True
 
     @property
     def ranks(self) -> int:
@@ -121,7 +122,7 @@ class Split:
         """What each rank has of a patch, or of the whole image (None).
 
         Raises:
-            PlanError: if a rank would have no token of the image.
+            PlanError: if a rank would have no token of the image, or not as many as another and `uneven` is off.
         """
         text = range(layout.text if layout.carries_text(patch) else 0)
         if self.distrifusion > 1:
@@ -140,7 +141,22 @@ class Split:
                 f"{name} has fewer tokens than the {self.ranks} ranks that share it out; "
                 "use fewer patches, a lower ring or ulysses degree, or a larger image"
             )
+        if not self.uneven:
+            self._check_even(parts, patch)
         return parts
+
+    def _check_even(self, parts: tuple[Part, ...], patch: int | None) -> None:
+        ranks = self.ring * self.ulysses
+        for first in range(0, len(parts), ranks):
+            some = parts[first : first + ranks]
+            for name, lengths in (("text", [len(p.text) for p in some]), ("image", [p.image_tokens for p in some])):
+                if len(set(lengths)) > 1:
+                    fits = ", ".join(str(n) for n in range(1, ranks + 1) if sum(lengths) % n == 0)
+                    where = "" if patch is None else f" in patch {patch}"
+                    raise PlanError(
+                        f"{sum(lengths)} tokens of {name}{where} are not divided by the {ranks} ranks of ring x "
+                        f"ulysses and uaa is off; try {fits} ranks, or leave uaa out"
+                    )
 
     def _of_rows(self, layout: Layout, text: range) -> tuple[Part, ...]:
         width, parts, at = layout.grid.tokens_per_row, list[Part](), 0

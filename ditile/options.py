@@ -68,6 +68,7 @@ class Run:
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
     device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    attention: str | None = option(None, "attention kernel: native, flash, sage, ..; the model's own", metavar="NAME")
     threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
     stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
     trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")

@@ -224,6 +224,19 @@ class Plan:
                 f"try {_divisors(heads // self.tensor)}, or leave uaa out"
             )
 
+    def check_planned(self, model: str) -> None:
+        """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided so."""
+        wanted = {
+            name: getattr(self, name)
+            for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses")
+            if getattr(self, name) is True or (getattr(self, name) or 1) > 1
+        }
+        for name, value in wanted.items():
+            raise PlanError(
+                f"{name}={value} needs a ModelSpec, and {model} has a table of splits alone, which gives ulysses, "
+                f"ring, data and cfg; try ulysses={self.world}, or ditile.register({model}, ModelSpec(...))"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON types; `Plan(**d)` is its inverse."""
         return dataclasses.asdict(self)

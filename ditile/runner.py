@@ -188,7 +188,9 @@ class Runner:
         """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
         if self.plan.divides_the_batch_alone:
             return None
-        reason = self._parts.spec.refuse(self.pipe, call) or _refuse_whole_image(self.pipe, call)
+        reason = self._parts.spec.refuse(self.pipe, call)
+        if self._parts.spec.blocks:  # else every rank steps whole images
+            reason = reason or _refuse_whole_image(self.pipe, call)
         return reason or self._parts.seats.refuse(self._parts.owned)
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
@@ -198,7 +200,7 @@ class Runner:
             filled = {name: value for name, value in (defaults | dict(call)).items() if value is not None}
             conditioning = self._parts.spec.conditioning(filled)
             self.plan.check_guidance(conditioning.rows * conditioning.calls)
-        if self.plan.divides_the_batch_alone:
+        if self.plan.divides_the_batch_alone or not self._parts.spec.blocks:
             return
         if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             self.plan.check_rows(self._shape(call).grid.rows)
@@ -240,6 +242,7 @@ class Runner:
 def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -250,6 +253,10 @@ def parallelize(
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
+        attention: the kernel of all attention that is handed over, as diffusers names it; by default as the pipeline
+            has it.
+        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
+            class, where it has no `ModelSpec`.
 
     Raises:
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
@@ -258,7 +265,9 @@ def parallelize(
     mesh = build(plan)
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
-    composition = compose(pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after)
+    composition = compose(
+        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention, cp_plan=cp_plan
+    )
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 

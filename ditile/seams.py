@@ -12,13 +12,20 @@ from typing import Protocol
 from torch import Tensor
 
 from ditile.generation import Tokens
+from ditile.keymask import Extra, KeyMask
 
 Make = Callable[[], Tensor]
 """Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
 
 
 class Exchange(Protocol):
-    """Trades a split over tokens for one over heads, and back."""
+    """Trades a split over tokens for one over heads, and back.
+
+    Attributes:
+        overlaps: whether q, k and v travel one by one, each while the next is made.
+    """
+
+    overlaps: bool
 
     def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
         """Makes q, k and v `[B, own tokens, N, H]` into `[B, tokens of the ulysses ranks, own heads, H]`."""
@@ -32,8 +39,19 @@ class Exchange(Protocol):
 class Keys(Protocol):
     """Which keys and values the queries attend to."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """The output of fresh queries `[B, S, N, H]`."""
+        ...
+
+
+class Masks(Protocol):
+    """Collects the masks of the keys of all ranks that share out the tokens."""
+
+    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+        """From `mask`, that of this rank's keys `[B or 1, N or 1, 1, keys]`, which was made of what was `given`.
+
+        Of the heads only this rank's are kept; all, if their number is None.
+        """
         ...
 
 

@@ -28,7 +28,19 @@ _ABSENT = object()
 _LOADED = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Core(Protocol):
+    """The attention of a layer, such as `AttentionCore`.
+
+    Attributes:
+        overlaps: whether it gains by q, k and v that are made one after the other.
+    """
+
+    overlaps: bool
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor: ...
 
 
 class State(NamedTuple):
@@ -186,8 +198,9 @@ class Seats:
 
     @contextmanager
     def installed(
-        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any
-    ) -> Iterator[None]:
+        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
+        dispatch: Callable[[Any], Any],
+    ) -> Iterator[None]:  # fmt: skip
         """Seats the policy for the length of a call.
 
         Args:
@@ -195,7 +208,7 @@ class Seats:
             owned: the blocks that run here.
             current: the generation under way.
             core: (layer, backend, joint) -> the attention of a layer.
-            dispatch: the name of the attention backend that hands over to a core.
+            dispatch: the name of the attention backend that hands over to a core, given the one that was named.
         """
         memo = _Memo(self.spec, current)
         with ExitStack() as stack:
@@ -255,9 +268,12 @@ class Seats:
     def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
         if self.spec.processor is not None:
             return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
+        attend = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
+        if self.spec.overlapped is not None and attend.overlaps:
+            return self.spec.overlapped(attend)
         mine = copy.copy(stock)
-        mine._parallel_config = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
-        mine._attention_backend = dispatch
+        mine._parallel_config = attend
+        mine._attention_backend = dispatch(stock._attention_backend)
         return mine
 
     def _seat_output(self, stack: ExitStack, policy: Policy) -> None:
@@ -321,6 +337,19 @@ class _Memo:
             return now.memory.of_step((name, now.branch), lambda: forward(*args, **kwargs))
 
         return remembered
+
+
+def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module of a model that has an attention processor, and that."""
+    for name, module in transformer.named_modules():
+        processor = getattr(module, "processor", None)
+        if processor is not None:
+            yield name, module, processor
+
+
+def dispatches(processor: Any) -> bool:
+    """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
+    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")
 
 
 def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

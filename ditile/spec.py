@@ -74,6 +74,8 @@ class ModelSpec:
         per_step: modules whose output does not change during a step.
         processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
             diffusers' `dispatch_attention_fn`.
+        overlapped: the same, which computes q, k and v one after the other when asked to; used where they are to travel
+            so, by families that need no processor otherwise.
         stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
         tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
@@ -95,6 +97,7 @@ class ModelSpec:
     constant: tuple[str, ...] = ()
     per_step: tuple[str, ...] = ()
     processor: Callable[[Any], Any] | None = None
+    overlapped: Callable[[Any], Any] | None = None
     stock: tuple[type, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

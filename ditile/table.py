@@ -44,11 +44,11 @@ def describe(
 
 
 def describe_whole(pipeline: str, model: str, plan: Plan, weights: Weights, devices: Sequence[str]) -> str:
-    """The same for a model of which nothing is known: every rank runs the whole of it, on its rows."""
+    """The same for a model without a `ModelSpec`: every rank has the whole of its weights."""
     table = Table("rank", "device", "parameters")
     for rank, device in enumerate(devices):
         table.add_row(str(rank), device, f"{weights.shared / 1e6:,.2f} M")
-    return _text(f"{pipeline}: {model}, which has no ModelSpec: data and cfg", f"plan: {plan}", table)
+    return _text(f"{pipeline}: {model}, which has no ModelSpec", f"plan: {plan}", table)
 
 
 def amount(count: float) -> str:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ditile.errors import StateError
 from ditile.generation import Generation, Tokens
+from ditile.keymask import Extra, KeyMask, of_keys, refuse_masks
 from ditile.layout import joined
 from ditile.memory import KeyStore
-from ditile.seams import Exchange, Gather, Kernel, Keys, Make
+from ditile.seams import Exchange, Gather, Kernel, Keys, Make, Masks
 
 
 class AttentionCore:
@@ -24,20 +25,39 @@ class AttentionCore:
 
     Args:
         current: the generation under way.
-        exchange, keys: see there.
+        exchange, keys, masks: see there.
         joint: whether the layer sees the text too.
+
+    Attributes:
+        overlaps: whether it gains by q, k and v that are made one after the other.
     """
 
-    def __init__(self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, *, joint: bool) -> None:
-        self._current, self._exchange, self._keys, self._joint = current, exchange, keys, joint
+    def __init__(
+        self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, masks: Masks, *, joint: bool
+    ) -> None:
+        self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
+        self._joint = joint
+        self.overlaps = exchange.overlaps
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
         """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand; dummies come back as zeros."""
-        return self.of(lambda: q, lambda: k, lambda: v)
+        return self.of(lambda: q, lambda: k, lambda: v, mask=mask, scale=scale)
 
-    def of(self, q: Make, k: Make, v: Make) -> Tensor:
+    def of(self, q: Make, k: Make, v: Make, *, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         """The same for tensors yet to be made, so that each can travel while the next is computed."""
-        tokens, heads = self._current().tokens(joint=self._joint), 0
+        return self.over(self._current().tokens(joint=self._joint), (q, k, v), mask=mask, scale=scale)
+
+    def over(
+        self, tokens: Tokens, makes: Sequence[Make], *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """The same over tokens that are named.
+
+        Raises:
+            ModelError: if the mask is not one of keys alone.
+        """
+        heads = 0
 
         def real(make: Make) -> Make:
             def made() -> Tensor:
@@ -48,16 +68,24 @@ class AttentionCore:
 
             return made
 
-        query, key, value = self._exchange.to_heads([real(q), real(k), real(v)], tokens)
-        out = self._exchange.to_tokens(self._keys.attend(query, key, value, tokens), tokens, heads)
+        query, key, value = self._exchange.to_heads([real(make) for make in makes], tokens)
+        known = None if mask is None else self._masked(mask, query.shape[0], tokens, heads)
+        has_heads = query.shape[2] > 0  # there may be more ranks than heads
+        out = self._keys.attend(query, key, value, tokens, Extra(known, scale)) if has_heads else query
+        out = self._exchange.to_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
         return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
 
+    def _masked(self, mask: Tensor, batch: int, tokens: Tokens, heads: int) -> KeyMask:
+        return self._masks.gather(of_keys(mask, batch)[..., tokens.real], mask, tokens, heads)
+
 
 class NoExchange:
     """Every rank has all heads of its tokens."""
+
+    overlaps = False
 
     def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
         """Makes them."""
@@ -68,15 +96,23 @@ class NoExchange:
         return out
 
 
+class OwnMasks:
+    """This rank has all keys."""
+
+    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+        """Nothing."""
+        return KeyMask((mask,))
+
+
 class FreshKeys:
     """The keys that came: nothing is stale, nobody else has any."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """Attends."""
-        return self._kernel(q, k, v)
+        return self._kernel(q, k, v, mask=extra.mask.rows[0] if extra.mask else None, scale=extra.scale)
 
 
 class StaleKeys:
@@ -100,21 +136,24 @@ class StaleKeys:
         self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
         self._gather, self._check = gather, check
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """Attends."""
         now = self._current()
         step, patch = now.micro
+        refuse_masks(extra, self._layer)
         if patch is None and not now.keeps_keys(step):
-            return self._fresh.attend(q, k, v, tokens)
+            return self._fresh.attend(q, k, v, tokens, extra)
         store = now.memory.store(now.branch, self._layer, tokens.length, now.layout.patches)
         k, v = self._gather(k, v, tokens)
         whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs))
         store.stamp(step, patch)
         if patch is None:
-            return self._kernel(q, k, v)  # in the order in which they came: bit-identical to one process
+            return self._kernel(
+                q, k, v, scale=extra.scale
+            )  # in the order in which they came: bit-identical to one process
         if self._check:
             self._assert_ages(store, now)
-        return self._kernel(q, *whole)
+        return self._kernel(q, *whole, scale=extra.scale)
 
     def _assert_ages(self, store: KeyStore, now: Generation) -> None:
         step = now.micro.step

@@ -7,29 +7,47 @@ process-wide changes: text encoders, VAE and other pipelines never reach it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
+from ditile.attend.kernel import Dispatched
+from ditile.errors import ModelError
+from ditile.seams import Kernel
 
-def _member() -> AttentionBackendName:
-    """A name that is an instance of the closed enum without being one of its members."""
-    name = str.__new__(AttentionBackendName, "ditile")
-    name._name_, name._value_ = "DITILE", "ditile"
+
+@functools.cache
+def backend(kernel: AttentionBackendName | None) -> AttentionBackendName:
+    """The name under which processors hand over to their core; attention that has none goes to `kernel`.
+
+    It is an instance of the closed enum without being one of its members.
+    """
+    value = "ditile" if kernel is None else f"ditile {kernel.value}"
+    name = str.__new__(AttentionBackendName, value)
+    name._name_, name._value_ = value.upper(), value
+    _AttentionBackendRegistry.register(name)(functools.partial(attend, Dispatched(kernel)))
     return name
 
 
-BACKEND = _member()
+def attend(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, _parallel_config: Any = None,
+) -> Tensor:  # fmt: skip
+    """Hands q, k and v `[B, S, N, H]` to the core of the layer; where there is none, to the kernel.
 
-
-def attend(query: Tensor, key: Tensor, value: Tensor, _parallel_config: Any = None) -> Tensor:
-    """Hands q, k and v `[B, S, N, H]` to the `AttentionCore` of the layer."""
-    out: Tensor = _parallel_config(query, key, value)
+    Raises:
+        ModelError: if attention is causal or drops out.
+    """
+    refuse_order(dropout_p, is_causal)
+    out: Tensor = (_parallel_config or kernel)(query, key, value, mask=attn_mask, scale=scale)
     return out
 
 
-def install() -> None:
-    """Makes the backend known to diffusers."""
-    if BACKEND not in _AttentionBackendRegistry._backends:
-        _AttentionBackendRegistry.register(BACKEND)(attend)
+def refuse_order(dropout_p: float, is_causal: bool) -> None:
+    """Raises `ModelError` if attention is causal or drops out."""
+    if dropout_p:
+        raise ModelError(f"attention drops out with dropout_p={dropout_p}; call eval() on the transformer")
+    if is_causal:
+        raise ModelError("causal attention cannot be shared out over ranks; run this model with ulysses=1 and ring=1")

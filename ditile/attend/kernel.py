@@ -8,12 +8,33 @@ import torch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
+    _check_attention_backend_requirements,
+    _maybe_download_kernel_for_backend,
     dispatch_attention_fn,
 )
 from torch import Tensor
 from torch.nn import functional
 
 from ditile.errors import ModelError
+
+ATEN = {
+    AttentionBackendName.NATIVE: "",
+    AttentionBackendName._NATIVE_FLASH: "flash",
+    AttentionBackendName._NATIVE_EFFICIENT: "efficient",
+    AttentionBackendName._NATIVE_CUDNN: "cudnn",
+}
+"""Backends whose log-sum-exp comes from torch's own kernels; the empty one is whatever suits."""
+
+FOREIGN = (
+    AttentionBackendName.FLASH,
+    AttentionBackendName.FLASH_HUB,
+    AttentionBackendName._FLASH_3,
+    AttentionBackendName._FLASH_3_HUB,
+    AttentionBackendName.AITER_FA2_HUB,
+    AttentionBackendName.SAGE,
+    AttentionBackendName.SAGE_HUB,
+)
+"""Backends that give it themselves, all as `[B, N, S]`, whatever the layout of q."""
 
 
 class Native:
@@ -33,21 +54,18 @@ class Native:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attends by one of torch's own fused kernels, which all know the log-sum-exp."""
-        repeat = q.shape[2] // k.shape[2]
-        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)))
-        out, lse = _fused(q, k, v, mask, scale)
-        return out.transpose(1, 2), lse.transpose(1, 2)
+        return fused("", q, k, v, mask, scale)
 
 
 class Dispatched:
-    """The kernel that the user chose with `set_attention_backend`, by way of diffusers' own dispatch.
+    """A kernel that diffusers offers, by way of its own dispatch.
 
     Args:
         backend: its name; None is the one that is active in the process.
     """
 
     def __init__(self, backend: AttentionBackendName | None) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
@@ -55,43 +73,111 @@ class Dispatched:
         """Attends."""
         also: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         also |= {} if k.shape[2] == q.shape[2] else {"enable_gqa": True}
-        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self._backend, **also)
+        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **also)
         return out
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attends; `native` knows no log-sum-exp, and torch's fused kernels stand for it.
+        """Attends.
 
         Raises:
             ModelError: if the backend cannot give the log-sum-exp.
         """
-        name = self._backend or _AttentionBackendRegistry.get_active_backend()[0]
-        if name == AttentionBackendName.NATIVE:
-            return NATIVE.with_lse(q, k, v, mask=mask, scale=scale)
-        if "return_lse" not in _AttentionBackendRegistry._supported_arg_names[name]:
-            raise ModelError(f"the attention backend {name.value} gives no log-sum-exp, which ring needs; try native")
-        attend = _AttentionBackendRegistry._backends[name]
-        also: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
-        out, lse = attend(query=q, key=k, value=v, scale=scale, return_lse=True, **also)
-        return out, lse
+        name = self.backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
+        if name in ATEN:
+            return fused(ATEN[name], q, k, v, mask, scale)
+        if name not in FOREIGN:
+            known = ", ".join(one.value for one in (*ATEN, *FOREIGN))
+            raise ModelError(f"the attention kernel {name.value} gives no log-sum-exp, which ring needs; try {known}")
+        if mask is not None:
+            raise ModelError(f"the attention kernel {name.value} takes no mask, which this model has; try native")
+        k, v = _as_many_heads(q, k, v)
+        out, lse = _AttentionBackendRegistry._backends[name](query=q, key=k, value=v, scale=scale, return_lse=True)
+        return out, lse.transpose(1, 2).float()
 
 
 NATIVE = Native()
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """`[B, N, S, H]` to the output and the log-sum-exp `[B, N, S]`."""
-    if mask is not None:
-        mask = (
-            torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-        )
-        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).to(q.dtype)
-    if q.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-    elif mask is None and q.dtype in (torch.float16, torch.bfloat16):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+def chosen(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> Dispatched:
+    """The kernel of a name, tried once on a few numbers.
+
+    Args:
+        name: as diffusers calls it: native, _native_cudnn, flash, sage and so on.
+        device, dtype: of q, k and v.
+        lse: whether the log-sum-exp will be wanted.
+
+    Raises:
+        ModelError: if it is unknown, or cannot run here.
+    """
+    known = [one.value for one in AttentionBackendName]
+    if name not in known:
+        raise ModelError(f"attention={name!r} is not known; try one of {', '.join(known)}")
+    backend = AttentionBackendName(name)
+    kernel, x = Dispatched(backend), torch.zeros(1, 32, 2, 64, device=device, dtype=dtype)
+    try:
+        _check_attention_backend_requirements(backend)
+        _maybe_download_kernel_for_backend(backend)
+        kernel(x, x, x)
+        if lse:
+            kernel.with_lse(x, x, x)
+    except ModelError:
+        raise
+    except (RuntimeError, ValueError, TypeError, ImportError, OSError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"attention={name} cannot run on {device} in {str(dtype).removeprefix('torch.')} ({reason}); try native"
+        ) from error
+    return kernel
+
+
+def fused(
+    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by one of torch's kernels or what suits.
+
+    Raises:
+        ModelError: if the kernel named takes no mask, and there is one.
+    """
+    size, length = q.shape[3], q.shape[1]
+    scale = size**-0.5 if scale is None else scale
+    k, v = _as_many_heads(q, k, v)
+    on_cpu = q.device.type == "cpu"
+    if not on_cpu and size % 8:  # the kernels behind the front door want it
+        q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    bias = None if mask is None else _bias(mask, q, k)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if not name:
+        name = "flash" if bias is None and half and size <= 256 else "efficient"
+    if on_cpu:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+    elif name == "flash":
+        if bias is not None:
+            raise ModelError("the attention kernel _native_flash takes no mask, which this model has; try native")
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
+    elif name == "cudnn":
+        q, k, v = (x.contiguous() for x in (q, k, v))  # it is wrong on others
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2]
+        lse = lse.squeeze(-1) if lse.ndim == 4 else lse
     else:
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, scale=scale)
-    out, lse = found[0], found[1]
-    return out, lse[..., : q.shape[2]]  # some kernels pad the rows
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2]
+    return out[..., :size].transpose(1, 2), lse[..., :length].transpose(1, 2)  # some kernels pad the rows
+
+
+def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """An additive mask `[B, N, queries, keys]` in rows of aligned length, and nowhere so low that no key is left."""
+    least = torch.finfo(q.dtype).min / 4
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, least)
+    else:
+        bias = mask.to(q.dtype).clamp(min=least)
+    bias = functional.pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _as_many_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Grouped-query heads, repeated; the queries have at least one head."""
+    repeat = q.shape[2] // k.shape[2]
+    return (k, v) if repeat == 1 else (k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2))

@@ -27,6 +27,7 @@ from ditile.attend.core import StaleKeys
 from ditile.bench.captions import score
 from ditile.flags import add_arguments, collect, option
 from ditile.generation import Tokens
+from ditile.keymask import Extra
 from ditile.launch import launch
 from ditile.load import ASSETS, defaults, load
 from ditile.plan import Plan
@@ -70,9 +71,9 @@ class Job:
 class OwnPatchOnly(StaleKeys):
     """The control: after the warmup a patch attends to itself (and the text, where it came along)."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """Attends to what is fresh in this very call."""
-        return self._kernel(q, k, v)
+        return self._kernel(q, k, v, scale=extra.scale)
 
 
 def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> Pictures | None:

@@ -7,7 +7,10 @@ docs/design.md, section 1.
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
@@ -40,6 +43,9 @@ UNKNOWN = ModelSpec(
     batch=("img_ids", "txt_ids"),
 )
 """The lowest rung: a call, of which nothing is known but that its tensors have rows."""
+
+
+_PLAIN = re.compile(r"(Video)?Transformer(2D|3D)?Model$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,8 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
         )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
-        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one; known are {known}; "
-        "ditile.register(cls, ModelSpec(...)) adds one"
+        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one, and ulysses and ring with "
+        f"parallelize(..., cp_plan={{...}}); known are {known}; ditile.register(cls, ModelSpec(...)) adds one"
     )
 
 
@@ -94,8 +100,14 @@ def families() -> list[Family]:
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
+    classes = [getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name]
+    tables = [
+        Family(_PLAIN.sub("", cls.__name__), cls.__name__, (), "ulysses, ring", "diffusers has a _cp_plan of it")
+        for cls in classes
+        if getattr(cls, "_cp_plan", None) and cls not in _SPECS
+    ]
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
-    return [*known, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
+    return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
 def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
@@ -138,6 +150,25 @@ def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
             "use data or cfg alone"
         )
     return spec_of(model)
+
+
+def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """What is split over tokens in each transformer of a pipeline; empty where it has a `ModelSpec`, or no table.
+
+    Args:
+        pipe: the pipeline.
+        cp_plan: the table to use; None is that of the transformer's own class.
+    """
+    found = {}
+    for name in ("transformer", "transformer_2"):
+        transformer = getattr(pipe, name, None)
+        if not isinstance(transformer, nn.Module):
+            continue
+        known = any(cls in _SPECS for cls in type(transformer).__mro__)
+        table = getattr(transformer, "_cp_plan", None) if cp_plan is None and not known else cp_plan
+        if table is not None:
+            found[name] = table
+    return found
 
 
 def _call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:

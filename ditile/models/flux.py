@@ -8,15 +8,57 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from diffusers import FluxKontextPipeline, FluxTransformer2DModel
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from torch import nn
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from torch import Tensor, nn
 
+from ditile.errors import ModelError
 from ditile.layout import Grid
-from ditile.models.slicers import refuse_ip_adapters, rotary
+from ditile.models.slicers import behind, projections, refuse_ip_adapters, rotary
+from ditile.seams import Make
 from ditile.spec import BlockIO, Conditioning, ModelSpec
+
+
+class FluxProjections:
+    """Stands for `FluxAttnProcessor` where each projection is to travel while the next is computed.
+
+    Raises:
+        ModelError: if the projections are fused.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(
+        self, attn: FluxAttention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
+        if attn.fused_projections:
+            raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
+        heads = (-1, attn.head_dim)
+        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+        makes = projections(hidden_states, linears, norms, heads)
+        if encoder_hidden_states is not None:
+            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            norms = (attn.norm_added_q, attn.norm_added_k, None)
+            makes = behind(projections(encoder_hidden_states, linears, norms, heads), makes)
+        if image_rotary_emb is not None:
+            makes = [*(partial(_rotated, make, image_rotary_emb) for make in makes[:2]), makes[2]]
+        out = self._core.of(*makes, mask=attention_mask).flatten(2).to(hidden_states.dtype)
+        if encoder_hidden_states is None:
+            return out  # type: ignore[no-any-return]
+        words, image = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(words.contiguous())
+
+
+def _rotated(make: Make, table: tuple[Tensor, Tensor]) -> Tensor:
+    out: Any = apply_rotary_emb(make(), table, sequence_dim=1)  # type: ignore[arg-type]
+    return out  # type: ignore[no-any-return]
 
 
 def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
@@ -74,6 +116,7 @@ FLUX = ModelSpec(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
+    overlapped=FluxProjections,
     stock=(FluxAttnProcessor,),
     tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
     tensor_tokens=TENSOR_TOKENS,

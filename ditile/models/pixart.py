@@ -7,7 +7,7 @@ from typing import Any
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import image_grid
+from ditile.models.slicers import image_grid, projections
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -19,8 +19,9 @@ class PixArtSelfAttention:
 
     def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
         """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
-        q, k, v = (to(hidden_states).unflatten(-1, (attn.heads, -1)) for to in (attn.to_q, attn.to_k, attn.to_v))
-        out: Tensor = attn.to_out[0](self._core(q, k, v).flatten(2).to(q.dtype))
+        linears = (attn.to_q, attn.to_k, attn.to_v)
+        q, k, v = projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
+        out: Tensor = attn.to_out[0](self._core.of(q, k, v).flatten(2).to(hidden_states.dtype))
         return out / attn.rescale_output_factor
 
 

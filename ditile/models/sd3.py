@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import image_grid, refuse_ip_adapters
+from ditile.models.slicers import behind, image_grid, projections, refuse_ip_adapters
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -26,25 +25,20 @@ class SD3Attention:
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
-        to = (attn.to_q, attn.to_k, attn.to_v)
-        q, k, v = _project(attn, hidden_states, to, (attn.norm_q, attn.norm_k))
+        heads = (attn.heads, -1)
+        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+        makes = projections(hidden_states, linears, norms, heads)
         if encoder_hidden_states is not None:
-            to = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            text = _project(attn, encoder_hidden_states, to, (attn.norm_added_q, attn.norm_added_k))
-            q, k, v = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
-        out = self._core(q, k, v).flatten(2).to(q.dtype)
+            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            norms = (attn.norm_added_q, attn.norm_added_k, None)
+            makes = behind(makes, projections(encoder_hidden_states, linears, norms, heads))
+        out = self._core.of(*makes).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return attn.to_out[0](out)  # type: ignore[no-any-return]
         image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
         if not attn.context_pre_only:
             words = attn.to_add_out(words)
         return attn.to_out[0](image), words
-
-
-def _project(attn: Attention, x: Tensor, to: tuple[Any, ...], norms: tuple[Any, Any]) -> tuple[Tensor, ...]:
-    q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)) for linear in to)
-    norm_q, norm_k = norms
-    return (q if norm_q is None else norm_q(q)), (k if norm_k is None else norm_k(k)), v
 
 
 def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:

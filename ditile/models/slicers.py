@@ -1,14 +1,16 @@
-"""What several families share: the grid of an image, cutting per-token tables, and saying no to IP-adapters."""
+"""What several families share: the grid of an image, cutting and projecting tokens, and saying no to IP-adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ditile.layout import DUMMY_TEXT, Grid
+from ditile.seams import Make
 from ditile.spec import View
 
 
@@ -29,6 +31,31 @@ def joint_rows(table: Tensor, view: View) -> Tensor:
 def rotary(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
     """Rotary tables (cos, sin) of a joint sequence with the text first."""
     return joint_rows(tables[0], view), joint_rows(tables[1], view)
+
+
+def projections(x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]) -> list[Make]:
+    """What computes q, k and v of `[B, S, C]`, each when it is called for.
+
+    Args:
+        linears: of q, k and v.
+        norms: of each; None for none.
+        heads: (number, -1) or (-1, size).
+    """
+
+    def make(linear: Any, norm: Any) -> Tensor:
+        made: Tensor = linear(x).unflatten(-1, heads)
+        return made if norm is None else norm(made)
+
+    return [partial(make, *pair) for pair in zip(linears, norms, strict=True)]
+
+
+def behind(first: Sequence[Make], second: Sequence[Make]) -> list[Make]:
+    """The same for two streams, the tokens of the second behind those of the first."""
+    return [partial(_behind, *pair) for pair in zip(first, second, strict=True)]
+
+
+def _behind(first: Make, second: Make) -> Tensor:
+    return torch.cat([first(), second()], dim=1)
 
 
 def refuse_ip_adapters(call: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ditile.errors import StateError
 from ditile.generation import Generation, Tokens
+from ditile.keymask import Extra, refuse_masks
 from ditile.memory import KeyStore
 from ditile.mesh import Axis
 from ditile.seams import Kernel
@@ -54,8 +55,9 @@ class DistriKeys:
         self._current, self._layer, self._axis, self._group = current, layer, axis, axis.group
         self._kernel, self._traffic, self._check = kernel, traffic, check
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """Attends."""
+        refuse_masks(extra, self._layer)
         now, own = self._current(), self._axis.index
         step, stale = now.micro.step, now.is_stale(now.micro.step)
         store = now.memory.store(now.branch, self._layer, tokens.length, self._axis.size)
@@ -71,7 +73,7 @@ class DistriKeys:
             wanted = tuple(None if age > step else age for age in ages(own, self._axis.size, stale))
             if store.ages(step) != wanted:
                 raise StateError(f"{self._layer} reads keys of ages {store.ages(step)} in step {step}, not {wanted}")
-        return self._kernel(q, *whole)
+        return self._kernel(q, *whole, scale=extra.scale)
 
     def _send(self, k: Tensor, v: Tensor, tokens: Tokens) -> Pending:
         """Starts to give this patch to the other ranks."""

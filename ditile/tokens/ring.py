@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ditile.generation import Tokens
+from ditile.keymask import Extra
 from ditile.mesh import Axis
 from ditile.seams import Kernel
 from ditile.transport import Traffic, start_gather, start_shift
@@ -32,7 +32,7 @@ class RingKeys:
         assert axis.group is not None
         self._axis, self._group, self._kernel, self._traffic = axis, axis.group, kernel, traffic
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
         """Attends."""
         lengths, size = row_lengths(tokens, self._axis.size), self._axis.size
         block, merged = torch.stack([k, v]), None
@@ -42,7 +42,8 @@ class RingKeys:
                 length = lengths[(self._axis.index - turn - 1) % size]
                 shape = (*block.shape[:2], length, *block.shape[3:])
                 coming = start_shift(block, shape, self._group, self._traffic, KIND)
-            part = self._kernel.with_lse(q, block[0], block[1])
+            mask = extra.mask.rows[(self._axis.index - turn) % size] if extra.mask else None
+            part = self._kernel.with_lse(q, block[0], block[1], mask=mask, scale=extra.scale)
             merged = part if merged is None else merge(merged, part)
             if coming is not None:
                 (block,) = coming.wait()
@@ -80,6 +81,6 @@ def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
     """Attention over two sets of keys from that over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
     (a, lse_a), (b, lse_b) = one, other
     precise = torch.promote_types(a.dtype, torch.float32)
-    share = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
-    out = torch.lerp(a.to(precise), b.to(precise), share.to(precise))
-    return out, lse_a - functional.logsigmoid(lse_a - lse_b)
+    share = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)  # neither has a key that is attended to
+    out = torch.lerp(a.to(precise), b.to(precise), share.unsqueeze(-1).to(precise))
+    return out, torch.logaddexp(lse_a, lse_b)

@@ -30,6 +30,8 @@ class Ulysses:
         traffic: counts bytes.
     """
 
+    overlaps = False
+
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
         self._axis, self._group, self._traffic = axis, axis.group, traffic
@@ -98,6 +100,8 @@ class Overlapped(Ulysses):
         axis, traffic: as above.
         trace, current: record when each exchange began and ended.
     """
+
+    overlaps = True
 
     def __init__(self, axis: Axis, traffic: Traffic, trace: Trace, current: Callable[[], Generation]) -> None:
         super().__init__(axis, traffic)

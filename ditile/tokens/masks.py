@@ -1,0 +1,82 @@
+"""Masks of shared-out keys: those of all ranks are gathered as the keys are, once for as long as they stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditile.generation import Tokens
+from ditile.keymask import KeyMask
+from ditile.layout import share
+from ditile.mesh import Axis
+from ditile.transport import Traffic, start_gather
+
+KIND = "masks"
+KEPT = 1024  # guidance branches x the layers that share one core
+
+
+class Remembered(NamedTuple):
+    """A gathered mask, and what it was made from, held so that its identity stays its own."""
+
+    source: tuple[object, ...]
+    mask: KeyMask
+
+
+def itself(mask: Tensor) -> tuple[object, ...]:
+    """A mask is remembered as long as the layer is given the same tensor."""
+    return (mask,)
+
+
+class GatheredMasks:
+    """The masks of one layer.
+
+    Args:
+        axis: all ranks that share out the tokens, those along ulysses inside.
+        ulysses: those that share out the heads too.
+        traffic: counts bytes.
+        source: the objects that a mask follows from: while they are the same, so is the mask. None if that is unknown.
+    """
+
+    def __init__(
+        self, axis: Axis, ulysses: Axis, traffic: Traffic,
+        source: Callable[[Tensor], tuple[object, ...] | None] = itself,
+    ) -> None:  # fmt: skip
+        assert axis.group is not None
+        self._axis, self._group, self._ulysses, self._traffic = axis, axis.group, ulysses, traffic
+        self._source = source
+        self._known: dict[Hashable, Remembered] = {}
+
+    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+        """That of the keys of all ranks.
+
+        Args:
+            mask: `[B or 1, N or 1, 1, own keys]`.
+            given: the tensor that it was made of.
+            tokens: whose keys.
+            heads: how many there are, to keep this rank's; None keeps all.
+        """
+        source = self._source(given)
+        if source is None:
+            return self._gathered(mask, tokens, heads)
+        key = (tokens.runs, mask.shape, heads, *map(id, source))
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = Remembered(source, self._gathered(mask, tokens, heads))
+        return self._known[key].mask
+
+    def _gathered(self, mask: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+        if mask.stride(1) == 0:
+            mask = mask[:, :1]
+        flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every backend sends booleans
+        shapes = [(*mask.shape[:3], length) for length in tokens.lengths]
+        parts = start_gather(flat, shapes, self._group, self._traffic, KIND).wait()
+        if heads is not None and mask.shape[1] > 1:
+            own = share(range(heads), self._ulysses.size, self._ulysses.index)
+            parts = [part[:, own.start : own.stop] for part in parts]
+        inside = self._ulysses.size
+        rows = (torch.cat(parts[k : k + inside], dim=-1) for k in range(0, len(parts), inside))
+        return KeyMask(tuple(row.to(mask.dtype) for row in rows))

@@ -1,0 +1,134 @@
+"""Plans as tables: diffusers' `_cp_plan`, or a user's, gives what one process gives, on every rank and at any length.
+
+Sums are made in another order along ring, and matrices have other shapes: 1e-5 relative in fp32, not bitwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models._modeling_parallel import ContextParallelInput
+from torch import Tensor
+
+from ditile.errors import ModelError, PlanError
+from ditile.plan import Plan
+from ditile.runner import parallelize
+from tests import tiny
+from tests.exact.planned import MAKE, PIXART_PLAN, PLANS, denoising, wan_pipeline
+from tests.exact.test_tokens import close
+from tests.pool import Pool
+
+TWO = [{"ulysses": 2}, {"ring": 2}]
+FOUR = [{"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}]
+
+
+def pictures(pipe: Any, call: dict[str, Any], plans: list[dict[str, Any]], table: Any) -> list[Tensor]:
+    """Plain, under each plan, and plain again."""
+
+    def run(run_pipe: Any) -> Tensor:
+        result = run_pipe(**call, generator=torch.Generator().manual_seed(3))
+        found: Tensor = result.frames if hasattr(result, "frames") else result.images
+        return found
+
+    found = [run(pipe)]
+    for plan in plans:
+        runner = parallelize(pipe, Plan(**plan), cp_plan=table)
+        found.append(run(runner))
+        runner.restore()
+    return [*found, run(pipe)]
+
+
+def bare(name: str, size: tuple[int, int, int], plans: list[dict[str, Any]]) -> list[Tensor]:
+    return pictures(*denoising(name, *size), plans, PLANS.get(name))
+
+
+def check(answers: list[list[Tensor]], plans: list[dict[str, Any]], what: str) -> None:
+    for rank, (wanted, *found, after) in enumerate(answers):
+        assert torch.equal(after, wanted), f"{what}: the model is another one than before"
+        for plan, got, first in zip(plans, found, answers[0][1:], strict=False):
+            close(got, wanted, f"{what} {plan} rank {rank}")
+            assert torch.equal(got, first), f"{what} {plan}: ranks 0 and {rank} differ"
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_two_ranks(pool: Pool, name: str) -> None:
+    """A failure in one model means that a tensor of its table is cut or gathered in the wrong place, or that its masked
+    or cross attention sees other keys; in all, that lengths are not what they are thought to be."""
+    check(pool.run(bare, 2, name, (5, 7, 7), TWO), TWO, name)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("name", ["qwen", "wan", "flux2"])
+def test_more_ranks(pool: Pool, name: str, ranks: int) -> None:
+    """35 tokens of image, 7 of text and 3 or 4 heads over 3 and 4 ranks: nothing divides."""
+    plans = [{"ulysses": 3}, {"ring": 3}] if ranks == 3 else FOUR
+    check(pool.run(bare, ranks, name, (5, 7, 7), plans), plans, name)
+
+
+@pytest.mark.parametrize("name", ["qwen", "wan"])
+def test_769_tokens(pool: Pool, name: str) -> None:
+    """769 is a prime: a failure means that tokens are padded or dropped."""
+    check(pool.run(bare, 2, name, (1, 769, 5), TWO[:1]), TWO[:1], name)
+
+
+def whole_wan() -> list[Tensor]:
+    return pictures(*wan_pipeline(), TWO, None)
+
+
+def test_a_pipeline_of_two_transformers(pool: Pool) -> None:
+    """A failure means that the second transformer of Wan 2.2 is not divided, or its history is not."""
+    check(pool.run(whole_wan, 2), TWO, "Wan 2.2")
+
+
+def own_table() -> list[Tensor]:
+    return pictures(tiny.pixart(), PIXART, TWO, PIXART_PLAN)
+
+
+PIXART = {name: value for name, value in tiny.arguments("pixart").items() if name != "generator"}
+
+
+def test_a_users_table(pool: Pool) -> None:
+    """PixArt's own processors, cross attention to whole text and batched guidance: a failure means that attention
+    outside diffusers' dispatch is not reached, and every rank sees its own tokens alone."""
+    check(pool.run(own_table, 2), TWO, "PixArt with a table")
+
+
+def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any], table: Any) -> str:
+    pipe, call = denoising(name, *size)
+    with pytest.raises((PlanError, ModelError)) as caught:
+        parallelize(pipe, Plan(**plan), cp_plan=table)(**call)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+INPUT = ContextParallelInput(split_dim=1, expected_dims=3)
+LONE = {"layers.0": {"hidden_states": INPUT}}
+UNKNOWN = {"layers.0": {"x": INPUT}, "norm_out": PLANS["lumina2"]["norm_out"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "plan", "table", "words"),
+    [
+        ("wan", (5, 7, 9), {"pipefusion": 2}, None, ("pipefusion=2", "ulysses=2")),
+        ("wan", (5, 7, 9), {"tensor": 2}, None, ("tensor=2", "ulysses=2")),
+        ("wan", (5, 7, 9), {"ulysses": 2, "async_ulysses": True}, None, ("async_ulysses=True",)),
+        ("lumina2", (5, 7, 9), {"ulysses": 2}, None, ("no ModelSpec", "cp_plan")),
+        ("lumina2", (5, 7, 9), {"ulysses": 2}, LONE, ("gathers no output",)),
+        ("lumina2", (5, 7, 9), {"ulysses": 2}, {}, ("empty",)),
+        ("lumina2", (5, 7, 9), {"ulysses": 2}, {"nowhere": {"x": INPUT}}, ("'nowhere'",)),
+        ("lumina2", (5, 7, 9), {"ulysses": 2}, UNKNOWN, ("'x'",)),
+        ("wan", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("does not divide 3 heads", "uaa")),
+        ("ltx", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("35 tokens", "do not divide", "uaa")),
+        ("qwen", (5, 7, 1), {"ring": 2}, None, ("1 token(s)", "2 ranks")),
+        ("flux2", (3, 3, 8), {"ring": 2}, None, ("cannot be told apart",)),
+        ("wan", (5, 7, 18), {"ring": 2}, None, ("18 tokens on every rank",)),
+    ],
+)  # fmt: skip
+def test_refusals(
+    pool: Pool, name: str, size: tuple[int, int, int], plan: dict[str, Any], table: Any, words: tuple[str, ...]
+) -> None:
+    """A failure means a picture that is silently wrong, or an error that leaves the user to guess."""
+    for message in pool.run(refused, 2, name, size, plan, table):
+        assert all(word in message for word in words), message
+        assert "\n" not in message
