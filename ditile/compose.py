@@ -79,6 +79,11 @@ class Composition:
         """The blocks of this rank."""
         return self.stages[self.mesh.stage]
 
+    @property
+    def calls_whole_model(self) -> bool:
+        """Whether nothing inside the model is touched."""
+        return isinstance(self.seats, OneSeat)
+
     @contextmanager
     def installed(self, hooks: Hooks, call: Mapping[str, Any], *, first: bool) -> Iterator[Loop]:
         """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now.
@@ -176,19 +181,25 @@ def compose(
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
-    planned = {} if plan.divides_the_batch_alone else models.planned(pipe, cp_plan)
+    whole = plan.divides_the_batch_alone and attention is None
+    planned = {} if whole else models.planned(pipe, cp_plan)
     if planned:
         return _compose_planned(pipe, plan, mesh, device, planned, attention, keep_weights, text_after)
     spec = models.support(pipe, plan)  # says no before anything is touched
     model = models.model_of(pipe)
-    seats = (OneSeat if plan.divides_the_batch_alone else Seats)(model, spec)
+    if attention is not None and not spec.blocks:
+        raise ModelError(
+            f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
+            "choose the kernel with set_attention_backend"
+        )
+    seats = (OneSeat if whole else Seats)(model, spec)
     if seats.is_cut() and seats.loaded is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     reason = seats.refuse(range(len(seats.chain)))
     if reason:
         raise ModelError(reason)
     stages = stages_of(seats, plan)
-    kernel = kernel_of(attention, pipe.transformer, device, plan)
+    kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
@@ -224,7 +235,7 @@ def _compose_planned(
     seats = PlannedSeats(transformers, tables, splits, redirect.seat, counts=plan.cfg > 1)
     for heads in seats.heads:
         plan.check_heads(kind, heads)
-    kernel = kernel_of(attention, pipe.transformer, device, plan)
+    kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
     parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
     weights = seats.weights()

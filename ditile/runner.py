@@ -186,7 +186,7 @@ class Runner:
 
     def _refuse(self, call: Mapping[str, Any]) -> str | None:
         """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
-        if self.plan.divides_the_batch_alone:
+        if self._parts.calls_whole_model:
             return None
         reason = self._parts.spec.refuse(self.pipe, call)
         if self._parts.spec.blocks:  # else every rank steps whole images
@@ -200,7 +200,7 @@ class Runner:
             filled = {name: value for name, value in (defaults | dict(call)).items() if value is not None}
             conditioning = self._parts.spec.conditioning(filled)
             self.plan.check_guidance(conditioning.rows * conditioning.calls)
-        if self.plan.divides_the_batch_alone or not self._parts.spec.blocks:
+        if self._parts.calls_whole_model or not self._parts.spec.blocks:
             return
         if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             self.plan.check_rows(self._shape(call).grid.rows)

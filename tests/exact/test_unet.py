@@ -45,7 +45,7 @@ def as_plain(plan: dict[str, Any]) -> None:
             close(runner(**call_of(**changes)).images, wanted, f"{plan} {changes} rank {dist.get_rank()}")
             sent = runner.report.sent if runner.report else {}
             assert [kind in sent for kind in ("cfg", "data")] == ["cfg" in plan, "data" in plan]
-            assert "UNet2DConditionModel, which has no ModelSpec: data and cfg" in str(runner)
+            assert "UNet2DConditionModel, which has no ModelSpec" in str(runner)
 
 
 @pytest.mark.parametrize("plan", [{"cfg": 2}, {"data": 2}, {"cfg": 2, "data": 2}])
