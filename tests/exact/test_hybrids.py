@@ -90,6 +90,9 @@ HYBRIDS = [
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 vae=rows", "decoded"),
     Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 vae=rows", "decoded"),
     Hybrid("pixart sigma", "pipefusion=2 patches=3 ring=2 tensor=2 vae=rows", "decoded"),
+    # text encoders on the first rank, or shared out
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 text=first"),
+    Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 text=split"),
     # sixteen ranks
     Hybrid("flux", "pipefusion=4 patches=3 ulysses=2 ring=2"),
     # patches of rows, shared out
