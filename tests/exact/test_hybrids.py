@@ -90,8 +90,22 @@ HYBRIDS = [
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 vae=rows", "decoded"),
     Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 vae=rows", "decoded"),
     Hybrid("pixart sigma", "pipefusion=2 patches=3 ring=2 tensor=2 vae=rows", "decoded"),
+    # branches of guidance, and images
+    Hybrid("pixart sigma", "cfg=2 pipefusion=2 patches=3", "two images"),
+    Hybrid("sd3.5 medium", "cfg=2 pipefusion=2 patches=3 ulysses=2", "large"),
+    Hybrid("flux true cfg", "cfg=2 pipefusion=2 patches=3 ring=2", "callback"),
+    Hybrid("sd3", "cfg=2 distrifusion=2", "image"),
+    Hybrid("flux", "data=2 pipefusion=2 patches=3", "two images"),
+    Hybrid("pixart sigma", "data=2 cfg=2 distrifusion=2 warmup=0", "two images"),
+    Hybrid("flux true cfg", "data=2 cfg=2 ulysses=2", "two images"),
+    Hybrid("sd3.5 medium", "data=2 cfg=2 tensor=2 vae=rows", "decoded"),  # one replica has no image
+    # text encoders on the first rank, or shared out
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 text=first"),
+    Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 text=split"),
     # sixteen ranks
     Hybrid("flux", "pipefusion=4 patches=3 ulysses=2 ring=2"),
+    Hybrid("sd3.5 medium", "data=2 cfg=2 pipefusion=2 patches=3 ulysses=2", "two images"),
+    Hybrid("flux true cfg", "data=2 cfg=2 pipefusion=2 patches=3 ulysses=2", "two images"),
     # patches of rows, shared out
     Hybrid("flux", "distrifusion=2 ulysses=2", "image"),
     Hybrid("flux true cfg", "distrifusion=2 ulysses=2 warmup=0", "callback"),
@@ -232,7 +246,7 @@ def test_the_table_is_a_matrix() -> None:
     plans = [(row.name.split()[0].split(".")[0], Plan.parse(row.plan)) for row in HYBRIDS]
     several = [plan for _, plan in plans if sum(getattr(plan, axis) > 1 for axis in (*DEGREES, "num_patches")) > 1]
     assert len(several) >= 20 and len(set(HYBRIDS)) == len(HYBRIDS)
-    for axis in ("pipefusion", "distrifusion", "ulysses", "ring", "tensor"):
+    for axis in DEGREES:
         assert {family for family, plan in plans if getattr(plan, axis) > 1} == {"flux", "pixart", "sd3"}, axis
     assert {row.also for row in HYBRIDS} == {*HOW}
     assert FROM_IMAGE.keys() >= {row.name for row in HYBRIDS if row.also == "image"}
