@@ -26,7 +26,7 @@ class Watch(Protocol):
 
     def begun(self) -> None: ...
 
-    def step_ended(self, key_bytes: int) -> None: ...
+    def step_ended(self, key_bytes: int, text: int) -> None: ...
 
 
 class _SilentBar:
@@ -97,7 +97,8 @@ class StepEnd:
         return self._tensors or (self._legacy_every > 0 and self._shows(step) and step % self._legacy_every == 0)
 
     def _ended(self, step: int, timestep: Any, latents: Tensor) -> None:
-        self._watch.step_ended(self.loop.current().memory.key_bytes)
+        now = self.loop.current()
+        self._watch.step_ended(now.memory.key_bytes, now.layouts[0].text)
         if self._bar is not None and self._shows(step):
             self._bar.update()
         if self._legacy is not None and self._shows(step) and step % self._every == 0:

@@ -8,20 +8,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib
 import json
+import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
-from ditile import env
+from ditile import env, xdit_flags
 from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, flag, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.options import Generate, Run, check_image
+from ditile.options import Generate, Proof, Run, check_image
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,14 +31,16 @@ if TYPE_CHECKING:
 
     from ditile.generate import Outcome
 
+KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run), "verify": (Plan, Proof)}
+"""The dataclasses whose fields are the flags of a command."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    commands = {"generate": _generate, "verify": _verify, "models": _models}
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
-        if arguments.command == "models":
-            return _models()
-        return _generate(arguments)
+        return commands[arguments.command](arguments)
     except RankError as error:
         print(error.traceback.rstrip(), file=sys.stderr)
         return _say(str(error), 1)
@@ -58,16 +62,23 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    generate = commands.add_parser(
-        "generate", help="make a picture", description="Make a picture, on several ranks if a plan says so.",
-        allow_abbrev=False,
-    )  # fmt: skip
-    add_arguments(generate, Generate, title="picture")
-    add_arguments(generate, Plan, title="plan")
-    add_arguments(generate, Run, title="run")
-    commands.add_parser(
-        "models", help="list what can run", description="List families and bundled models.", allow_abbrev=False
+    titles: dict[type, str] = {Generate: "picture", Plan: "plan", Run: "run", Proof: "proof"}
+    for name, short, long in (
+        ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
+        (
+            "verify",
+            "prove a plan on this machine",
+            "Prove a plan on this machine: exact where it says so, and at rest.",
+        ),
+    ):
+        command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
+        for kind in KINDS[name]:
+            add_arguments(command, kind, title=titles[kind])
+        xdit_flags.add_arguments(command)
+    models = commands.add_parser(
+        "models", help="list what can run", description="List families, methods and bundled models.", allow_abbrev=False
     )
+    models.add_argument("--markdown", action="store_true", help="the matrix of families and methods as Markdown")
     return top
 
 
@@ -83,50 +94,108 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _flags(command: str) -> list[str]:
-    kinds = (Generate, Plan, Run) if command == "generate" else ()
-    return ["--help", *(flag(field.name) for kind in kinds for field in dataclasses.fields(kind))]
+    kinds = KINDS.get(command, ())
+    return ["--help", *(flag(field.name) for kind in kinds for field in dataclasses.fields(kind)), *xdit_flags.names()]
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    return Plan(**xdit_flags.merged(arguments, collect(Plan, arguments)))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    plan = Plan(**collect(Plan, arguments))
+    plan = _plan(arguments)
     wanted, run = Generate(**collect(Generate, arguments)), Run(**collect(Run, arguments))
     find(wanted.model)
     if wanted.image is not None:
         check_image(wanted.image)
+    if run.out_dir is not None and wanted.prompts_file is None:
+        raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
     if run.dry_run:
         return _dry_run(wanted, plan)
-    run.check_outputs(wanted.num_images)
-    outcome = _run(wanted, run, plan)
+    if env.torchrun() is None and plan.world > (os.cpu_count() or 1):
+        _planned("planned", wanted, plan)  # before very many processes are started to say the same
+    outcome = _draw_lines(wanted, run, plan) if wanted.prompts_file is not None else _draw(wanted, run, plan)
     if outcome is not None:
         _report(outcome, run)
     return 0
 
 
-def _run(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
-    """The outcome, on rank 0; None on torchrun's other ranks."""
-    if env.torchrun() is None:
-        if wanted.seed is None:
-            wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
-        if plan.world > 1:
-            from ditile.generate import draw
+def _draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
+    """The outcome of one call, on rank 0; None on torchrun's other ranks."""
+    if _writes():
+        run.check_outputs(run.images(wanted.num_images))
+    if env.torchrun() is None and wanted.seed is None:
+        wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
+    outcome: Outcome | None = _on_ranks("draw", plan, run, (wanted, run, plan))
+    return outcome
 
-            results: list[Outcome | None] = launch(
-                draw, plan.world, (wanted, run, plan), threads=run.threads, stall_timeout=run.stall_timeout
-            )
-            return results[0]
-    from ditile.generate import draw
 
-    return draw(wanted, run, plan)
+def _draw_lines(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
+    """The same of a file of prompts. Where nothing is left to make, no model is loaded."""
+    from ditile import prompts
+
+    every: list[prompts.Line] = []
+    left: list[prompts.Line] = []
+    if _writes():
+        every = prompts.lines(wanted, run)
+        run.check_outputs([Path(line.path) for line in every[:1]])
+        left = prompts.left(every, prompts.request(wanted, run, plan, defaults(wanted.model)))
+        if not left and env.torchrun() is None:
+            from ditile.generate import outcome_of_lines
+
+            return outcome_of_lines(wanted, run, plan, 0, [])
+    outcome: Outcome | None = _on_ranks("draw_lines", plan, run, (wanted, run, plan, left, len(every)))
+    return outcome
+
+
+def _writes() -> bool:
+    """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
+    place = env.torchrun()
+    return place is None or place.rank == 0
+
+
+def _on_ranks(name: str, plan: Plan, run: Run | Proof, args: tuple[Any, ...]) -> Any:
+    """Runs a function of `ditile.generate` or `ditile.bench.verify` on the ranks of a plan: torchrun's, or new ones."""
+    module = importlib.import_module("ditile.bench.verify" if name == "verify" else "ditile.generate")
+    fn = getattr(module, name)
+    if env.torchrun() is None and plan.world > 1:
+        return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
+    result = fn(*args)
+    if env.torchrun() is not None:
+        importlib.import_module("ditile.mesh").part()
+    return result
 
 
 def _dry_run(wanted: Generate, plan: Plan) -> int:
-    from ditile import dry_run
-    from ditile.generate import guidance_name
-
-    base = defaults(wanted.model)
-    call = base | wanted.call() | ({guidance_name(base): wanted.guidance} if wanted.guidance is not None else {})
-    print(dry_run.report(wanted.model, plan, call))
+    print(_planned("report", wanted, plan))
     return 0
+
+
+def _planned(name: str, wanted: Generate, plan: Plan) -> Any:
+    """What `ditile.dry_run` says of a call. Raises `PlanError` if the plan does not fit."""
+    from ditile.generate import planned_call, quiet
+
+    quiet()
+    dry_run = importlib.import_module("ditile.dry_run")
+    if wanted.prompts_file is not None:
+        wanted = dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
+    return getattr(dry_run, name)(wanted.model, plan, planned_call(wanted, defaults(wanted.model)))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ditile.errors import StateError
+
+    plan, proof = _plan(arguments), Proof(**collect(Proof, arguments))
+    find(proof.model)
+    try:
+        verdict = _on_ranks("verify", plan, proof, (proof, plan))
+    except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
+        return _say(f"the plan is not proven: {error}", 1)
+    if _writes():
+        from ditile.bench.verify import as_table
+
+        _console(stderr=False).print(as_table(verdict))
+    return 0 if verdict.ok else 1
 
 
 def _report(outcome: Outcome, run: Run) -> None:
@@ -143,18 +212,18 @@ def _report(outcome: Outcome, run: Run) -> None:
             raise ModelError(f"json={run.json!r} cannot be written: {error}") from error
 
 
-def _models() -> int:
-    from rich.table import Table
+def _models(arguments: argparse.Namespace) -> int:
+    from ditile.generate import quiet
 
-    from ditile.models import families
+    quiet()
+    from ditile import matrix
 
-    table = Table()
-    for title in ("family", "transformer", "pipelines", "rung", "why"):
-        table.add_column(title, overflow="fold")
-    for family in families():
-        table.add_row(family.name, family.transformer, "\n".join(family.pipelines), family.rung, family.note)
+    if arguments.markdown:
+        print(matrix.as_markdown())
+        return 0
     console = _console(stderr=False)
-    console.print(table)
+    for table in matrix.as_tables():
+        console.print(table)
     console.print(f"bundled: {', '.join(bundled()) or 'none'}")
     return 0
 

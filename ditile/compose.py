@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ditile import env, models
+from ditile import models
 from ditile.attend import dispatch, redirect
 from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, StaleKeys, alone
 from ditile.attend.kernel import NATIVE, Dispatched, chosen
@@ -22,6 +22,7 @@ from ditile.decode.vae import ParallelVAE
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
 from ditile.layout import Split
+from ditile.memory import AgeChecks
 from ditile.mesh import Mesh
 from ditile.plan import Plan
 from ditile.seams import Exchange, Kernel, Keys, WholeStreams
@@ -53,6 +54,7 @@ class Composition:
         parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
         kernel: attends; None is what each processor would use.
         splits: what is split in the call at hand, where a table says so.
+        checks: asserts the ages of keys, if asked to.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -72,6 +74,7 @@ class Composition:
     encoders: Encoders
     kernel: Dispatched | None = None
     splits: Splits | None = None
+    checks: AgeChecks | None = None
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
@@ -133,7 +136,7 @@ class Composition:
 
     def _keys(self, current: Callable[[], Generation], layer: str, kernel: Kernel) -> Keys:
         """Whose keys a layer attends to, and how old they may be."""
-        ring, distri, traffic, check = self.mesh["ring"], self.mesh["distrifusion"], self.mesh.traffic, env.checks()
+        ring, distri, traffic, check = self.mesh["ring"], self.mesh["distrifusion"], self.mesh.traffic, self.checks
         if distri.size > 1:
             return DistriKeys(current, layer, distri, kernel, traffic, check=check)
         fresh = FreshKeys(kernel) if ring.size == 1 else RingKeys(ring, kernel, traffic)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ditile.blocks.gantt import as_text
-from ditile.blocks.schedule import Schedule
 from ditile.blocks.stages import cut
+from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.load import find
 from ditile.models import spec_of
@@ -35,19 +35,22 @@ def report(model: str, plan: Plan, call: Mapping[str, Any]) -> str:
     Raises:
         LoadError, ModelError, PlanError: if the model is not there, has no spec, or does not fit the plan.
     """
-    source = find(model)
-    pipeline, transformer, vae_scale = _skeleton(source)
+    job = planned(model, plan, call)
+    table = describe(model, job, ["as found"] * plan.world)
+    shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
+    return f"{table}\n\n{as_text(job.schedule, shown, job.own.calls)}"
+
+
+def planned(model: str, plan: Plan, call: Mapping[str, Any]) -> Job:
+    """The call as numbers, if everything fits; arguments and errors as `report`."""
+    pipeline, transformer, vae_scale = _skeleton(find(model))
     spec = spec_of(transformer)
     seats = Seats(transformer, spec)
-    plan.check_blocks(type(transformer).__name__, len(seats.chain))
-    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
     config: Any = transformer.config
     shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
-    devices = ["as found"] * plan.world
-    table = describe(model, spec, plan, shape, stages, seats.weights(), devices)
-    schedule = Schedule.of(plan, shape.steps)
-    shown = min(plan.least_warmup + STEPS_SHOWN, shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
-    return f"{table}\n\n{as_text(schedule, shown, shape.calls)}"
+    plan.check(shape.facts(type(transformer).__name__, len(seats.chain)))
+    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+    return Job(plan=plan, spec=spec, shape=shape, weights=seats.weights(), stages=stages)
 
 
 def _skeleton(source: Path | str) -> tuple[type, nn.Module, int]:

@@ -15,7 +15,28 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads a value from text, and says what it wants where it cannot.
+
+    Attributes:
+        what: what it wants, such as "a whole number".
+        parse: raises a ValueError for other text.
+    """
+
+    what: str
+    parse: Callable[[str], Any]
+
+    def __call__(self, text: str) -> Any:
+        """The value. Raises `argparse.ArgumentTypeError`, whose message `argparse` shows as it is."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self.what}") from None
 
 
 def option(
@@ -52,8 +73,8 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Callable[[str], Any]]]:
-    """Each field of a dataclass with the function that reads it from text."""
+def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Reader]]:
+    """Each field of a dataclass with what reads it from text."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         yield field, _reader(hints[field.name])
@@ -65,8 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
     for field, read in readers(cls):
         doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
         if field.metadata["positional"]:
-            group.add_argument(field.name, type=read, help=doc, metavar=metavar or field.name.upper())
-        elif read is boolean:
+            group.add_argument(
+                field.name, type=read, help=doc, metavar=metavar or field.name.upper(), nargs="?",
+                default=argparse.SUPPRESS,
+            )  # fmt: skip
+        elif read is BOOLEAN:
             action = "store_true" if field.default is False else argparse.BooleanOptionalAction
             group.add_argument(flag(field.name), action=action, help=doc, default=argparse.SUPPRESS)
         else:
@@ -108,15 +132,26 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _reader(hint: Any) -> Callable[[str], Any]:
+BOOLEAN = Reader("True or False", boolean)
+_PLAIN = {
+    bool: BOOLEAN,
+    int: Reader("a whole number", int),
+    float: Reader("a number", float),
+    str: Reader("text", str),
+}
+
+
+def _reader(hint: Any) -> Reader:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return _reader(kinds[0]) if len(kinds) == 1 else _first_of([_reader(kind) for kind in kinds])
+        kinds = [_reader(kind) for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return kinds[0] if len(kinds) == 1 else Reader(" or ".join(kind.what for kind in kinds), _first_of(kinds))
     if typing.get_origin(hint) is tuple:
-        return integers if typing.get_args(hint)[0] is int else numbers
+        whole = typing.get_args(hint)[0] is int
+        return Reader("whole numbers such as 7,7,8", integers) if whole else Reader("numbers such as 1,0.5", numbers)
     if typing.get_origin(hint) is typing.Literal:
-        return _one_of(typing.get_args(hint))
-    return boolean if hint is bool else typing.cast(Callable[[str], Any], hint)
+        words = typing.get_args(hint)
+        return Reader(words[0] if len(words) == 1 else f"one of {', '.join(words)}", _one_of(words))
+    return _PLAIN[hint]
 
 
 def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
@@ -128,11 +163,11 @@ def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
     return read
 
 
-def _first_of(choices: list[Callable[[str], Any]]) -> Callable[[str], Any]:
+def _first_of(kinds: list[Reader]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        for choice in choices:
+        for kind in kinds:
             with contextlib.suppress(ValueError):
-                return choice(text)
+                return kind.parse(text)
         raise ValueError(text)
 
     return read

@@ -7,7 +7,9 @@ import inspect
 import json
 import secrets
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ditile
@@ -16,22 +18,34 @@ from ditile.errors import ModelError
 from ditile.load import defaults, load
 from ditile.options import Generate, Run
 from ditile.plan import Plan
+from ditile.prompts import Line, request
+from ditile.prompts import lines as all_lines
+from ditile.transport import gather_json
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL import Image
     from torch.distributed import ProcessGroup
 
+    from ditile.runner import Runner
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came out of a run: the files, and every rank's report in rank order."""
+    """What came out of a run: the files, and every rank's report in rank order.
+
+    Attributes:
+        images: all pictures, those that were there before included.
+        skipped: how many were there before.
+        reports: of all calls together; empty if there was none to make.
+    """
 
     plan: str
     model: str
     seed: int
     images: list[str]
     reports: list[dict[str, Any]]
+    skipped: int = 0
 
 
 def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
@@ -41,24 +55,108 @@ def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):  # the standard output is for the summary alone
-        _quiet()
-        if run.threads is not None:
-            _set_threads(run.threads)
-        pipe = load(wanted.model, dtype=run.dtype, plan=plan)
-        if wanted.image is not None:
-            pipe = image_to_image(pipe)
-        runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention)
+        pipe, runner = _prepared(wanted, run, plan)
         seed = _agreed_seed(wanted.seed, runner.mesh.everyone)
         call = arguments(pipe, wanted, defaults(wanted.model))
-        runner.trace = run.trace is not None
-        result = runner(**call, **_objects(wanted, seed), output="first")
+        result = runner(**call, **_objects(wanted, range(seed, seed + wanted.num_images)), output="first")
         if run.trace is not None:
             runner.write_trace(run.trace)
         reports = runner.reports()
         if result is None:
             return None
-        files = _write(result.images, wanted, run, plan, call, seed)
+        files = [str(path) for path in run.images(len(result.images))]
+        for k, (image, path) in enumerate(zip(result.images, files, strict=True)):
+            _write(image, path, _texts(wanted, plan, call) | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
         return Outcome(plan=str(plan), model=wanted.model, seed=seed, images=files, reports=reports)
+
+
+def draw_lines(wanted: Generate, run: Run, plan: Plan, todo: Sequence[Line], total: int) -> Outcome | None:
+    """Makes the pictures of some lines, as many at once as there are replicas. Rank 0 returns the outcome, others None.
+
+    Args:
+        wanted, run, plan: as in `draw`.
+        todo: the lines; rank 0's count.
+        total: lines of the file.
+
+    Raises:
+        DitileError: if the model, the plan or an option does not fit.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        pipe, runner = _prepared(wanted, run, plan)
+        pipe.set_progress_bar_config(disable=True)
+        everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
+        todo = [Line(*line) for line in gather_json(list(todo), everyone)[0]]
+        base = arguments(pipe, wanted, defaults(wanted.model))
+        texts = _texts(wanted, plan, base) | {"request": request(wanted, run, plan, defaults(wanted.model))}
+        reports: list[list[dict[str, Any]]] = []
+        with _bar(total, total - len(todo), shown=first) as advance:
+            for start in range(0, len(todo), plan.data):
+                lines = todo[start : start + plan.data]
+                result = runner(**_of_lines(base, lines, wanted, plan), output="first")
+                reports.append(runner.reports())
+                for line, image in zip(lines, result.images if result is not None else [], strict=first):
+                    _write(image, line.path, texts | {"prompt": line.prompt, "seed": str(line.seed)})
+                advance(len(lines))
+        if run.trace is not None and todo:
+            runner.write_trace(run.trace)
+    return outcome_of_lines(wanted, run, plan, len(todo), _summed(reports)) if first else None
+
+
+def outcome_of_lines(wanted: Generate, run: Run, plan: Plan, made: int, reports: list[dict[str, Any]]) -> Outcome:
+    """The outcome of a file of prompts of which some pictures were made now."""
+    files = [line.path for line in all_lines(wanted, run)]
+    return Outcome(
+        plan=str(plan), model=wanted.model, seed=wanted.seed or 0, images=files, reports=reports,
+        skipped=len(files) - made,
+    )  # fmt: skip
+
+
+def _prepared(wanted: Generate, run: Run, plan: Plan) -> tuple[Any, Runner]:
+    quiet()
+    if run.threads is not None:
+        _set_threads(run.threads)
+    pipe: Any = load(wanted.model, dtype=run.dtype, plan=plan)
+    if wanted.image is not None:
+        pipe = image_to_image(pipe)
+    runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention)
+    runner.trace = run.trace is not None
+    return pipe, runner
+
+
+def _of_lines(base: dict[str, Any], lines: Sequence[Line], wanted: Generate, plan: Plan) -> dict[str, Any]:
+    """The call that makes the pictures of some lines: one on its own, or a batch over the replicas."""
+    objects = _objects(wanted, [line.seed for line in lines], alone=plan.data == 1)
+    if plan.data == 1:
+        return base | objects | {"prompt": lines[0].prompt}
+    call = base | objects | {"prompt": [line.prompt for line in lines]}
+    if "negative_prompt" in base:
+        call["negative_prompt"] = [base["negative_prompt"]] * len(lines)
+    return call
+
+
+def _summed(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The reports of several calls as one, for each rank."""
+    found = []
+    for of_rank in zip(*reports, strict=True):
+        whole = dict(of_rank[-1])
+        whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
+        for name in ("steps", "bytes_sent"):
+            whole[name] = sum(r[name] for r in of_rank)
+        whole["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in of_rank)
+        found.append(whole)
+    return found
+
+
+@contextlib.contextmanager
+def _bar(total: int, done: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over the prompts."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda count: progress.advance(task, count)
 
 
 def image_to_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
@@ -105,6 +203,16 @@ def guidance_name(base: dict[str, Any]) -> str:
     return "true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"
 
 
+def planned_call(wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
+    """The call of a dry run, which has no pipeline to ask."""
+    call = base | wanted.call() | {"num_images_per_prompt": wanted.num_images}
+    if wanted.guidance is not None:
+        call[guidance_name(base)] = wanted.guidance
+    if "true_cfg_scale" in call:
+        call.setdefault("negative_prompt", "")
+    return call
+
+
 def _check_negative(kind: str, call: dict[str, Any], known: Any) -> None:
     scale = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
     value = call.get(scale, known[scale].default if scale in known else 1.0)
@@ -133,13 +241,14 @@ def _check_strength(call: dict[str, Any], known: Any) -> None:
             raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")
 
 
-def _objects(wanted: Generate, seed: int) -> dict[str, Any]:
+def _objects(wanted: Generate, seeds: Sequence[int], *, alone: bool | None = None) -> dict[str, Any]:
     """The call arguments that are objects: generators, which every rank makes alike, and the picture."""
     import torch
 
-    generators = [torch.Generator("cpu").manual_seed(seed + k) for k in range(wanted.num_images)]
-    several = {"num_images_per_prompt": wanted.num_images, "generator": generators}
-    call: dict[str, Any] = several if wanted.num_images > 1 else {"generator": generators[0]}
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    call: dict[str, Any] = {"generator": generators[0] if len(seeds) == 1 and alone is not False else generators}
+    if wanted.num_images > 1:
+        call["num_images_per_prompt"] = wanted.num_images
     if wanted.image is not None:
         from PIL import Image
 
@@ -148,28 +257,26 @@ def _objects(wanted: Generate, seed: int) -> dict[str, Any]:
     return call
 
 
-def _write(
-    images: list[Image.Image], wanted: Generate, run: Run, plan: Plan, call: dict[str, Any], seed: int
-) -> list[str]:
+def _texts(wanted: Generate, plan: Plan, call: dict[str, Any]) -> dict[str, str]:
+    """What a picture says about how it was made, its prompt and seed apart."""
+    return {
+        "Software": f"ditile {ditile.__version__}", "model": wanted.model, "plan": str(plan),
+        "settings": json.dumps(call),
+    }  # fmt: skip
+
+
+def _write(image: Image.Image, path: str, texts: dict[str, str]) -> None:
     from ditile import png
 
-    paths = run.images(len(images))
-    for k, (image, path) in enumerate(zip(images, paths, strict=True)):
-        texts = {
-            "Software": f"ditile {ditile.__version__}", "prompt": wanted.prompt, "model": wanted.model,
-            "seed": str(seed + k), "plan": str(plan), "settings": json.dumps(call),
-        }  # fmt: skip
-        try:
-            png.save(image, path, texts)
-        except OSError as error:
-            raise ModelError(f"out={str(path)!r} cannot be written: {error}") from error
-    return [str(path) for path in paths]
+    try:
+        Path(path).parent.mkdir(exist_ok=True)
+        png.save(image, Path(path), texts)
+    except OSError as error:
+        raise ModelError(f"out={path!r} cannot be written: {error}") from error
 
 
 def _agreed_seed(seed: int | None, control: ProcessGroup | None) -> int:
     """The given seed; without one, rank 0's own, which torchrun's ranks have yet to hear."""
-    from ditile.transport import gather_json
-
     if seed is not None:
         return seed
     return int(gather_json(secrets.randbelow(2**31), control)[0])
@@ -181,7 +288,7 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leaves the terminal to one progress bar; what diffusers has to say is said by rank 0."""
     from transformers.utils import logging
 

@@ -72,6 +72,24 @@ class KeyStore:
         return self.buffers
 
 
+class AgeChecks:
+    """Asserts that keys have the ages that the schedule says, and counts how often it did.
+
+    Attributes:
+        passed: reads of keys that were as scheduled.
+    """
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def expect(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
+        """Raises `StateError` unless the segments of a store have these ages; before the first step they are None."""
+        wanted = tuple(None if age > step else age for age in ages)
+        if store.ages(step) != wanted:
+            raise StateError(f"{where} reads keys of ages {store.ages(step)}, and the schedule says {wanted}")
+        self.passed += 1
+
+
 class Memo(NamedTuple):
     """A remembered value and what it was made from, if that identifies it."""
 

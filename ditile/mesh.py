@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ditile import env
-from ditile.errors import PlanError
+from ditile.errors import PlanError, StateError
 from ditile.plan import Plan
 from ditile.transport import Traffic
 
@@ -95,6 +95,7 @@ def build(plan: Plan) -> Mesh:
 
     Raises:
         PlanError: if the plan does not use all ranks.
+        StateError: if torchrun's ranks cannot connect to each other.
     """
     place = env.torchrun()
     if not dist.is_initialized() and place is not None and place.world > 1:
@@ -196,4 +197,17 @@ def _join(place: env.Torchrun) -> None:
     if gpu_each:
         torch.cuda.set_device(place.local_rank)
     backend = "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+    try:
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+    except RuntimeError as error:
+        raise StateError(
+            f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "
+            "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them"
+        ) from error
+
+
+def part() -> None:
+    """Leaves the group, when all ranks are done: one that left earlier would break the connections of the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,17 @@ class Generate:
         ModelError: if a value is out of its range.
     """
 
-    prompt: str = option("", "what to draw", positional=True)
+    prompt: str | None = option(None, "what to draw", positional=True)
+    prompts_file: str | None = option(
+        None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
+    )
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     steps: int | None = option(None, "denoising steps", metavar="N")
     guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
     negative_prompt: str | None = option(None, "what to keep out", metavar="TEXT")
-    seed: int | None = option(None, "seed of the first image; chosen and reported by default", metavar="N")
+    seed: int | None = option(
+        None, "seed of the first image; chosen and reported by default, 0 for a file", metavar="N"
+    )
     height: int | None = option(None, "pixels", metavar="N")
     width: int | None = option(None, "pixels", metavar="N")
     num_images: int = option(1, "images, with seeds that count up", metavar="N")
@@ -33,12 +39,15 @@ class Generate:
     strength: float | None = option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
 
     def __post_init__(self) -> None:
-        if not self.prompt.strip():
+        if self.prompt is None and self.prompts_file is None:
+            raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
+        if self.prompt is not None and self.prompts_file is not None:
+            raise ModelError(f"PROMPT {self.prompt!r} and prompts_file={self.prompts_file!r}: give one of them")
+        if self.prompt is not None and not self.prompt.strip():
             raise ModelError("the prompt is empty; say what to draw")
-        for name in ("steps", "height", "width", "num_images"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ModelError(f"{name}={value} is not a whole number of at least 1")
+        if self.prompts_file is not None and self.num_images > 1:
+            raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
+        _check_counts(self, "steps", "height", "width", "num_images")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:
@@ -64,6 +73,7 @@ class Run:
     """
 
     out: str = option("ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE")
+    out_dir: str | None = option(None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
@@ -76,8 +86,7 @@ class Run:
     dry_run: bool = option(False, "show how the work would be divided, without reading weights")
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ModelError(f"threads={self.threads} is not a whole number of at least 1")
+        _check_counts(self, "threads")
         if not self.stall_timeout > 0:
             raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
         if Path(self.out).suffix.lower() not in ("", ".png"):
@@ -85,16 +94,59 @@ class Run:
 
     def images(self, count: int) -> list[Path]:
         """The paths of `count` pictures."""
-        path = Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
-        return [path] if count == 1 else [path.with_stem(f"{path.stem}-{k}") for k in range(count)]
+        return [self._path] if count == 1 else [self.numbered(str(k)) for k in range(count)]
 
-    def check_outputs(self, count: int) -> None:
-        """Raises `ModelError` unless everything that will be written can be."""
-        named = [("out", path) for path in (Path(self.out), *self.images(count))]
+    def numbered(self, number: str) -> Path:
+        """The path of one picture of several."""
+        if self.out_dir is not None:
+            return Path(self.out_dir, f"{number}.png")
+        return self._path.with_stem(f"{self._path.stem}-{number}")
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
+
+    def check_outputs(self, paths: Sequence[Path]) -> None:
+        """Raises `ModelError` unless these pictures, and everything else that will be written, can be."""
+        folder = None if self.out_dir is None else Path(self.out_dir)
+        if folder is None:
+            named = [("out", path) for path in (Path(self.out), *paths)]
+        elif folder.exists() and not folder.is_dir():
+            raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
+        else:
+            named = [("out_dir", path) for path in (paths if folder.exists() else [folder])]
         named += [("trace", Path(self.trace))] if self.trace is not None else []
         named += [("json", Path(self.json))] if self.json not in (None, "-") else []
         for name, path in named:
-            _check_writable(name, path)
+            check_writable(name, path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What `ditile verify` runs: a model, in a size that it is quick in.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int = option(6, "denoising steps", metavar="N")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels", metavar="N")
+    prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
+    )
+    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
+    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "steps", "height", "width", "threads")
+        if self.steps < 3:
+            raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
+        if not self.stall_timeout > 0:
+            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
 
 
 def check_image(path: str) -> None:
@@ -108,7 +160,15 @@ def check_image(path: str) -> None:
         raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
 
 
-def _check_writable(name: str, path: Path) -> None:
+def _check_counts(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ModelError(f"{name}={value} is not a whole number of at least 1")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises `ModelError` unless a file can be written."""
     if path.is_dir():
         raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
     if not path.parent.is_dir():

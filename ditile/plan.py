@@ -5,6 +5,7 @@ A plan is a value: it knows no process, device or model. `str(plan)` is one line
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditile.errors import PlanError
-from ditile.flags import flag, option, readers
+from ditile.flags import option, readers
+from ditile.legal import Facts, advice, illegal
 
 DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
@@ -67,19 +69,22 @@ class Plan:
             value = getattr(self, name)
             if (value is None and name in ("patches", "warmup_ranks")) or (name == "warmup" and value == AUTO):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}")
+            if not _is_number(value, int) or value < least:
+                also = f" or warmup={AUTO}" if name == "warmup" else ""
+                raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}{also}")
         for name, known in (
             ("warmup_mode", WARMUP_MODES), ("split_scheme", SPLIT_SCHEMES), ("text", TEXT_PLACES), ("vae", VAE_PLACES),
+            ("uaa", (None, True, False)), ("async_ulysses", (True, False)),
         ):  # fmt: skip
-            if getattr(self, name) not in known:
-                raise PlanError(f"{name}={getattr(self, name)!r} is not known; try one of {', '.join(known)}")
-        if not self.warmup_bound > 0:
+            value = getattr(self, name)
+            if not any(value is word or (isinstance(word, str) and value == word) for word in known):
+                raise PlanError(f"{name}={value!r} is not known; try one of {', '.join(map(str, known))}")
+        if not (_is_number(self.warmup_bound, int, float) and 0 < self.warmup_bound < math.inf):
             raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.15")
-        self._check_together()
-        for name, least in (("stage_blocks", 1), ("stage_weights", 0)):
+        for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
-                self._check_stages(name, tuple(getattr(self, name)), least)
+                self._check_stages(name, getattr(self, name))
+        self._check_together()
 
     def _check_together(self) -> None:
         """What excludes each other. There is little."""
@@ -109,18 +114,28 @@ class Plan:
                 f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={self.pipefusion}; try 1 to {self.pipefusion}"
             )
 
-    def _check_stages(self, name: str, values: tuple[float, ...], least: int) -> None:
-        object.__setattr__(self, name, values)
-        text = _text(values)
+        if self.stage_blocks is not None and self.stage_weights is not None:
+            raise PlanError(
+                f"stage_blocks={_text(self.stage_blocks)} says where to cut, and stage_weights="
+                f"{_text(self.stage_weights)} too; give one of them"
+            )
+
+    def _check_stages(self, name: str, values: Any) -> None:
+        kinds, wanted = ((int,), "whole numbers") if name == "stage_blocks" else ((int, float), "numbers")
+        if not isinstance(values, list | tuple) or not all(_is_number(value, *kinds) for value in values):
+            raise PlanError(f"{name}={values!r} are no {wanted}; give one for each of {self.pipefusion} stage(s)")
+        object.__setattr__(self, name, tuple(values))
         if len(values) != self.pipefusion:
             raise PlanError(
-                f"{name}={text} names {len(values)} stages and pipefusion={self.pipefusion}; "
+                f"{name}={_text(tuple(values))} names {len(values)} stages and pipefusion={self.pipefusion}; "
                 f"give {self.pipefusion} numbers"
             )
-        if name == "stage_blocks" and min(values) < least:
-            raise PlanError(f"stage_blocks={text}: every stage needs a block; give numbers of at least 1")
-        if min(values) <= 0:
-            raise PlanError(f"{name}={text}: a stage needs some speed; give numbers above 0")
+        if name == "stage_blocks" and min(values) < 1:
+            raise PlanError(
+                f"stage_blocks={_text(tuple(values))}: every stage needs a block; give numbers of at least 1"
+            )
+        if not all(0 < value < math.inf for value in values):
+            raise PlanError(f"{name}={_text(tuple(values))}: a stage needs some speed; give numbers above 0")
 
     @property
     def world(self) -> int:
@@ -159,14 +174,15 @@ class Plan:
         Raises:
             PlanError: if the text is no JSON object of a plan's fields.
         """
+        known, example = [field.name for field in dataclasses.fields(cls)], '{"pipefusion": 2}'
         try:
             values = json.loads(text)
-            return cls(**values)
-        except (ValueError, TypeError) as error:
-            if isinstance(error, PlanError):
-                raise
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise PlanError(f"{text!r} is no plan in JSON ({error}); known are {known}") from error
+        except ValueError as error:
+            raise PlanError(f"{text!r} is no JSON ({error}); a plan is an object such as {example}") from error
+        unknown = sorted(set(values) - set(known)) if isinstance(values, dict) else ["no object"]
+        if unknown:
+            raise PlanError(f"{text!r} is no plan in JSON: {unknown[0]} is not known; known are {', '.join(known)}")
+        return cls(**values)
 
     def to_json(self) -> str:
         """The plan as a JSON object with all its fields."""
@@ -180,49 +196,34 @@ class Plan:
                 f"start {self.world}, or use degrees whose product is {world}, such as pipefusion={world}"
             )
 
+    def illegal(self, facts: Facts) -> list[str]:
+        """Everything that a model and a call forbid, one line each with what would work; empty if the plan fits."""
+        return illegal(self, facts)
+
+    def check(self, facts: Facts) -> None:
+        """Raises `PlanError` with all that is illegal, unless the plan fits what is known of a model and a call."""
+        if found := illegal(self, facts):
+            raise PlanError("; and ".join(found))
+
+    def advice(self, bound: float) -> str | None:
+        """One line where warmup and the filling of the pipeline eat more than 30 % of the gain; see `legal.advice`."""
+        return advice(self, bound)
+
     def check_blocks(self, model: str, blocks: int) -> None:
         """Raises `PlanError` unless a model of `blocks` blocks can be cut as the plan says."""
-        if self.pipefusion > blocks:
-            raise PlanError(f"pipefusion={self.pipefusion} exceeds the {blocks} blocks of {model}; try 1 to {blocks}")
-        if self.stage_blocks is not None and sum(self.stage_blocks) != blocks:
-            text = ",".join(map(str, self.stage_blocks))
-            raise PlanError(
-                f"stage_blocks={text} has {sum(self.stage_blocks)} blocks and {model} has {blocks}; "
-                f"give {self.pipefusion} numbers that add up to {blocks}"
-            )
+        self.check(Facts(model=model, blocks=blocks))
 
     def check_guidance(self, branches: int) -> None:
         """Raises `PlanError` unless a step of `branches` branches of guidance can be shared out as the plan says."""
-        if branches < self.cfg:
-            raise PlanError(
-                f"cfg={self.cfg} shares out branches of guidance, and this call has {branches}; raise guidance_scale "
-                "(of FLUX: true_cfg_scale, with a negative_prompt) above 1, or use cfg=1"
-            )
+        self.check(Facts(branches=branches))
 
     def check_rows(self, rows: int) -> None:
         """Raises `PlanError` unless an image of `rows` token rows can be cut into the plan's patches."""
-        if self.distrifusion > rows:
-            raise PlanError(
-                f"distrifusion={self.distrifusion} exceeds the {rows} token rows of this image, a patch for each rank; "
-                f"try 1 to {rows}, or a higher image"
-            )
-        if self.num_patches > rows:
-            raise PlanError(
-                f"patches={self.num_patches} exceeds the {rows} token rows of this image; "
-                f"try 1 to {rows}, or a higher image"
-            )
+        self.check(Facts(rows=rows))
 
     def check_heads(self, model: str, heads: int) -> None:
         """Raises `PlanError` unless attention of `heads` heads can be shared out as the plan says."""
-        if heads % self.tensor:
-            raise PlanError(
-                f"tensor={self.tensor} does not divide the {heads} heads of {model}; try {_divisors(heads)}"
-            )
-        if self.uaa is False and (heads // self.tensor) % self.ulysses:
-            raise PlanError(
-                f"ulysses={self.ulysses} does not divide {heads // self.tensor} heads of {model} and uaa is off; "
-                f"try {_divisors(heads // self.tensor)}, or leave uaa out"
-            )
+        self.check(Facts(model=model, heads=heads))
 
     def check_planned(self, model: str) -> None:
         """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided so."""
@@ -261,13 +262,13 @@ class Plan:
                 raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(known)}, each once")
             try:
                 values[name] = known[name](value)
-            except ValueError:
-                raise PlanError(f"{word!r}: {value!r} is no value of {flag(name)}") from None
+            except argparse.ArgumentTypeError as error:
+                raise PlanError(f"{word!r}: {error}") from None
         return cls(**values)
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import resource
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ditile import rng
+from ditile import env, rng
+from ditile.blocks.schedule import Schedule
 from ditile.callbacks import StepEnd
 from ditile.compose import Composition, compose
+from ditile.cost import Job
 from ditile.errors import ModelError, StateError
+from ditile.legal import Facts
+from ditile.memory import AgeChecks
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
 from ditile.shape import Shape, filled_call
 from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
+
+LOG = logging.getLogger("ditile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class Report:
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
+        text_tokens: in the sequence of joint attention.
     """
 
     seconds: dict[str, float]
@@ -47,6 +55,7 @@ class Report:
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
+    text_tokens: int
 
     @property
     def bytes_sent(self) -> int:
@@ -64,6 +73,7 @@ class Runner:
     Attributes:
         pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
             Load LoRAs with `ditile.load_lora`: peft raises on a stage that none of a LoRA's blocks belong to.
+        devices: of each rank.
         trace: whether the next call records a trace.
         report: what the last call took on this rank; None before the first.
     """
@@ -75,7 +85,10 @@ class Runner:
         self._parts, self._origin, self._keep = composition, origin, keep_weights
         self._loras = self._lora_state()
         self._restored = self._running = False
-        self._devices = gather_json(str(composition.device), self.mesh.everyone)
+        held = sum(p.numel() for p in composition.model.parameters())
+        everyone = gather_json([str(composition.device), held], self.mesh.everyone)
+        self.devices, self._held = [device for device, _ in everyone], [count for _, count in everyone]
+        self._advised: str | None = None
         self._call: dict[str, Any] = {}
         self._signature = inspect.signature(self.pipe.__call__)
 
@@ -87,7 +100,7 @@ class Runner:
 
         Raises:
             ModelError: if an argument cannot be honoured exactly.
-            PlanError: if the image has fewer token rows than the plan has patches.
+            PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
             StateError: if the runner was restored or runs already, or an earlier call on several ranks raised in the
                 middle of a picture, or the ranks were called with different arguments.
         """
@@ -158,13 +171,19 @@ class Runner:
         if self.mesh.rank == 0:
             write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
 
+    def job(self) -> Job:
+        """The last call, or before it the pipeline's default one, as numbers: what `ditile.cost` prices."""
+        parts, shape = self._parts, self._shape(self._call)
+        if self.report is not None:
+            shape = replace(shape, text=self.report.text_tokens)
+        return Job(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
+
     def __str__(self) -> str:
-        """Rank -> device, stage, blocks, parameters, memory of keys, bytes per step; for the last call's size."""
+        """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
         name, parts = type(self.pipe).__name__, self._parts
         if not parts.spec.blocks:
-            return describe_whole(name, type(parts.model).__name__, self.plan, parts.weights, self._devices)
-        shape = self._shape(self._call)
-        return describe(name, parts.spec, self.plan, shape, parts.stages, parts.weights, self._devices)
+            return describe_whole(name, type(parts.model).__name__, self.plan, self.devices, self._held)
+        return describe(name, self.job(), self.devices, self._held)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
         generators = rng.sources(call.get("generator"), self._parts.device)
@@ -194,16 +213,20 @@ class Runner:
         return reason or self._parts.seats.refuse(self._parts.owned)
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
-        """Says no to guidance that is off, and to too many patches where the size asked for is what is made."""
-        if self._parts.spec.blocks:
-            defaults = {name: p.default for name, p in self._signature.parameters.items() if p.default is not p.empty}
-            filled = {name: value for name, value in (defaults | dict(call)).items() if value is not None}
-            conditioning = self._parts.spec.conditioning(filled)
-            self.plan.check_guidance(conditioning.rows * conditioning.calls)
-        if self._parts.calls_whole_model or not self._parts.spec.blocks:
+        """Says no before anything runs to what this call does not allow; the size counts if it is the one asked for."""
+        if not self._parts.spec.blocks:
             return
-        if not call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
-            self.plan.check_rows(self._shape(call).grid.rows)
+        shape = self._shape(call)
+        facts = replace(shape.facts(type(self._parts.model).__name__), text=0)  # embeddings may have any length
+        if self._parts.calls_whole_model:
+            facts = Facts(branches=facts.branches)
+        if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
+            facts = replace(facts, rows=None)
+        self.plan.check(facts)
+        advice = self.plan.advice(Schedule.of(self.plan, shape.steps).bound())
+        if advice != self._advised and advice is not None and self.mesh.rank == 0:
+            LOG.warning(advice)
+        self._advised = advice
 
     def _shape(self, call: Mapping[str, Any]) -> Shape:
         config: Any = self._parts.model.config
@@ -242,7 +265,7 @@ class Runner:
 def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
-    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, checks: AgeChecks | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -257,6 +280,7 @@ def parallelize(
             has it.
         cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
             class, where it has no `ModelSpec`.
+        checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
 
     Raises:
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
@@ -268,6 +292,9 @@ def parallelize(
     composition = compose(
         pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention, cp_plan=cp_plan
     )
+    if checks is None and env.checks():
+        checks = AgeChecks()
+    composition = replace(composition, checks=checks)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 
@@ -276,7 +303,7 @@ class _Watch:
 
     def __init__(self, parts: Composition, trace: bool) -> None:
         self._parts, self._began, self._loop_began, self._ended = parts, time.perf_counter(), 0.0, 0.0
-        self._steps = self._key_bytes = 0
+        self._steps = self._key_bytes = self._text = 0
         parts.mesh.traffic.clear()
         parts.trace.clear()
         parts.trace.on = trace
@@ -287,11 +314,11 @@ class _Watch:
         """The loop begins."""
         self._loop_began = self._ended = time.perf_counter()
 
-    def step_ended(self, key_bytes: int) -> None:
+    def step_ended(self, key_bytes: int, text: int) -> None:
         """A step ended."""
         self._ended = time.perf_counter()
         self._steps += 1
-        self._key_bytes = key_bytes
+        self._key_bytes, self._text = key_bytes, text
 
     def report(self) -> Report:
         """The call is over."""
@@ -310,7 +337,7 @@ class _Watch:
             if cuda
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        return Report(seconds, self._steps, dict(self._parts.mesh.traffic.bytes), peak, self._key_bytes)
+        return Report(seconds, self._steps, dict(self._parts.mesh.traffic.bytes), peak, self._key_bytes, self._text)
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

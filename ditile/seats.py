@@ -117,10 +117,22 @@ class Seats:
         return [seat.io.cost for seat in self.chain]
 
     def weights(self) -> Weights:
-        """The parameters of each block, and of the rest."""
+        """The parameters of each block, and of the rest; the attention layers of each block; the width of the head."""
         blocks = tuple(sum(p.numel() for p in seat.block.parameters()) for seat in self.chain)
         everything = sum(p.numel() for p in self.transformer.parameters())
-        return Weights(blocks=blocks, shared=everything - sum(blocks))
+        layers = tuple(tuple(name in seat.io.attn for name, _ in seat.attentions()) for seat in self.chain)
+        head = self.transformer.get_submodule(self.spec.out) if self.chain else None
+        out = int(getattr(head, "out_features", 0))
+        exchanges = tuple(tuple(self._exchanges(f"{seat.name}.")) for seat in self.chain)
+        return Weights(blocks=blocks, shared=everything - sum(blocks), layers=layers, out=out, exchanges=exchanges)
+
+    def _exchanges(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """What tensor parallelism exchanges in a block, as the family's table of token streams has it."""
+        for pattern, streams in self.spec.tensor_tokens.items():
+            for path, module in _matching(self.transformer, pattern):
+                if path.startswith(prefix):
+                    summed = hasattr(module, "out_features")
+                    yield from (("sum" if summed else "gather", stream) for stream in streams.values())
 
     @property
     def loaded(self) -> Loaded | None:

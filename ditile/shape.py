@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ditile.layout import Grid, Layout
+from ditile.legal import Facts
 from ditile.plan import Plan
 from ditile.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Parameters of a transformer: of each block, and of what every rank holds (embeddings, head)."""
+    """What a transformer is made of.
+
+    Attributes:
+        blocks: parameters of each block.
+        shared: parameters that every rank holds (embeddings, head).
+        layers: of each block, for each of its attention layers, whether it sees the text of joint attention.
+        out: numbers that the output module makes of a token.
+        exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather", stream). Sums are of
+            row-parallel Linears; gathers are those of split_scheme=sequence.
+    """
 
     blocks: tuple[int, ...]
     shared: int
+    layers: tuple[tuple[bool, ...], ...]
+    out: int
+    exchanges: tuple[tuple[tuple[str, str], ...], ...] = ()
 
     def of(self, owned: range) -> int:
         """Parameters of a stage."""
@@ -39,7 +52,7 @@ class Shape:
         batch: rows of a transformer call.
         images: images made at once.
         calls: transformer calls per step.
-        channels: width of a token in the blocks.
+        heads, head_dim: of attention; their product is the width of a token in the blocks.
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
     """
@@ -52,7 +65,8 @@ class Shape:
     batch: int
     images: int
     calls: int
-    channels: int
+    heads: int
+    head_dim: int
     latent_elements: int
     element_size: int
 
@@ -81,7 +95,8 @@ class Shape:
             height=height, width=width, steps=int(call["num_inference_steps"]),
             grid=Grid(rows, columns, columns if packed else side),
             text=0 if spec.joint == "none" else conditioning.text, batch=images * conditioning.rows, images=images,
-            calls=conditioning.calls, channels=int(config["num_attention_heads"] * config["attention_head_dim"]),
+            calls=conditioning.calls, heads=int(config["num_attention_heads"]),
+            head_dim=int(config["attention_head_dim"]),
             latent_elements=rows * columns * channels * (1 if packed else side * side), element_size=element_size,
         )  # fmt: skip
 
@@ -95,28 +110,31 @@ class Shape:
         plan.check_rows(self.grid.rows)
         return Layout.of(self.grid, plan.num_patches, self.text, spec.joint)
 
-    def step_bytes(self, plan: Plan, stage: int) -> int:
-        """Bytes that a stage sends in a step that another one follows; headers apart."""
-        if plan.pipefusion == 1:
-            return 0
-        if stage == plan.pipefusion - 1:
-            return self._images(plan) * self.latent_elements * self.element_size
-        return self._rows(plan) * self.tokens * self.channels * self.element_size
+    def shared_out(self, plan: Plan) -> Shape:
+        """The shape of one replica's calls on one half of guidance."""
+        images = -(-self.images // plan.data)
+        rows = self.batch // self.images
+        return replace(
+            self, images=images, batch=images * (rows // min(plan.cfg, rows)),
+            calls=self.calls // min(plan.cfg if rows == 1 else 1, self.calls),
+        )  # fmt: skip
 
-    def key_bytes(self, plan: Plan, layers: int) -> int:
-        """Bytes of the keys and values that a stage of `layers` attention layers keeps."""
-        if plan.num_patches == 1 or plan.least_warmup >= self.steps:
-            return 0
-        return 2 * layers * self._rows(plan) * self.tokens * self.channels * self.element_size
+    @property
+    def channels(self) -> int:
+        """The width of a token in the blocks."""
+        return self.heads * self.head_dim
 
-    def _images(self, plan: Plan) -> int:
-        """Images of the first replica, which has the most."""
-        return -(-self.images // plan.data)
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of the latents of all images."""
+        return self.images * self.latent_elements * self.element_size
 
-    def _rows(self, plan: Plan) -> int:
-        """Rows that a rank of it computes in a step, in one call or several."""
-        branches = self.calls * self.batch // self.images
-        return self._images(plan) * -(-branches // plan.cfg)
+    def facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
+        """What a plan must fit."""
+        return Facts(
+            model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
+            text=self.text, branches=self.batch // self.images * self.calls,
+        )  # fmt: skip
 
 
 def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:

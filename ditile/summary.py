@@ -9,10 +9,15 @@ if TYPE_CHECKING:
 
     from ditile.generate import Outcome
 
+SECONDS = ("total", "text", "denoise", "decode")
+SHOWN = 4
+"""Files that are named one by one."""
+
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """The summary as JSON types; seconds are those of rank 0, lists are in the order of the ranks."""
-    first = outcome.reports[0]
+    nothing: dict[str, Any] = {"steps": 0, "seconds": dict.fromkeys(SECONDS, 0.0)}
+    first = outcome.reports[0] if outcome.reports else nothing
     return {
         "plan": outcome.plan,
         "model": outcome.model,
@@ -20,7 +25,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "steps": first["steps"],
         "ranks": len(outcome.reports),
         "images": outcome.images,
-        "seconds": {name: first["seconds"][name] for name in ("total", "text", "denoise", "decode")},
+        "skipped": outcome.skipped,
+        "seconds": {name: first["seconds"][name] for name in SECONDS},
         "peak_memory_bytes": [report["peak_memory_bytes"] for report in outcome.reports],
         "bytes_sent": [report["bytes_sent"] for report in outcome.reports],
     }
@@ -35,7 +41,7 @@ def as_table(outcome: Outcome) -> Table:
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in (
-        ("images", " ".join(outcome.images)),
+        ("images", _images(outcome)),
         ("model", outcome.model),
         ("seed", str(outcome.seed)),
         ("plan", outcome.plan),
@@ -46,6 +52,13 @@ def as_table(outcome: Outcome) -> Table:
     ):
         table.add_row(name, text)
     return table
+
+
+def _images(outcome: Outcome) -> str:
+    """All of a few, else the first and the last."""
+    files = outcome.images
+    text = " ".join(files) if len(files) <= SHOWN else f"{files[0]} .. {files[-1]} ({len(files)})"
+    return text + (f", {outcome.skipped} of them there before" if outcome.skipped else "")
 
 
 def _per_rank(counts: list[int]) -> str:

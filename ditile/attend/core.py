@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ditile.errors import StateError
 from ditile.generation import Generation, Tokens
 from ditile.keymask import Extra, KeyMask, of_keys, refuse_masks
 from ditile.layout import joined
-from ditile.memory import KeyStore
+from ditile.memory import AgeChecks
 from ditile.seams import Exchange, Gather, Kernel, Keys, Make, Masks
 
 
@@ -127,12 +126,13 @@ class StaleKeys:
         kernel: attends.
         fresh: attends where nothing is stale or kept.
         gather: the fresh keys of all ring ranks.
-        check: assert that the ages of the keys are what the schedule says.
+        check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
     def __init__(
-        self, current: Callable[[], Generation], layer: str, kernel: Kernel, fresh: Keys, gather: Gather, *, check: bool
-    ) -> None:
+        self, current: Callable[[], Generation], layer: str, kernel: Kernel, fresh: Keys, gather: Gather, *,
+        check: AgeChecks | None,
+    ) -> None:  # fmt: skip
         self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
         self._gather, self._check = gather, check
 
@@ -148,21 +148,12 @@ class StaleKeys:
         whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs))
         store.stamp(step, patch)
         if patch is None:
-            return self._kernel(
-                q, k, v, scale=extra.scale
-            )  # in the order in which they came: bit-identical to one process
-        if self._check:
-            self._assert_ages(store, now)
+            # in the order in which they came: bit-identical to one process
+            return self._kernel(q, k, v, scale=extra.scale)
+        if self._check is not None:
+            where = f"{self._layer} at {now.micro} branch {now.branch}"
+            self._check.expect(store, step, now.ages(now.micro), where)
         return self._kernel(q, *whole, scale=extra.scale)
-
-    def _assert_ages(self, store: KeyStore, now: Generation) -> None:
-        step = now.micro.step
-        wanted = tuple(None if age > step else age for age in now.ages(now.micro))
-        if store.ages(step) != wanted:
-            raise StateError(
-                f"{self._layer} at {now.micro} branch {now.branch} reads keys of ages "
-                f"{store.ages(step)}, and the schedule says {wanted}"
-            )
 
 
 def alone(k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

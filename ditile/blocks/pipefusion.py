@@ -141,6 +141,7 @@ class PipeFusion:
                 else:
                     wire.abandon()
         self._dummies.clear()
+        del self.generation  # with its keys: this object outlives the picture
 
     # The loop
 

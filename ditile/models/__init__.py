@@ -24,7 +24,7 @@ from ditile.models.sd3 import SD3
 from ditile.plan import Plan
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
-__all__ = ["BlockIO", "Family", "ModelSpec", "families", "model_of", "register", "spec_of", "support"]
+__all__ = ["BlockIO", "Family", "ModelSpec", "families", "model_of", "register", "spec_of", "specs", "support"]
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
@@ -93,6 +93,11 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
         f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one, and ulysses and ring with "
         f"parallelize(..., cp_plan={{...}}); known are {known}; ditile.register(cls, ModelSpec(...)) adds one"
     )
+
+
+def specs() -> dict[type[nn.Module], ModelSpec]:
+    """The table of each transformer class."""
+    return dict(_SPECS)
 
 
 def families() -> list[Family]:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ditile.errors import StateError
 from ditile.generation import Generation, Tokens
 from ditile.keymask import Extra, refuse_masks
-from ditile.memory import KeyStore
+from ditile.memory import AgeChecks, KeyStore
 from ditile.mesh import Axis
 from ditile.seams import Kernel
 from ditile.tokens.ring import rows
@@ -38,7 +37,7 @@ class DistriKeys:
         axis: the ranks that own a patch each.
         kernel: attends.
         traffic: counts bytes.
-        check: assert that the ages of the keys are what the schedule says.
+        check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class DistriKeys:
         kernel: Kernel,
         traffic: Traffic,
         *,
-        check: bool,
+        check: AgeChecks | None,
     ) -> None:
         assert axis.group is not None
         self._current, self._layer, self._axis, self._group = current, layer, axis, axis.group
@@ -69,10 +68,8 @@ class DistriKeys:
             store.incoming = self._send(k, v, tokens)
         if not stale:
             self._receive(store, tokens, step)
-        if self._check:
-            wanted = tuple(None if age > step else age for age in ages(own, self._axis.size, stale))
-            if store.ages(step) != wanted:
-                raise StateError(f"{self._layer} reads keys of ages {store.ages(step)} in step {step}, not {wanted}")
+        if self._check is not None:
+            self._check.expect(store, step, ages(own, self._axis.size, stale), f"{self._layer} in step {step}")
         return self._kernel(q, *whole, scale=extra.scale)
 
     def _send(self, k: Tensor, v: Tensor, tokens: Tokens) -> Pending:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditile import RankError, cli
+from ditile import Plan, RankError, cli
+from ditile.flags import normalise
 from ditile.load import ASSETS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def opened(path: str) -> Image.Image:
     [
         ((), "COMMAND"),
         (("paint", "a"), "generate"),
-        (("generate",), "PROMPT"),
+        (("generate",), "give a PROMPT, or --prompts-file"),
         (("generate", " "), "prompt is empty"),
         (("generate", "a", "circle"), "in quotes"),
         (("generate", "a", "--stpes", "3"), "did you mean --steps?"),
@@ -83,10 +84,56 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--trace", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--image", "nothing.png"), "nothing.png"),
         (("generate", "a", "--strength", "0.5"), "--image"),
+        (("generate", "a", "--warmup", "x"), "argument --warmup: 'x' is not a whole number or auto"),
+        (("generate", "a", "--uaa=yes"), "--uaa/--no-uaa"),
+        (("generate", "a", "--uaa", "maybe"), "one argument too many"),
+        (("generate", "a", "--warmup-bound", "x"), "argument --warmup-bound: 'x' is not a number"),
+        (("generate", "a", "--vae", "tiles"), "'tiles' is not one of whole, rows"),
+        (("generate", "a", "--stage-weights", "1,x"), "numbers such as 1,0.5"),
+        (("generate", "a", "--cfg", "3"), "try cfg=2"),
+        (("generate", "a", "--distrifusion", "2", "--pipefusion", "2"), "same staleness"),
+        (("generate", "a", "--async-ulysses"), "ulysses=2 or more"),
+        (("generate", "a", "--ulysses_degree", "x"), "argument --ulysses-degree/--ulysses_degree: 'x' is not a whole"),
+        (("generate", "a", "--ulysses_degree", "2", "--ulysses", "4"), "--ulysses_degree says ulysses=2 and --ulysses"),
+        (("generate", "a", "--use_cfg_parallel", "--cfg", "1"), "--use_cfg_parallel says cfg=2"),
+        (("generate", "a", "--num_pipeline_patch", "4"), "--pipefusion_parallel_degree 2 or more"),
+        (("generate", "a", "--pipefusion_parallel_degree", "2", "--attn_layer_num_for_pp", "3"), "give 2 numbers"),
+        (("generate", "--attn_layer_num_for_pp", "2", "a circle"), "'a circle' is not whole numbers"),
+        (("generate", "a", "--ring_degre", "2"), "did you mean --ring-degree?"),
+        (("generate", "a", "--prompts-file", "p.txt"), "give one of them"),
+        (("generate", "--prompts-file", "nothing.txt"), "nothing.txt"),
+        (("generate", "--prompts-file", "."), "cannot be read as text"),
+        (("generate", "--prompts-file", "p.txt", "--num-images", "2"), "one for each line"),
+        (("generate", "a", "--out-dir", "d"), "is for a file of prompts"),
+        (("verify", "--steps", "2"), "nothing to be stale"),
+        (("verify", "--height", "0"), "height=0"),
+        (("verify", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("verify", "--ulysses", "0"), "ulysses=0"),
+        (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
+        (("models", "--all"), "--all is not known"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
     assert says in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        (b"", (), "has no prompt"),
+        (b"# a comment\n\n  \n", (), "has no prompt"),
+        (b"\xff\xfe", (), "cannot be read as text"),
+        (b"a", ("--out-dir", "nowhere/there"), "there is no folder 'nowhere'"),
+        (b"a", ("--out-dir", "prompts.txt"), "is a file; give a folder"),
+        (b"a", ("--out", "nowhere/a.png"), "nowhere"),
+        (b"a", ("--model", "nothing-like-it"), "nothing-like-it"),
+    ],
+)
+def test_a_file_of_prompts_that_will_not_do(
+    capsys: pytest.CaptureFixture[str], content: bytes, words: tuple[str, ...], says: str
+) -> None:
+    Path("prompts.txt").write_bytes(content)
+    assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
 
 
 @pytest.mark.parametrize("strength", ["0", "1.5", "nan"])
@@ -115,6 +162,9 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
         (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
         (("--device", "toaster"), "toaster"),
         (("--image", str(ROOT / "tests" / "surface" / "..")), "picture"),
+        (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 shares out branches of guidance, and this call has 1"),
+        (("--tensor", "5", "--dry-run"), "tensor=5 does not divide the"),
+        (("--pipefusion", "99", "--tensor", "5", "--dry-run"), "try 1 to 12; and tensor=5"),
     ],
 )
 def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
@@ -154,12 +204,26 @@ finally:
     assert "AssertionError" not in done.stderr and done.stdout + done.stderr
 
 
+def test_far_too_many_ranks_are_refused_before_one_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    assert "try 1 to 12" in refused(capsys, "generate", "a circle", "--pipefusion", "999")
+    Path("p.txt").write_text("a circle")
+    assert "try 1 to 12" in refused(capsys, "generate", "--prompts-file", "p.txt", "--pipefusion", "999")
+
+
 def test_help_names_every_flag() -> None:
     text = ditile("generate", "--help").stdout
-    flags = """model steps guidance negative-prompt seed height width num-images image strength out pipefusion patches
-               warmup stage-blocks dtype device threads stall-timeout trace json dry-run"""
+    flags = """model steps guidance negative-prompt seed height width num-images image strength out prompts-file out-dir
+               data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
+               vae warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
+               ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
+               tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
+               dry-run"""
     for flag in flags.split():
         assert f"--{flag}" in text
+    assert "plan, with the flags of xDiT" in text
 
 
 def test_a_rank_that_failed_is_its_traceback_and_a_line(
@@ -187,12 +251,46 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Pipeline", "shapes-flux"):
         assert word in out
+    for word in ("PipeFusion", "two calls", "batched", "row, sequence"):
+        assert word in out
+
+
+def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means: run `ditile models --markdown > docs/matrix.md`."""
+    assert cli.main(["models", "--markdown"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text("utf-8")
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "a circle", "--model", "shapes-flux", "--pipefusion", "2", "--dry-run"]) == 0
     assert "pipefusion=2" in capsys.readouterr().out
     assert not list(Path().iterdir())
+
+
+EVERY_AXIS = "--data 2 --use_cfg_parallel --pipefusion 2 --ring_degree 2 --tensor 2 --num-images 2 --dry-run"
+XDIT = """--use_cfg_parallel --data_parallel_degree 2 --ulysses_degree 2 --ring_degree 3 --num_pipeline_patch 4
+          --pipefusion_parallel_degree 2 --attn_layer_num_for_pp 7 8 --tensor_parallel_degree 2
+          --split_scheme sequence --warmup_steps 3 --use_parallel_vae --ulysses 2"""
+
+
+def test_a_dry_run_of_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has a row with its place; true guidance is two calls, of which a half makes one."""
+    assert cli.main(["generate", "a circle", "--model", "shapes-flux", *EVERY_AXIS.split()]) == 0
+    out = capsys.readouterr().out
+    assert "plan: data=2 cfg=2 pipefusion=2 ring=2 tensor=2" in out and "2 call(s) per step" in out
+    for word in ("data 1", "cfg 1", "stage 1", "ring 1", "tensor 1", "│ 31 ", "activations", "latents", "prediction"):
+        assert word in out, word
+    assert any(line.startswith("speed-up over one rank") and "x data 2 x cfg 2" in line for line in out.splitlines())
+
+
+def test_flags_of_xdit_are_the_plan() -> None:
+    plan = cli._plan(cli.parser().parse_args(normalise(["generate", "a", *XDIT.split()])))
+    assert plan == Plan(
+        cfg=2, data=2, ulysses=2, ring=3, pipefusion=2, patches=4, stage_blocks=(7, 8), tensor=2,
+        split_scheme="sequence", warmup=3, vae="rows",
+    )  # fmt: skip
+    commas = ["generate", "a", "--pipefusion", "2", "--attn_layer_num_for_pp", "7,8", "--stage-blocks", "7,8"]
+    assert cli._plan(cli.parser().parse_args(normalise(commas))).stage_blocks == (7, 8)
 
 
 def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,3 +336,22 @@ def test_under_torchrun_the_ranks_are_those_that_it_started() -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(Path("a.json").read_text())
     assert facts["ranks"] == 2 and opened("a.png").text["seed"] == str(facts["seed"])
+
+
+def test_the_example_of_two_hosts_says_what_it_needs() -> None:
+    """Without root, or with a rate that is none: one line, and no namespace is left."""
+    command = [sys.executable, str(ROOT / "examples" / "two_hosts.py"), "--rate", "fast"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: ") and done.stderr.count("\n") == 1
+    assert "root" in done.stderr or "write it as 100mbit" in done.stderr
+
+
+def test_ranks_that_cannot_connect_are_one_line() -> None:
+    """A failure would mean a traceback of torch's, and no word of what to set."""
+    nobody = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
+    code = "import sys; from ditile.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "generate", "a", "--pipefusion", "2"]
+    environment = os.environ | nobody | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ditile: rank 1 of 2 cannot connect to the others")

@@ -19,6 +19,8 @@ class Options:
     kind: Literal["a", "b"] = option("a", "kind", choices=("a", "b"))
     parts: tuple[int, ...] | None = option(None, "parts")
     dry: bool = option(False, "only look")
+    sure: bool | None = option(None, "force or forbid")
+    until: int | Literal["auto"] = option(1, "how long", metavar="W")
 
 
 def read(*words: str) -> dict[str, object]:
@@ -45,10 +47,28 @@ def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
     assert flag("num_steps") == "--num-steps"
 
 
-@pytest.mark.parametrize("words", [("--kind", "c"), ("--num-steps", "x"), ("--parts", "1,x")])
-def test_a_value_of_the_wrong_kind_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(argparse.ArgumentError):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--kind", "c"), "argument --kind: 'c' is not one of a, b"),
+        (("--num-steps", "x"), "argument --num-steps: 'x' is not a whole number"),
+        (("--scale", "x"), "argument --scale: 'x' is not a number"),
+        (("--parts", "1,x"), "argument --parts: '1,x' is not whole numbers such as 7,7,8"),
+        (("--until", "x"), "argument --until: 'x' is not a whole number or auto"),
+        (("--until", "1.5"), "argument --until: '1.5' is not a whole number or auto"),
+        (("--sure=x",), "argument --sure/--no-sure: ignored explicit argument 'x'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_what_would_do(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(argparse.ArgumentError) as caught:
         read("x", *words)
+    assert str(caught.value) == says
+
+
+def test_three_valued_switches_and_words_beside_numbers() -> None:
+    assert read("x", "--sure")["sure"] is True and read("x", "--no_sure")["sure"] is False
+    assert "sure" not in read("x")
+    assert read("x", "--until", "auto")["until"] == "auto" and read("x", "--until", "3")["until"] == 3
 
 
 def test_help_shows_docs_and_defaults() -> None:

@@ -1,0 +1,326 @@
+"""`ditile verify`: proves a plan on the machine at hand, by what must hold of any plan on any model.
+
+    exact       with warmup = steps every rank's latents are those of one rank: bit for bit, or up to rounding
+    repeatable  the plan itself, twice: equal on all ranks, and equal to itself
+    ages        every key that is read is as old as the schedule says
+    no waiting  no micro-step waits for the device (CUDA)
+    bytes       what each rank sent is the formula of `ditile.cost`
+    memory      what a call took is free again when it is over
+
+Rank 0 alone needs the whole model, for the first. The tests run the same functions on tiny models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import diffusers
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import ditile
+from ditile import cost, env
+from ditile.blocks.schedule import Schedule
+from ditile.generate import arguments, quiet
+from ditile.load import defaults, load
+from ditile.memory import AgeChecks
+from ditile.mesh import pick_device
+from ditile.options import Generate, Proof
+from ditile.plan import AUTO, Plan
+from ditile.runner import LOG, Runner, parallelize
+from ditile.table import amount
+from ditile.transport import gather_json
+
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""By how much of the largest value an exact plan may differ: sums in another order, grown over the steps."""
+
+Make = Callable[[Plan | None], Any]
+"""Makes the pipeline, alike on every rank: what a rank needs for a plan or, for None, the whole."""
+
+Call = Callable[[Any], dict[str, Any]]
+"""Makes the arguments of a call of a pipeline, with new generators each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the verdict: true, false, or None where there is nothing to check."""
+
+    name: str
+    ok: bool | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out, the same on every rank."""
+
+    title: str
+    checks: list[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is false."""
+        return all(check.ok is not False for check in self.checks)
+
+
+def verify(proof: Proof, plan: Plan) -> Verdict:
+    """Runs this rank's part on a model by name.
+
+    Raises:
+        DitileError: if the model or the plan does not fit.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        quiet()
+        LOG.setLevel(logging.ERROR)  # these few steps are not those that a user means to run
+        if proof.threads is not None:
+            torch.set_num_threads(proof.threads)
+
+        def make(plan: Plan | None) -> Any:
+            pipe: Any = load(proof.model, dtype=proof.dtype, plan=plan)
+            pipe.set_progress_bar_config(disable=True)
+            return pipe
+
+        def call(pipe: Any) -> dict[str, Any]:
+            base = arguments(pipe, _wanted(proof), defaults(proof.model)) | {"output_type": "latent"}
+            seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
+            if plan.data == 1:
+                return base | {"generator": seeds[0]}
+            lists = {name: [base[name]] * plan.data for name in ("prompt", "negative_prompt") if name in base}
+            return base | lists | {"generator": seeds}
+
+        checks, where = prove(make, call, plan, proof.steps, device=proof.device)
+    return Verdict(f"{proof.model}, {proof.steps} steps; {plan}; {where}", checks)
+
+
+def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = None) -> tuple[list[Check], str]:
+    """All checks of a plan, and on what; every rank must call it, and gets the same."""
+    place = env.torchrun()
+    rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
+    plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
+    exact = plan if plan.distrifusion == plan.num_patches == 1 else replace(plan, warmup=steps)
+    runner = parallelize(make(exact), exact, device)
+    checks = [_exact(runner, runner(**call(runner.pipe)).images, plain)]
+    del runner
+    _tidy()
+    ages = AgeChecks()
+    runner = parallelize(make(plan), plan, device, checks=ages)
+    waits = _Waits(runner, steps)
+    with waits.counted():
+        first = _result(runner, call, plain)
+    after_first, counted = _held(runner), _counted(runner)
+    second = _result(runner, call, plain)
+    checks += [
+        _repeatable(runner, first, second),
+        _ages(runner, ages, steps),
+        waits.check(),
+        _bytes(runner, counted),
+        _memory(runner, after_first, _held(runner)),
+    ]
+    return checks, _where(runner)
+
+
+def as_table(verdict: Verdict) -> Table:
+    """The verdict with a tick or a cross for every check."""
+    table = Table(title=verdict.title, title_justify="left")
+    for title in ("", "check", "found"):
+        table.add_column(title, overflow="fold")
+    for check in verdict.checks:
+        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
+    table.add_row("✓" if verdict.ok else "✗", "proven" if verdict.ok else "not proven", "")
+    return table
+
+
+# The checks
+
+
+def _exact(runner: Runner, got: Tensor, plain: Tensor | None) -> Check:
+    """Rank 0 compares; the others must have what it has."""
+    allowed = ROUNDING[got.dtype]
+    difference = _difference(got, plain) if plain is not None else 0.0
+    everyone = gather_json([difference, _digest(got)], runner.mesh.everyone)
+    difference, alike = everyone[0][0], len({digest for _, digest in everyone}) == 1
+    found = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
+    found += f" (rounding: {allowed:.0e})" if difference else ""
+    found += "" if alike else "; ranks differ from each other"
+    return Check("warmup = steps equals one rank", difference <= allowed and alike, found)
+
+
+def _result(runner: Runner, call: Call, plain: Tensor | None) -> tuple[str, float]:
+    """A call's result, of which no tensor is left: its digest, and on rank 0 how far it is from the plain one."""
+    got = runner(**call(runner.pipe)).images
+    return _digest(got), _difference(got, plain) if plain is not None else 0.0
+
+
+def _repeatable(runner: Runner, first: tuple[str, float], second: tuple[str, float]) -> Check:
+    everyone = gather_json([first[0], second[0], first[1]], runner.mesh.everyone)
+    of_first, of_second = ({answer[k] for answer in everyone} for k in range(2))
+    found = [] if len(of_first) == len(of_second) == 1 else ["ranks have different results"]
+    found += [] if of_first == of_second else ["the second call differs from the first"]
+    says = f"equal on {len(everyone)} rank(s), twice; {everyone[0][2]:.1e} of the largest value from one rank"
+    return Check("the plan twice is one result", not found, "; ".join(found) or says)
+
+
+def _ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
+    """A wrong age raises `StateError` in mid-run; here it is counted whether any was looked at."""
+    everyone = gather_json(ages.passed, runner.mesh.everyone)
+    schedule = Schedule.of(runner.plan, steps)
+    if not any(schedule.is_stale(step) for step in range(steps)):
+        return Check("ages of keys as scheduled", None, "nothing is stale in this plan")
+    return Check("ages of keys as scheduled", min(everyone) > 0, f"{sum(everyone):,} reads, on {len(everyone)} rank(s)")
+
+
+def _counted(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the last call by kind: counted, and by formula."""
+    assert runner.report is not None
+    return runner.report.sent, cost.sent(runner.job(), runner.mesh.rank)
+
+
+def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Check:
+    name = "bytes sent are the formula"
+    if runner.plan.warmup == AUTO or runner.plan.warmup_mode != "serial":
+        mode = f"warmup={AUTO}" if runner.plan.warmup == AUTO else f"warmup_mode={runner.plan.warmup_mode}"
+        return Check(name, None, f"{mode} has none")
+    everyone = gather_json(counted, runner.mesh.everyone)
+    wrong, total, others = [], 0, dict[str, int]()
+    for rank, (sent, formula) in enumerate(everyone):
+        for kind in (kind for kind in cost.KINDS if sent.get(kind, 0) != formula.get(kind, 0)):
+            wrong.append(f"rank {rank} sent {sent.get(kind, 0)} of {kind}, by formula {formula.get(kind, 0)}")
+        for kind, size in sent.items():
+            total += size if kind in cost.KINDS else 0
+            if kind not in cost.KINDS:
+                others[kind] = others.get(kind, 0) + size
+    also = ", ".join(f"{kind} {amount(size)}" for kind, size in others.items())
+    says = f"{amount(total)} over {len(everyone)} rank(s)" + (f"; not in a formula: {also}" if also else "")
+    return Check(name, not wrong, "; ".join(wrong) or says)
+
+
+def _memory(runner: Runner, before: int, after: int) -> Check:
+    everyone = gather_json([before, after], runner.mesh.everyone)
+    grown = [(rank, b - a) for rank, (a, b) in enumerate(everyone) if b > a]
+    says = "; ".join(f"rank {rank} holds {amount(more)} more" for rank, more in grown)
+    return Check("memory back after a call", not grown, says or f"{amount(max(a for a, _ in everyone))} held, no more")
+
+
+class _Waits:
+    """Counts how often the host waits for the device in the micro-steps behind the first stale step.
+
+    Before that, constants are made and schedulers find their place, which may wait.
+    """
+
+    def __init__(self, runner: Runner, steps: int) -> None:
+        self._runner, schedule = runner, Schedule.of(runner.plan, steps)
+        self._micros = [len(schedule.micros(step)) for step in range(steps)]
+        self._skipped = sum(self._micros[: min(steps - 1, schedule.warmup + 1)])
+        self._seen: list[Any] = []
+        self._calls, self._on = 0, torch.device(runner.devices[runner.mesh.rank]).type == "cuda"
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts within."""
+        if not self._on:
+            yield
+            return
+        model, per_step = self._runner.pipe.transformer, self._runner.job().own.calls
+        first, last = per_step * self._skipped, per_step * sum(self._micros)
+
+        def called(*_: Any) -> None:
+            mode = "warn" if first <= self._calls < last - 1 else "default"
+            self._calls += 1
+            torch.cuda.set_sync_debug_mode(mode)
+
+        handle = model.register_forward_pre_hook(called)
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                yield
+            self._seen = [w for w in seen if "synchroniz" in str(w.message)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            handle.remove()
+
+    def check(self) -> Check:
+        """The count of all ranks."""
+        name = "no waiting for the device"
+        where = sorted({f"{os.path.basename(w.filename)}:{w.lineno}" for w in self._seen})
+        everyone = gather_json([len(self._seen), where], self._runner.mesh.everyone)
+        if not self._on:
+            return Check(name, None, "not applicable on a CPU")
+        micros = sum(self._micros) - self._skipped
+        count = max(count for count, _ in everyone)
+        places = ", ".join(sorted({place for _, places in everyone for place in places}))
+        return Check(name, count == 0, f"{count} in {micros} micro-steps" + (f": {places}" if count else ""))
+
+
+# What they measure with
+
+
+def _wanted(proof: Proof) -> Generate:
+    return Generate(
+        prompt=proof.prompt, model=proof.model, steps=proof.steps, height=proof.height, width=proof.width
+    )  # fmt: skip
+
+
+def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
+    """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
+    fd = env.progress_fd()
+    if fd is not None:
+        pipe.transformer.register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+    pipe.to(device)
+    latents: Tensor = pipe(**call(pipe)).images.cpu()
+    del pipe
+    _tidy()
+    return latents
+
+
+def _difference(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference as a share of the largest value; infinite if either is not finite."""
+    got = got.cpu()
+    if got.shape != wanted.shape or not (got.isfinite().all() and wanted.isfinite().all()):
+        return float("inf")
+    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def _digest(latents: Tensor) -> str:
+    data = latents.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _held(runner: Runner) -> int:
+    """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
+    _tidy()
+    device = torch.device(runner.devices[runner.mesh.rank])
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in alive}
+    return sum(storages.values())
+
+
+def _tidy() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _where(runner: Runner) -> str:
+    """What a bug report must say."""
+    names = {"cpu": platform.machine()}
+    kinds = {torch.device(device).type for device in runner.devices}
+    if "cuda" in kinds:
+        names["cuda"] = torch.cuda.get_device_name()
+    devices = ", ".join(f"{kind} {names.get(kind, '')}".strip() for kind in sorted(kinds))
+    return (
+        f"ditile {ditile.__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
+        f"Python {platform.python_version()}, {len(runner.devices)} rank(s) on {devices}"
+    )

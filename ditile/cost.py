@@ -1,0 +1,226 @@
+"""What a rank sends and keeps, as formulas in the lengths of its tokens: for the table, the tests and `verify`.
+
+p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of an axis, L attention layers; per call:
+
+    activations    b (p + t) C e           a stage to the next one, over all ranks that share out the tokens
+    ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k, v out, the output back
+    ring           2 (n - 1) / n L b (p + t) C e      keys and values round; with a store gathered once
+    distrifusion   2 (n - 1) / n L b p C e            keys and values of the own patch to all
+    tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
+    prediction     the own part of the prediction, to the n - 1 that share out the tokens
+    latents        the stepped patches, from the last stage to the first; result: to all, once
+
+Shares that do not divide differ by a token or a head, and are counted as they are. Nothing is said of headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ditile.blocks.schedule import Schedule
+from ditile.generation import Micro
+from ditile.layout import DUMMY_TEXT, Layout, Part, Split, share
+from ditile.mesh import coordinates
+from ditile.plan import Plan
+from ditile.shape import Shape, Weights
+from ditile.spec import ModelSpec
+
+KINDS = ("activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "latents", "result")
+"""The kinds of traffic that have a formula here."""
+
+
+class Place(NamedTuple):
+    """A rank's stage; its rank among those that share out the tokens, `outer` of them along ring or distrifusion."""
+
+    stage: int
+    rank: int
+    outer: int
+    ulysses: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A call under a plan.
+
+    Attributes:
+        shape: of the call of all replicas.
+        weights: the blocks of the undivided transformer.
+        stages: the blocks of each stage.
+    """
+
+    plan: Plan
+    spec: ModelSpec
+    shape: Shape
+    weights: Weights
+    stages: Sequence[range]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of work."""
+        return Schedule.of(self.plan, self.shape.steps)
+
+    @property
+    def own(self) -> Shape:
+        """The shape of the calls of one replica and half of guidance."""
+        return self.shape.shared_out(self.plan)
+
+    @property
+    def layout(self) -> Layout:
+        """The cuts of the image."""
+        return self.shape.layout(self.plan, self.spec)
+
+    @property
+    def split(self) -> Split:
+        """How the tokens are shared out."""
+        return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
+
+    def place(self, rank: int) -> Place:
+        """Where a rank is."""
+        at = coordinates(self.plan, rank)
+        outer = at["ring"] + at["distrifusion"]
+        return Place(at["pipefusion"], outer * self.plan.ulysses + at["ulysses"], outer, at["ulysses"], at["tensor"])
+
+    def heads(self, place: Place) -> int:
+        """Heads that a rank attends with."""
+        return len(share(range(self.shape.heads // self.plan.tensor), self.plan.ulysses, place.ulysses))
+
+    def layers(self, place: Place) -> list[bool]:
+        """Of each attention layer of a rank, whether it sees the text."""
+        return [joint for block in self.stages[place.stage] for joint in self.weights.layers[block]]
+
+
+def sent(job: Job, rank: int) -> dict[str, int]:
+    """Bytes that a rank sends in a whole call, by kind."""
+    total = dict.fromkeys(KINDS, 0)
+    for step in range(job.shape.steps):
+        for kind, size in sent_in_step(job, rank, step).items():
+            total[kind] += size
+    if job.plan.pipefusion > 1 and job.place(rank).stage == job.plan.pipefusion - 1:
+        total["result"] = job.own.latent_bytes
+    return {kind: size for kind, size in total.items() if size}
+
+
+def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
+    """The same of one step."""
+    place, total = job.place(rank), dict.fromkeys(KINDS, 0)
+    for micro in job.schedule.micros(step):
+        for formula in (_activations, _tensor, _ulysses, _ring, _distrifusion, _prediction):
+            for kind, size in formula(job, place, micro):
+                total[kind] += job.own.calls * size
+    last = place.stage == job.plan.pipefusion - 1 > 0
+    total["latents"] = job.own.latent_bytes if last and step < job.shape.steps - 1 else 0
+    return {kind: size for kind, size in total.items() if size}
+
+
+def key_bytes(job: Job, rank: int) -> int:
+    """Bytes of the keys and values that a rank keeps: of all tokens, for its own layers and heads."""
+    stale = any(job.schedule.keeps_keys(step) for step in range(job.shape.steps))
+    if not stale and job.plan.distrifusion == 1:
+        return 0
+    place, layout = job.place(rank), job.layout
+    tokens = sum(layout.image + (layout.text if joint else 0) for joint in job.layers(place))
+    return 2 * job.own.calls * tokens * _number(job, place)
+
+
+def _activations(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    if place.stage < job.plan.pipefusion - 1:
+        for patch in job.schedule.patches_of(micro):
+            part = _parts(job, patch)[place.rank]
+            yield "activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
+
+
+def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    """Sums behind the row-parallel Linears; in the other scheme half of it there, and gathers, also of whole steps."""
+    n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
+    if n == 1:
+        return
+    part = _parts(job, micro.patch)[place.rank]
+    text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
+    lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
+    sizes = [
+        lengths[stream] * job.shape.channels * (2 if kind == "sum" and not gathers else 1)
+        for block in job.stages[place.stage]
+        for kind, stream in job.weights.exchanges[block]
+        if kind == "sum" or gathers
+    ]
+    if gathers:
+        whole_step = micro.patch is None and job.plan.num_patches > 1
+        if place.stage == job.plan.pipefusion - 1:
+            sizes.append(part.image_tokens * job.weights.out)
+        elif whole_step:
+            sizes.append(part.image_tokens * job.shape.channels)
+        if place.stage > 0 and whole_step:
+            patches = job.schedule.patches_of(micro)
+            sizes += [_parts(job, p)[place.rank].image_tokens * job.shape.channels for p in patches]
+    for size in sizes:
+        yield "tensor", size * job.own.batch * job.shape.element_size * (n - 1) // n
+
+
+def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    """Heads of the other ranks go out for own tokens, three times; own heads go back for theirs."""
+    if job.plan.ulysses == 1:
+        return
+    parts, heads = _row(job, place, micro), job.shape.heads // job.plan.tensor
+    each = job.own.batch * job.shape.head_dim * job.shape.element_size
+    for joint in job.layers(place):
+        lengths = [_length(part) if joint else part.image_tokens for part in parts]
+        own, mine = lengths[place.ulysses], job.heads(place)
+        yield "ulysses", each * (3 * own * (heads - mine) + (sum(lengths) - own) * mine)
+
+
+def _ring(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    """Round without a store: all blocks but the one that belongs to the next rank. With one: the own to all."""
+    n = job.plan.ring
+    if n == 1:
+        return
+    kept = job.plan.num_patches > 1 and (micro.patch is not None or job.schedule.keeps_keys(micro.step))
+    rows = [_row(job, place._replace(outer=outer), micro) for outer in range(n)]
+    for joint in job.layers(place):
+        lengths = [sum(_length(part) if joint else part.image_tokens for part in row) for row in rows]
+        tokens = (n - 1) * lengths[place.outer] if kept else sum(lengths) - lengths[(place.outer + 1) % n]
+        yield "ring", 2 * tokens * _number(job, place)
+
+
+def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    schedule, n = job.schedule, job.plan.distrifusion
+    if n == 1 or (schedule.is_stale(micro.step) and not schedule.keeps_keys(micro.step)):
+        return
+    image = sum(part.image_tokens for part in _row(job, place, micro))
+    for _ in job.layers(place):
+        yield "distrifusion", 2 * (n - 1) * image * _number(job, place)
+
+
+def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+    if job.split.ranks > 1 and place.stage == job.plan.pipefusion - 1:
+        tokens = _parts(job, micro.patch)[place.rank].image_tokens
+        size = (job.split.ranks - 1) * job.own.batch * tokens * job.weights.out * job.shape.element_size
+        yield "prediction", size
+
+
+def _between(job: Job, place: Place, length: int) -> int:
+    """Bytes of what a rank has of a stream between two blocks: with split_scheme=sequence its share."""
+    if job.plan.split_scheme == "sequence":
+        length = len(share(range(length), job.plan.tensor, place.tensor))
+    return length * job.own.batch * job.shape.channels * job.shape.element_size
+
+
+def _parts(job: Job, patch: int | None) -> tuple[Part, ...]:
+    return job.split.parts(job.layout, patch)
+
+
+def _row(job: Job, place: Place, micro: Micro) -> tuple[Part, ...]:
+    """What the ranks on a line along ulysses have."""
+    first = place.outer * job.plan.ulysses
+    return _parts(job, micro.patch)[first : first + job.plan.ulysses]
+
+
+def _length(part: Part) -> int:
+    return len(part.text) + part.image_tokens
+
+
+def _number(job: Job, place: Place) -> int:
+    """Bytes of a token's keys, or values, on a rank."""
+    return job.own.batch * job.heads(place) * job.shape.head_dim * job.shape.element_size

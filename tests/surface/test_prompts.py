@@ -1,0 +1,116 @@
+"""A file of prompts: a picture per line, resumed where it stopped. A failure would mean work done twice, or never."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ditile import cli, generate, png
+from tests.surface.test_cli import ditile, opened
+
+FILE = """# shapes
+a red circle
+
+a blue square
+  a green ring
+"""
+WORDS = ("--prompts-file", "prompts.txt", "--steps", "2", "--height", "64", "--width", "64", "--threads", "1")
+PROMPTS = ["a red circle", "a blue square", "a green ring"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own, with a file of prompts."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(FILE)
+
+
+def made(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The summary of a run."""
+    assert cli.main(["generate", *WORDS, *words, "--json", "-"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_a_picture_per_line_and_only_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blank lines and comments are none; a picture that is cut short, or of another prompt or seed, is made anew."""
+    facts = made(capsys, "--out", "x.png")
+    names = [f"x-{k:04}.png" for k in range(3)]
+    assert facts["images"] == names and facts["skipped"] == 0 and facts["steps"] == 6
+    for k, name in enumerate(names):
+        assert (opened(name).text["prompt"], opened(name).text["seed"]) == (PROMPTS[k], str(k))
+    assert sorted(p.name for p in Path().iterdir()) == ["prompts.txt", *names], "no half files"
+
+    whole = [Path(name).read_bytes() for name in names]
+    Path(names[0]).write_bytes(whole[0][:-40])
+    Path(names[1]).write_bytes(whole[2])
+    facts = made(capsys, "--out", "x.png")
+    assert facts["skipped"] == 1 and facts["steps"] == 4
+    assert [Path(name).read_bytes() for name in names] == whole
+
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("nothing is left to make"))
+    facts = made(capsys, "--out", "x.png")
+    assert facts["skipped"] == 3 and facts["bytes_sent"] == []
+
+
+def test_other_settings_are_other_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("prompts.txt").write_text("a red circle\n")
+    made(capsys, "--out-dir", "pictures", "--seed", "5")
+    assert [p.name for p in Path("pictures").iterdir()] == ["0000.png"]
+    assert made(capsys, "--out-dir", "pictures", "--seed", "5")["skipped"] == 1
+    for changed in (("--seed", "6"), ("--seed", "5", "--guidance", "2"), ("--seed", "5", "--patches", "2")):
+        assert made(capsys, "--out-dir", "pictures", *changed)["skipped"] == 0, changed
+
+
+def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages that wait for each other between prompts too; the summary is the only thing on the standard output."""
+    done = ditile("generate", *WORDS, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["images"] == [f"two/{k:04}.png" for k in range(3)] and len(facts["bytes_sent"]) == 2
+    made(capsys, "--out-dir", "one")
+    for k in range(3):
+        one, two = (np.asarray(opened(f"{folder}/{k:04}.png")) for folder in ("one", "two"))
+        assert np.array_equal(one, two)
+
+
+def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lines over two replicas: a batch of two with a generator each, and one of one."""
+    from ditile.options import Generate
+    from ditile.plan import Plan
+    from ditile.prompts import Line
+
+    lines = [Line(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
+    wanted, base = Generate(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
+    call = generate._of_lines(base, lines[:2], wanted, Plan(data=2))
+    assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
+    assert [g.initial_seed() for g in call["generator"]] == [0, 1]
+    short = generate._of_lines(base, lines[2:], wanted, Plan(data=2))
+    assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
+    alone = generate._of_lines(base, lines[2:], wanted, Plan())
+    assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
+
+
+def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that a run which was stopped leaves half a file under a picture's name."""
+
+    def stopped(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:20])
+        raise OSError("no space")
+
+    image = Image.new("RGB", (8, 8))
+    png.save(image, Path("a.png"), {"prompt": "first"})
+    monkeypatch.setattr(Path, "write_bytes", stopped)
+    with pytest.raises(OSError, match="no space"):
+        png.save(image, Path("a.png"), {"prompt": "second"})
+    assert png.texts(Path("a.png"))["prompt"] == "first"
+    assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
+    assert png.texts(Path("nothing.png")) == png.texts(Path("prompts.txt")) == {}

@@ -1,0 +1,131 @@
+"""`ditile verify` ticks what holds and crosses what does not. A failure would mean a proof that proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditile import cli, cost
+from ditile.bench import verify
+from ditile.bench.verify import Check, Verdict, as_table, prove
+from ditile.errors import StateError
+from ditile.plan import Plan
+from ditile.runner import Runner
+from tests import tiny
+from tests.exact.cases import MAKE, call_of
+from tests.pool import Pool
+
+STEPS = 4
+NAMES = [
+    "warmup = steps equals one rank",
+    "the plan twice is one result",
+    "ages of keys as scheduled",
+    "no waiting for the device",
+    "bytes sent are the formula",
+    "memory back after a call",
+]
+
+
+def proven(name: str, plan: dict[str, Any]) -> tuple[list[Check], str]:
+    return prove(lambda _: MAKE[name](), lambda _: call_of(name, height=40, width=56), Plan(**plan), STEPS, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("flux", {"pipefusion": 2, "patches": 3}),
+        ("pixart sigma", {"distrifusion": 2}),
+        ("flux true cfg", {"pipefusion": 2, "ulysses": 2, "patches": 3}),
+        ("sd3.5 medium", {"ring": 2, "tensor": 2}),
+    ],
+)
+def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    """Every rank comes to the same verdict; what is exact bit for bit says so."""
+    ranks = Plan(**plan).world
+    answers = pool.run(proven, ranks, name, plan)
+    checks, where = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    stale = "pipefusion" in plan or "distrifusion" in plan
+    wanted = dict.fromkeys(NAMES, True) | {NAMES[3]: None} | ({} if stale else {NAMES[2]: None})
+    assert {check.name: check.ok for check in checks} == wanted, checks
+    if set(plan) == {"pipefusion", "patches"}:
+        assert checks[0].says == "bit for bit"
+    assert f"{ranks} rank(s) on cpu" in where and torch.__version__ in where
+
+
+def test_one_rank_is_proven_too() -> None:
+    checks, _ = proven("flux", {"patches": 3})
+    assert Verdict("one", checks).ok and "reads, on 1 rank" in checks[2].says
+
+
+def broken(what: str) -> list[Check]:
+    """A plan on a machine where something is wrong, on rank 1."""
+    rank = dist.get_rank()
+
+    def make(_: Plan | None) -> Any:
+        pipe = tiny.flux()
+        if what == "weights" and rank == 1:
+            pipe.transformer.single_transformer_blocks[-1].proj_out.weight.data *= 1.01
+        return pipe
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if what == "bytes":
+            patch.setattr(cost, "sent", lambda job, rank: {"activations": 1})
+        if what == "memory" and rank == 1:
+            kept: list[torch.Tensor] = []
+            stock = Runner._run
+
+            def leaking(self: Runner, *args: Any) -> Any:
+                kept.append(torch.zeros(1000))
+                return stock(self, *args)
+
+            patch.setattr(Runner, "_run", leaking)
+        if what == "seed":
+            seeds = iter(range(100))
+            call = lambda _: call_of("flux", seed=next(seeds))  # noqa: E731
+        else:
+            call = lambda _: call_of("flux")  # noqa: E731
+        return prove(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "crossed", "says"),
+    [
+        ("weights", {NAMES[0]}, "largest difference"),
+        ("bytes", {NAMES[4]}, "by formula 1"),
+        ("memory", {NAMES[5]}, "rank 1 holds 4.0 KB more"),
+        ("seed", {NAMES[0], NAMES[1]}, "the second call differs"),
+    ],
+)
+def test_what_is_wrong_is_crossed(pool: Pool, what: str, crossed: set[str], says: str) -> None:
+    for checks in pool.run(broken, 2, what):
+        assert {check.name for check in checks if check.ok is False} == crossed, checks
+        assert any(says in check.says for check in checks if check.ok is False), checks
+
+
+def test_the_verdict_is_a_table_and_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticked, crossed = Check("this", True, "so"), Check("that", False, "not so")
+    for checks, code, word in (([ticked], 0, "✓ │ proven"), ([ticked, crossed], 1, "✗ │ not proven")):
+        verdict = Verdict("a plan", checks)
+        monkeypatch.setattr(verify, "verify", lambda proof, plan, verdict=verdict: verdict)
+        assert cli.main(["verify"]) == code
+        out = capsys.readouterr().out
+        assert word in out and "a plan" in out and as_table(verdict).row_count == len(checks) + 1
+
+
+def test_keys_of_another_age_are_a_plan_that_is_not_proven(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StateError("blocks.0 reads keys of ages (2,)")
+
+    monkeypatch.setattr(verify, "verify", fail)
+    assert cli.main(["verify"]) == 1
+    assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"
