@@ -17,7 +17,7 @@ from torch import Tensor
 from ditile import env
 from ditile.blocks.loop import Hooks, Loop
 from ditile.mesh import Mesh
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import broadcast_tensors, gather_json
 
 

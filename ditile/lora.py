@@ -14,7 +14,7 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.hollow import is_hollow
-from ditile.seats import override
+from ditile.overrides import override
 
 
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:

@@ -21,10 +21,10 @@ from ditile.errors import StateError
 from ditile.generation import Generation
 from ditile.hollow import Parts, hollow, is_hollow, refill
 from ditile.layout import Grid
+from ditile.overrides import matching, override
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
 
-_ABSENT = object()
 _LOADED = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""
 
@@ -129,7 +129,7 @@ class Seats:
     def _exchanges(self, prefix: str) -> Iterator[tuple[str, str]]:
         """What tensor parallelism exchanges in a block, as the family's table of token streams has it."""
         for pattern, streams in self.spec.tensor_tokens.items():
-            for path, module in _matching(self.transformer, pattern):
+            for path, module in matching(self.transformer, pattern):
                 if path.startswith(prefix):
                     summed = hasattr(module, "out_features")
                     yield from (("sum" if summed else "gather", stream) for stream in streams.values())
@@ -330,7 +330,7 @@ class _Memo:
         constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
         for patterns, wrap in ((constant, self._constant), (self._spec.per_step, self._of_step)):
             for pattern in patterns:
-                for name, module in _matching(transformer, pattern):
+                for name, module in matching(transformer, pattern):
                     override(stack, module, "forward", wrap(name, module.forward))
 
     def _constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,20 +364,6 @@ def dispatches(processor: Any) -> bool:
     return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")
 
 
-def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute on an instance until the stack is closed."""
-    before = vars(owner).get(name, _ABSENT)
-    vars(owner)[name] = value
-
-    def undo() -> None:
-        if before is _ABSENT:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = before
-
-    stack.callback(undo)
-
-
 def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
     patch = now.micro.patch
     if patch is None and now.split.ranks == 1:
@@ -395,16 +381,3 @@ def _span(blocks: range) -> str:
 
 def _parameters(module: nn.Module) -> list[str]:
     return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-
-
-def _matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Sub-modules whose path matches a pattern in which `*` stands for one name."""
-    found = [("", root)]
-    for part in pattern.split("."):
-        found = [
-            (f"{path}.{name}".lstrip("."), child)
-            for path, module in found
-            for name, child in module.named_children()
-            if part in ("*", name)
-        ]
-    yield from found

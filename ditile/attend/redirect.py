@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.attend.dispatch import refuse_order
 from ditile.errors import ModelError
-from ditile.seats import Core, attentions, dispatches, override
+from ditile.overrides import override
+from ditile.seats import Core, attentions, dispatches
 
 
 class Redirect(TorchFunctionMode):

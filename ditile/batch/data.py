@@ -18,7 +18,7 @@ from torch import Tensor
 from ditile.batch.split import prediction_of, with_prediction
 from ditile.layout import share
 from ditile.mesh import Axis
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import Traffic, start_exchange, start_gather
 
 LATENTS, PICTURES = "data", "pictures"

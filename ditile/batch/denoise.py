@@ -23,7 +23,7 @@ from ditile.batch.split import Rows, prediction_of, split_batch, with_prediction
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
 from ditile.mesh import Mesh
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import Ballot, gather_json
 
 

@@ -23,9 +23,9 @@ from ditile.errors import StateError
 from ditile.generation import Generation, Micro
 from ditile.layout import Split
 from ditile.mesh import Mesh
+from ditile.overrides import override
 from ditile.plan import Plan
 from ditile.seams import Batch
-from ditile.seats import override
 from ditile.trace import Trace
 from ditile.transport import Ballot, broadcast
 

@@ -29,7 +29,7 @@ from ditile.decode.norm import group_norm
 from ditile.decode.strip import Strip
 from ditile.errors import ModelError, PlanError
 from ditile.mesh import Axis
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import Traffic
 
 INNER = {

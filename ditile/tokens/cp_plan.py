@@ -21,7 +21,7 @@ from ditile.errors import PlanError
 from ditile.generation import Tokens
 from ditile.layout import share
 from ditile.mesh import Axis
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import Traffic, start_gather
 
 KIND = "tokens"

@@ -13,7 +13,8 @@ from torch import nn
 from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
-from ditile.seats import Core, Policy, Seats, attentions, dispatches, override
+from ditile.overrides import override
+from ditile.seats import Core, Policy, Seats, attentions, dispatches
 from ditile.spec import Conditioning, ModelSpec
 from ditile.tokens import cp_plan
 from ditile.tokens.cp_plan import Entries, Splits, Table

@@ -7,7 +7,7 @@ A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from ditile.checkpoint import Cut
 from ditile.errors import ModelError, PlanError
+from ditile.overrides import matching
 
 _DIMS: dict[str, dict[str, int]] = {
     "colwise": {"weight": 0, "bias": 0, "lora_B": 0},
@@ -130,19 +131,6 @@ def base_of(module: nn.Module) -> nn.Module:
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
-
-
-def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Sub-modules whose path matches a pattern in which `*` stands for one name."""
-    found = [("", root)]
-    for part in pattern.split("."):
-        found = [
-            (f"{path}.{name}".lstrip("."), child)
-            for path, module in found
-            for name, child in module.named_children()
-            if part in ("*", name)
-        ]
-    yield from found
 
 
 def _style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> Style:

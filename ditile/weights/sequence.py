@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ditile.errors import ModelError, StateError
 from ditile.layout import share
 from ditile.mesh import Axis
+from ditile.overrides import matching
 from ditile.weights.collectives import Collectives
-from ditile.weights.cuts import Cuts, matching
+from ditile.weights.cuts import Cuts
 
 RETURN = "return"
 

@@ -33,8 +33,8 @@ from torch.nn import functional
 
 from ditile.errors import ModelError, StateError
 from ditile.mesh import Axis
+from ditile.overrides import override
 from ditile.seams import Streams, WholeStreams
-from ditile.seats import override
 from ditile.spec import ModelSpec
 from ditile.transport import Traffic
 from ditile.weights.collectives import Collectives

@@ -20,7 +20,7 @@ from transformers.utils.generic import ModelOutput
 from ditile.errors import ModelError, StateError
 from ditile.hollow import Parts, hollow, refill
 from ditile.mesh import Axis
-from ditile.seats import override
+from ditile.overrides import override
 from ditile.transport import Traffic, broadcast, gather_json
 from ditile.weights.encoder import (
     FREED,

@@ -1,0 +1,38 @@
+"""What is done to a model that the user handed in, on the instance and for a time: overrides, and finding where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+_ABSENT = object()
+
+
+def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute on an instance until the stack is closed."""
+    before = vars(owner).get(name, _ABSENT)
+    vars(owner)[name] = value
+
+    def undo() -> None:
+        if before is _ABSENT:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = before
+
+    stack.callback(undo)
+
+
+def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Sub-modules whose path matches a pattern in which `*` stands for one name."""
+    found = [("", root)]
+    for part in pattern.split("."):
+        found = [
+            (f"{path}.{name}".lstrip("."), child)
+            for path, module in found
+            for name, child in module.named_children()
+            if part in ("*", name)
+        ]
+    yield from found
