@@ -98,7 +98,8 @@ class StepEnd:
 
     def _ended(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.current()
-        self._watch.step_ended(now.memory.key_bytes, now.layouts[0].text)
+        text = now.layouts[0].text if now.layouts else 0  # a model that is called whole has none
+        self._watch.step_ended(now.memory.key_bytes, text)
         if self._bar is not None and self._shows(step):
             self._bar.update()
         if self._legacy is not None and self._shows(step) and step % self._every == 0:
