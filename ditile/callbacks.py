@@ -26,7 +26,7 @@ class Watch(Protocol):
 
     def begun(self) -> None: ...
 
-    def step_ended(self, key_bytes: int, text: int) -> None: ...
+    def step_ended(self, key_bytes: int, text: int | None) -> None: ...
 
 
 class _SilentBar:
@@ -98,7 +98,8 @@ class StepEnd:
 
     def _ended(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.current()
-        self._watch.step_ended(now.memory.key_bytes, now.layouts[0].text)
+        text = next((layout.text for layout in now.layouts.values()), None)
+        self._watch.step_ended(now.memory.key_bytes, text)
         if self._bar is not None and self._shows(step):
             self._bar.update()
         if self._legacy is not None and self._shows(step) and step % self._every == 0:
