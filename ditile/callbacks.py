@@ -26,7 +26,7 @@ class Watch(Protocol):
 
     def begun(self) -> None: ...
 
-    def step_ended(self, key_bytes: int, text: int) -> None: ...
+    def step_ended(self, key_bytes: int, text: int | None) -> None: ...
 
 
 class _SilentBar:
@@ -98,7 +98,7 @@ class StepEnd:
 
     def _ended(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.current()
-        text = now.layouts[0].text if now.layouts else 0  # a model that is called whole has none
+        text = next((layout.text for layout in now.layouts.values()), None)
         self._watch.step_ended(now.memory.key_bytes, text)
         if self._bar is not None and self._shows(step):
             self._bar.update()

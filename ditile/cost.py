@@ -8,7 +8,9 @@ p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of a
     distrifusion   2 (n - 1) / n L b p C e            keys and values of the own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the prediction, to the n - 1 that share out the tokens
-    latents        the stepped patches, from the last stage to the first; result: to all, once
+    cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
+    latents        the stepped patches, from the last stage to the first
+    data           a replica's own latents to the others, once; result: all latents to all stages, once
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Nothing is said of headers.
 """
@@ -27,13 +29,17 @@ from ditile.plan import Plan
 from ditile.shape import Shape, Weights
 from ditile.spec import ModelSpec
 
-KINDS = ("activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "latents", "result")
+KINDS = (
+    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "data", "result",
+)  # fmt: skip
 """The kinds of traffic that have a formula here."""
 
 
 class Place(NamedTuple):
     """A rank's stage; its rank among those that share out the tokens, `outer` of them along ring or distrifusion."""
 
+    data: int
+    cfg: int
     stage: int
     rank: int
     outer: int
@@ -62,10 +68,13 @@ class Job:
         """The order of work."""
         return Schedule.of(self.plan, self.shape.steps)
 
-    @property
-    def own(self) -> Shape:
-        """The shape of the calls of one replica and half of guidance."""
-        return self.shape.shared_out(self.plan)
+    def own(self, place: Place) -> Shape:
+        """The shape of a rank's calls: its replica's images and its half's branches."""
+        return self.shape.shared_out(self.plan, place.data)
+
+    def calls(self, step: int) -> int:
+        """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
+        return self.shape.calls if step == 0 else self.shape.shared_out(self.plan).calls
 
     @property
     def layout(self) -> Layout:
@@ -81,7 +90,15 @@ class Job:
         """Where a rank is."""
         at = coordinates(self.plan, rank)
         outer = at["ring"] + at["distrifusion"]
-        return Place(at["pipefusion"], outer * self.plan.ulysses + at["ulysses"], outer, at["ulysses"], at["tensor"])
+        return Place(
+            at["data"],
+            at["cfg"],
+            at["pipefusion"],
+            outer * self.plan.ulysses + at["ulysses"],
+            outer,
+            at["ulysses"],
+            at["tensor"],
+        )
 
     def heads(self, place: Place) -> int:
         """Heads that a rank attends with."""
@@ -94,24 +111,29 @@ class Job:
 
 def sent(job: Job, rank: int) -> dict[str, int]:
     """Bytes that a rank sends in a whole call, by kind."""
-    total = dict.fromkeys(KINDS, 0)
+    place, total = job.place(rank), dict.fromkeys(KINDS, 0)
     for step in range(job.shape.steps):
         for kind, size in sent_in_step(job, rank, step).items():
             total[kind] += size
-    if job.plan.pipefusion > 1 and job.place(rank).stage == job.plan.pipefusion - 1:
-        total["result"] = job.own.latent_bytes
+    if place.stage == job.plan.pipefusion - 1:
+        total["data"] = (job.plan.data - 1) * job.own(place).latent_bytes
+        total["result"] = job.shape.latent_bytes if job.plan.pipefusion > 1 else 0
     return {kind: size for kind, size in total.items() if size}
 
 
 def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
     """The same of one step."""
     place, total = job.place(rank), dict.fromkeys(KINDS, 0)
+    own = job.own(place)
+    if not own.images:
+        return {}  # an idle replica calls no model
     for micro in job.schedule.micros(step):
         for formula in (_activations, _tensor, _ulysses, _ring, _distrifusion, _prediction):
             for kind, size in formula(job, place, micro):
-                total[kind] += job.own.calls * size
+                total[kind] += job.calls(step) * size
+        total["cfg"] += _cfg(job, place, micro)
     last = place.stage == job.plan.pipefusion - 1 > 0
-    total["latents"] = job.own.latent_bytes if last and step < job.shape.steps - 1 else 0
+    total["latents"] = own.latent_bytes if last and step < job.shape.steps - 1 else 0
     return {kind: size for kind, size in total.items() if size}
 
 
@@ -122,7 +144,7 @@ def key_bytes(job: Job, rank: int) -> int:
         return 0
     place, layout = job.place(rank), job.layout
     tokens = sum(layout.image + (layout.text if joint else 0) for joint in job.layers(place))
-    return 2 * job.own.calls * tokens * _number(job, place)
+    return 2 * job.own(place).calls * tokens * _number(job, place)
 
 
 def _activations(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
@@ -156,7 +178,7 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
             patches = job.schedule.patches_of(micro)
             sizes += [_parts(job, p)[place.rank].image_tokens * job.shape.channels for p in patches]
     for size in sizes:
-        yield "tensor", size * job.own.batch * job.shape.element_size * (n - 1) // n
+        yield "tensor", size * job.own(place).batch * job.shape.element_size * (n - 1) // n
 
 
 def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
@@ -164,7 +186,7 @@ def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
     if job.plan.ulysses == 1:
         return
     parts, heads = _row(job, place, micro), job.shape.heads // job.plan.tensor
-    each = job.own.batch * job.shape.head_dim * job.shape.element_size
+    each = job.own(place).batch * job.shape.head_dim * job.shape.element_size
     for joint in job.layers(place):
         lengths = [_length(part) if joint else part.image_tokens for part in parts]
         own, mine = lengths[place.ulysses], job.heads(place)
@@ -196,15 +218,25 @@ def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, i
 def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
     if job.split.ranks > 1 and place.stage == job.plan.pipefusion - 1:
         tokens = _parts(job, micro.patch)[place.rank].image_tokens
-        size = (job.split.ranks - 1) * job.own.batch * tokens * job.weights.out * job.shape.element_size
+        size = (job.split.ranks - 1) * job.own(place).batch * tokens * job.weights.out * job.shape.element_size
         yield "prediction", size
+
+
+def _cfg(job: Job, place: Place, micro: Micro) -> int:
+    """What is fresh of the own branches: in each call, or, of branches that are calls, after all of a later step."""
+    by_calls = job.shape.rows == 1
+    if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (by_calls and micro.step == 0):
+        return 0
+    tokens = job.layout.image if micro.patch is None else len(range(job.layout.image)[job.layout.tokens(micro.patch)])
+    own = job.own(place)
+    return (job.plan.cfg - 1) * own.calls * own.batch * tokens * job.weights.out * job.shape.element_size
 
 
 def _between(job: Job, place: Place, length: int) -> int:
     """Bytes of what a rank has of a stream between two blocks: with split_scheme=sequence its share."""
     if job.plan.split_scheme == "sequence":
         length = len(share(range(length), job.plan.tensor, place.tensor))
-    return length * job.own.batch * job.shape.channels * job.shape.element_size
+    return length * job.own(place).batch * job.shape.channels * job.shape.element_size
 
 
 def _parts(job: Job, patch: int | None) -> tuple[Part, ...]:
@@ -223,4 +255,4 @@ def _length(part: Part) -> int:
 
 def _number(job: Job, place: Place) -> int:
     """Bytes of a token's keys, or values, on a rank."""
-    return job.own.batch * job.heads(place) * job.shape.head_dim * job.shape.element_size
+    return job.own(place).batch * job.heads(place) * job.shape.head_dim * job.shape.element_size

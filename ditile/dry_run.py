@@ -38,7 +38,7 @@ def report(model: str, plan: Plan, call: Mapping[str, Any]) -> str:
     job = planned(model, plan, call)
     table = describe(model, job, ["as found"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
-    return f"{table}\n\n{as_text(job.schedule, shown, job.own.calls)}"
+    return f"{table}\n\n{as_text(job.schedule, shown, job.calls(1))}"
 
 
 def planned(model: str, plan: Plan, call: Mapping[str, Any]) -> Job:

@@ -47,7 +47,7 @@ class Report:
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
-        text_tokens: in the sequence of joint attention.
+        text_tokens: in the sequence of joint attention; None where no block was looked into.
     """
 
     seconds: dict[str, float]
@@ -55,7 +55,7 @@ class Report:
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
-    text_tokens: int
+    text_tokens: int | None
 
     @property
     def bytes_sent(self) -> int:
@@ -174,7 +174,7 @@ class Runner:
     def job(self) -> Job:
         """The last call, or before it the pipeline's default one, as numbers: what `ditile.cost` prices."""
         parts, shape = self._parts, self._shape(self._call)
-        if self.report is not None:
+        if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
         return Job(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
 
@@ -303,7 +303,8 @@ class _Watch:
 
     def __init__(self, parts: Composition, trace: bool) -> None:
         self._parts, self._began, self._loop_began, self._ended = parts, time.perf_counter(), 0.0, 0.0
-        self._steps = self._key_bytes = self._text = 0
+        self._steps = self._key_bytes = 0
+        self._text: int | None = None
         parts.mesh.traffic.clear()
         parts.trace.clear()
         parts.trace.on = trace
@@ -314,7 +315,7 @@ class _Watch:
         """The loop begins."""
         self._loop_began = self._ended = time.perf_counter()
 
-    def step_ended(self, key_bytes: int, text: int) -> None:
+    def step_ended(self, key_bytes: int, text: int | None) -> None:
         """A step ended."""
         self._ended = time.perf_counter()
         self._steps += 1

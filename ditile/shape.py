@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ditile.layout import Grid, Layout
+from ditile.layout import Grid, Layout, share
 from ditile.legal import Facts
 from ditile.plan import Plan
 from ditile.spec import ModelSpec
@@ -110,14 +110,17 @@ class Shape:
         plan.check_rows(self.grid.rows)
         return Layout.of(self.grid, plan.num_patches, self.text, spec.joint)
 
-    def shared_out(self, plan: Plan) -> Shape:
-        """The shape of one replica's calls on one half of guidance."""
-        images = -(-self.images // plan.data)
-        rows = self.batch // self.images
-        return replace(
-            self, images=images, batch=images * (rows // min(plan.cfg, rows)),
-            calls=self.calls // min(plan.cfg if rows == 1 else 1, self.calls),
-        )  # fmt: skip
+    @property
+    def rows(self) -> int:
+        """Branches of guidance that share a call."""
+        return self.batch // self.images
+
+    def shared_out(self, plan: Plan, replica: int = 0) -> Shape:
+        """The shape of one replica's calls on one half of guidance; the first step of several calls is whole."""
+        images = len(share(range(self.images), plan.data, replica))
+        rows = -(-self.rows // min(plan.cfg, self.rows))
+        calls = -(-self.calls // plan.cfg) if self.rows == 1 else self.calls
+        return replace(self, images=images, batch=images * rows, calls=calls)
 
     @property
     def channels(self) -> int:
@@ -133,7 +136,7 @@ class Shape:
         """What a plan must fit."""
         return Facts(
             model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
-            text=self.text, branches=self.batch // self.images * self.calls,
+            text=self.text, branches=self.rows * self.calls,
         )  # fmt: skip
 
 

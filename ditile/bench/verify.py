@@ -221,7 +221,7 @@ class _Waits:
     def __init__(self, runner: Runner, steps: int) -> None:
         self._runner, schedule = runner, Schedule.of(runner.plan, steps)
         self._micros = [len(schedule.micros(step)) for step in range(steps)]
-        self._skipped = sum(self._micros[: min(steps - 1, schedule.warmup + 1)])
+        self._skipped = min(steps - 1, schedule.warmup + 1)
         self._seen: list[Any] = []
         self._calls, self._on = 0, torch.device(runner.devices[runner.mesh.rank]).type == "cuda"
 
@@ -231,8 +231,9 @@ class _Waits:
         if not self._on:
             yield
             return
-        model, per_step = self._runner.pipe.transformer, self._runner.job().own.calls
-        first, last = per_step * self._skipped, per_step * sum(self._micros)
+        job, model = self._runner.job(), self._runner.pipe.transformer
+        calls = [job.calls(step) * micros for step, micros in enumerate(self._micros)]
+        first, last = sum(calls[: self._skipped]), sum(calls)
 
         def called(*_: Any) -> None:
             mode = "warn" if first <= self._calls < last - 1 else "default"
@@ -256,7 +257,7 @@ class _Waits:
         everyone = gather_json([len(self._seen), where], self._runner.mesh.everyone)
         if not self._on:
             return Check(name, None, "not applicable on a CPU")
-        micros = sum(self._micros) - self._skipped
+        micros = sum(self._micros[self._skipped :])
         count = max(count for count, _ in everyone)
         places = ", ".join(sorted({place for _, places in everyone for place in places}))
         return Check(name, count == 0, f"{count} in {micros} micro-steps" + (f": {places}" if count else ""))
