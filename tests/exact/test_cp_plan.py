@@ -86,6 +86,19 @@ def test_a_pipeline_of_two_transformers(pool: Pool) -> None:
     check(pool.run(whole_wan, 2), TWO, "Wan 2.2")
 
 
+def guided_wan(plans: list[dict[str, Any]]) -> list[Tensor]:
+    pipe, call = wan_pipeline()
+    pipe.transformer_2 = None
+    pipe.register_to_config(boundary_ratio=None)
+    return pictures(pipe, call, plans, None)
+
+
+def test_with_cfg(pool: Pool) -> None:
+    """A failure means that the halves of guidance share out each other's tokens."""
+    plans = [{"cfg": 2, "ulysses": 2}, {"cfg": 2, "ring": 2}]
+    check(pool.run(guided_wan, 4, plans), plans, "Wan, cfg")
+
+
 def own_table() -> list[Tensor]:
     return pictures(tiny.pixart(), PIXART, TWO, PIXART_PLAN)
 
@@ -171,7 +184,7 @@ UNKNOWN = {"layers.0": {"x": INPUT}, "norm_out": PLANS["lumina2"]["norm_out"]}
         ("lumina2", (5, 7, 9), {"ulysses": 2}, {}, ("empty",)),
         ("lumina2", (5, 7, 9), {"ulysses": 2}, {"nowhere": {"x": INPUT}}, ("'nowhere'",)),
         ("lumina2", (5, 7, 9), {"ulysses": 2}, UNKNOWN, ("'x'",)),
-        ("wan", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("does not divide 3 heads", "uaa")),
+        ("wan", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("does not divide", "3 heads", "uaa")),
         ("ltx", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("35 tokens", "do not divide", "uaa")),
         ("qwen", (5, 7, 1), {"ring": 2}, None, ("1 token(s)", "2 ranks")),
         ("flux2", (3, 3, 8), {"ring": 2}, None, ("cannot be told apart",)),
