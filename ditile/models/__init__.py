@@ -170,7 +170,7 @@ def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None
         if not isinstance(transformer, nn.Module):
             continue
         known = any(cls in _SPECS for cls in type(transformer).__mro__)
-        table = getattr(transformer, "_cp_plan", None) if cp_plan is None and not known else cp_plan
+        table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
         if table is not None:
             found[name] = table
     return found

@@ -5,14 +5,18 @@ Sums are made in another order along ring, and matrices have other shapes: 1e-5 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 from torch import Tensor
 
 from ditile.errors import ModelError, PlanError
+from ditile.models import families, planned
 from ditile.plan import Plan
 from ditile.runner import parallelize
 from tests import tiny
@@ -82,6 +86,19 @@ def test_a_pipeline_of_two_transformers(pool: Pool) -> None:
     check(pool.run(whole_wan, 2), TWO, "Wan 2.2")
 
 
+def guided_wan(plans: list[dict[str, Any]]) -> list[Tensor]:
+    pipe, call = wan_pipeline()
+    pipe.transformer_2 = None
+    pipe.register_to_config(boundary_ratio=None)
+    return pictures(pipe, call, plans, None)
+
+
+def test_with_cfg(pool: Pool) -> None:
+    """A failure means that the halves of guidance share out each other's tokens."""
+    plans = [{"cfg": 2, "ulysses": 2}, {"cfg": 2, "ring": 2}]
+    check(pool.run(guided_wan, 4, plans), plans, "Wan, cfg")
+
+
 def own_table() -> list[Tensor]:
     return pictures(tiny.pixart(), PIXART, TWO, PIXART_PLAN)
 
@@ -93,6 +110,57 @@ def test_a_users_table(pool: Pool) -> None:
     """PixArt's own processors, cross attention to whole text and batched guidance: a failure means that attention
     outside diffusers' dispatch is not reached, and every rank sees its own tokens alone."""
     check(pool.run(own_table, 2), TWO, "PixArt with a table")
+
+
+def users_backend() -> tuple[int, int]:
+    """How often the backend that the user set is asked, in one call of one transformer, plain and divided."""
+    calls, stock = [0], registry._backends[AttentionBackendName._NATIVE_MATH]
+
+    @functools.wraps(stock)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return stock(*args, **kwargs)
+
+    pipe, call = denoising("wan", 5, 7, 7)
+    active = registry._active_backend
+    pipe.transformer.set_attention_backend("_native_math")
+    registry.set_active_backend(active)  # diffusers sets that of the process too, which other tests use
+    registry._backends[AttentionBackendName._NATIVE_MATH] = counted
+    try:
+        pipe(**call)
+        plain = calls[0]
+        parallelize(pipe, Plan(ulysses=2))(**call)
+    finally:
+        registry._backends[AttentionBackendName._NATIVE_MATH] = stock
+    return plain, calls[0] - plain
+
+
+def test_the_users_backend_stays(pool: Pool) -> None:
+    """Self attention is handed over, cross attention is not. A failure means that either has another kernel."""
+    for plain, divided in pool.run(users_backend, 2):
+        assert plain == divided > 0
+
+
+@pytest.mark.parametrize("name", ["qwen", "ltx", "lumina2"])
+def test_masks_matter(name: str) -> None:
+    """A failure means that the tests above would pass with a mask that is dropped."""
+    pipe, call = denoising(name, 5, 7, 7)
+    wanted = pipe(**call).images
+    mask = next(key for key in call["inputs"] if "mask" in key)
+    call["inputs"][mask] = torch.ones_like(call["inputs"][mask])
+    assert float((pipe(**call).images - wanted).abs().max() / wanted.abs().max()) > 1e-3
+
+
+def test_the_rungs() -> None:
+    """A failure means that `ditile models` hides what would run, or that a table is preferred to a ModelSpec."""
+    rungs = {family.transformer: family.rung for family in families()}
+    assert rungs["QwenImageTransformer2DModel"] == rungs["WanTransformer3DModel"] == "ulysses, ring"
+    assert rungs["FluxTransformer2DModel"] == "PipeFusion"
+    assert planned(tiny.flux(), None) == {} and set(planned(wan_pipeline()[0], None)) == {
+        "transformer",
+        "transformer_2",
+    }
+    assert set(planned(tiny.flux(), {"": {}})) == {"transformer"}
 
 
 def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any], table: Any) -> str:
@@ -118,7 +186,7 @@ UNKNOWN = {"layers.0": {"x": INPUT}, "norm_out": PLANS["lumina2"]["norm_out"]}
         ("lumina2", (5, 7, 9), {"ulysses": 2}, {}, ("empty",)),
         ("lumina2", (5, 7, 9), {"ulysses": 2}, {"nowhere": {"x": INPUT}}, ("'nowhere'",)),
         ("lumina2", (5, 7, 9), {"ulysses": 2}, UNKNOWN, ("'x'",)),
-        ("wan", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("does not divide 3 heads", "uaa")),
+        ("wan", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("does not divide", "3 heads", "uaa")),
         ("ltx", (5, 7, 9), {"ulysses": 2, "uaa": False}, None, ("35 tokens", "do not divide", "uaa")),
         ("qwen", (5, 7, 1), {"ring": 2}, None, ("1 token(s)", "2 ranks")),
         ("flux2", (3, 3, 8), {"ring": 2}, None, ("cannot be told apart",)),
