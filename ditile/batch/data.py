@@ -9,8 +9,9 @@ decoded where they were made. A replica without images calls no model, and stays
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ditile.overrides import override
 from ditile.transport import Traffic, start_exchange, start_gather
 
 LATENTS, PICTURES = "data", "pictures"
+Receivers = Literal["all", "first", "none"]
 
 
 class Data:
@@ -57,15 +59,15 @@ class Data:
 
     def gathered(self, latents: Tensor) -> Tensor:
         """All latents on every replica; of the given ones only its own are right."""
-        return latents if self.size == 1 else self._gather(self.own(latents), LATENTS)
+        return latents if self.size == 1 else self._gather(self.own(latents), LATENTS, "all")
 
-    def seat_decode(self, stack: ExitStack, vae: Any, *, first: bool, over: Any) -> None:
+    def seat_decode(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
         """Each replica decodes its own images, until the stack is closed; the pictures come in order.
 
         Args:
             stack: undoes it.
             vae: decodes latents `[images, ...]`.
-            first: give the pictures to the first replica alone; the others get zeros.
+            to: which replicas get the pictures along this axis: the others get zeros.
             over: whether the loop is over; what is decoded before is decoded whole.
         """
         if self.size == 1 or not hasattr(vae, "decode"):
@@ -77,23 +79,22 @@ class Data:
                 return decode(z, *args, **kwargs)
             result = decode(z[:1] if self.idle else self.own(z), *args, **kwargs)  # idle: for the size of a picture
             pictures = prediction_of(result)[: len(self.images)]
-            gathered = self._to_first(pictures) if first else self._gather(pictures, PICTURES)
-            return with_prediction(result, gathered)
+            return with_prediction(result, self._gather(pictures, PICTURES, to))
 
         override(stack, vae, "decode", functools.update_wrapper(seated, decode))
 
-    def _gather(self, own: Tensor, kind: str) -> Tensor:
-        """`own` of every replica, on all of them."""
-        shapes = [(count, *own.shape[1:]) for count in self._counts]
-        return torch.cat(start_gather(own, shapes, self._axis.group, self._traffic, kind).wait())
-
-    def _to_first(self, own: Tensor) -> Tensor:
-        """`own` of every replica, on the first one; zeros on the others."""
+    def _gather(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
+        """`own` of every replica, in order; zeros where it was not given to."""
         index, group = self._axis.index, self._axis.group
-        sends = [(0, own)] if index and not self.idle else []
-        receives = [] if index else [(k, (count, *own.shape[1:])) for k, count in enumerate(self._counts) if k]
-        received = start_exchange(sends, receives, own, group, self._traffic, PICTURES).wait()
-        return own.new_zeros((self._all, *own.shape[1:])) if index else torch.cat([own, *received])
+        if to == "all":
+            shapes = [(count, *own.shape[1:]) for count in self._counts]
+            return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait())
+        if index == 0 and to == "first":
+            others = [(replica, (count, *own.shape[1:])) for replica, count in enumerate(self._counts) if replica]
+            return torch.cat([own, *start_exchange([], others, own, group, self._traffic, kind).wait()])
+        if to == "first" and not self.idle:
+            start_exchange([(0, own)], [], own, group, self._traffic, kind).wait()
+        return own.new_zeros((self._all, *own.shape[1:]))
 
     @property
     def _counts(self) -> list[int]:

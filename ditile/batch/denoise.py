@@ -18,7 +18,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from ditile.batch.cfg import Cfg, Span, narrow
-from ditile.batch.data import Data
+from ditile.batch.data import Data, Receivers
 from ditile.batch.split import Rows, prediction_of, split_batch, with_prediction
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
@@ -67,7 +67,8 @@ class SharedBatch:
         forward = self._model.forward
         seated = functools.update_wrapper(functools.partial(self._called, forward), forward)
         override(stack, self._model, "forward", seated)
-        self._data.seat_decode(stack, getattr(pipe, "vae", None), first=first, over=lambda: self._over)
+        to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
+        self._data.seat_decode(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
     # The loop
 

@@ -106,7 +106,7 @@ FULL = {"pipefusion": 2, "patches": 3, "warmup": 99}
 @pytest.mark.parametrize("name", ["flux true cfg", "sd3.5 medium"])
 def test_with_other_axes(pool: Pool, name: str) -> None:
     """A failure means that the halves exchange something else than one rank's prediction."""
-    plans: list[dict[str, Any]] = [{"data": 2}, {"ulysses": 2}, FULL]
+    plans: list[dict[str, Any]] = [{"data": 2}, {"ulysses": 2}, {"tensor": 2}, FULL]
     check(pool, name, 4, [(plan | {"cfg": 2}, FOUR) for plan in plans])
     check(pool, name, 4, [(FULL | {"data": 2}, FOUR), (FULL | {"data": 2}, {})])
 
@@ -171,6 +171,22 @@ def decoded(kinds: list[str], images: int) -> None:
 def test_pictures_come_in_order(pool: Pool, images: int) -> None:
     """A failure means that replicas decode each other's images, or that pictures are lost or swapped."""
     pool.run(decoded, 2, ["np", "pt", "latent"], images)
+
+
+def rows_too(output: str) -> None:
+    pipe = made("sd3")
+    wanted = run(pipe, "sd3", **FOUR, output_type="pt")
+    with divided(pipe, data=2, cfg=2, vae="rows", text="first") as runner:
+        got = runner(**call_of("sd3", **FOUR, output_type="pt"), output=output)
+    assert (got is None) == (output == "first" and dist.get_rank() > 0)
+    if got is not None:
+        close(got.images, wanted, f"rank {dist.get_rank()}, output={output}")
+
+
+def test_rows_of_pictures_and_text_are_shared_out_within_a_replica(pool: Pool) -> None:
+    """A failure means that a decoder or text encoder is divided over ranks that make other images."""
+    pool.run(rows_too, 4, "all")
+    pool.run(rows_too, 4, "first")
 
 
 # Callbacks and interrupts
