@@ -161,7 +161,7 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     if seats.chain:
         plan.check_blocks(name, len(seats.chain))
         plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
-    return cut(seats.costs, plan.pipefusion, plan.stage_blocks)
+    return cut(seats.costs, plan.pipefusion, plan.stage_blocks, plan.stage_weights)
 
 
 def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Dispatched | None:
@@ -184,6 +184,7 @@ def compose(
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
+    plan.check_warmup()
     whole = plan.divides_the_batch_alone and attention is None
     planned = {} if whole else models.planned(pipe, cp_plan)
     if planned:

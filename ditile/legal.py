@@ -135,10 +135,9 @@ def advice(plan: Plan, bound: float) -> str | None:
     if stages == 1 or bound >= WORTH * stages:
         return None
     few = f"patches={stages} or more, " if plan.num_patches < stages else ""
-    mode = "warmup_mode=pipelined, " if plan.warmup_mode == "serial" and plan.least_warmup > 0 else ""
     less = "less warmup, " if plan.least_warmup > 1 else ""
     return (
         f"pipefusion={stages} can be at most {bound:.1f}x as fast as one rank here: warmup and the filling of the "
-        f"pipeline eat {1 - bound / stages:.0%}; try more steps, {few}{less}{mode}"
+        f"pipeline eat {1 - bound / stages:.0%}; try more steps, {few}{less}"
         f"or fewer stages and ulysses or tensor beside them"
     )

@@ -188,6 +188,13 @@ class Plan:
         """The plan as a JSON object with all its fields."""
         return json.dumps(self.to_dict())
 
+    def check_warmup(self) -> None:
+        """Raises `PlanError` unless this version can run the synchronous steps as the plan says."""
+        if self.warmup_mode != "serial":
+            raise PlanError(f"warmup_mode={self.warmup_mode} cannot run in this version; leave it at serial")
+        if self.warmup == AUTO:
+            raise PlanError(f"warmup={AUTO} cannot run in this version; try warmup=1, or 2 for more fidelity")
+
     def check_world(self, world: int) -> None:
         """Raises `PlanError` unless the plan uses all of `world` ranks."""
         if world != self.world:

@@ -1,7 +1,7 @@
 """Fidelity of stale keys on the bundled models: how far pictures are from those of one process.
 
     python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2
-    python -m ditile.bench.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=auto"
+    python -m ditile.bench.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
 
 For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
 The controls never read keys of another patch after the warmup: they show that the measure can tell a right exchange

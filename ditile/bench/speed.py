@@ -49,7 +49,7 @@ from ditile.plan import Plan
 from ditile.runner import parallelize
 
 METHODS = (
-    "pipefusion=2 patches=4; pipefusion=2 patches=4 warmup_mode=pipelined; distrifusion=2; ulysses=2; ring=2; "
+    "pipefusion=2 patches=4; distrifusion=2; ulysses=2; ring=2; "
     "tensor=2; tensor=2 split_scheme=sequence; cfg=2"
 )
 Times = dict[str, list[float]]

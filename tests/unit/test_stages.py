@@ -68,3 +68,9 @@ def test_extremes() -> None:
     """One stage has all blocks; as many stages as blocks have one each."""
     assert cut([1.0, 5.0, 1.0], 1) == [range(3)]
     assert cut([1.0, 5.0, 1.0], 3) == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_slower_devices_get_fewer_blocks() -> None:
+    """A failure means that the pipeline goes at the pace of its slowest device."""
+    assert cut([1.0] * 12, 3, speeds=[1.0, 1.0, 0.5]) == [range(5), range(5, 10), range(10, 12)]
+    assert cut([1.0] * 9, 3, speeds=[1.0, 1.0, 1.0]) == cut([1.0] * 9, 3)
