@@ -48,10 +48,7 @@ from ditile.launch import keep_to_own_cores, launch
 from ditile.plan import Plan
 from ditile.runner import parallelize
 
-METHODS = (
-    "pipefusion=2 patches=4; distrifusion=2; ulysses=2; ring=2; "
-    "tensor=2; tensor=2 split_scheme=sequence; cfg=2"
-)
+METHODS = "pipefusion=2 patches=4; distrifusion=2; ulysses=2; ring=2; tensor=2; tensor=2 split_scheme=sequence; cfg=2"
 Times = dict[str, list[float]]
 
 
