@@ -15,9 +15,12 @@ from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, S
 from ditile.attend.kernel import NATIVE, Dispatched, chosen
 from ditile.batch.denoise import SharedBatch
 from ditile.batch.split import images_of
+from ditile.blocks.costs import divide
+from ditile.blocks.crew import Crew, CrewKeys
+from ditile.blocks.lending import Lender
 from ditile.blocks.loop import Hooks, Loop
 from ditile.blocks.pipefusion import PipeFusion
-from ditile.blocks.stages import cut
+from ditile.blocks.stages import held
 from ditile.decode.vae import ParallelVAE
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
@@ -78,9 +81,15 @@ class Composition:
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
-    def owned(self) -> range:
-        """The blocks of this rank."""
-        return self.stages[self.mesh.stage]
+    def held(self) -> range:
+        """The blocks whose weights this rank holds."""
+        return held(self.stages, self.mesh.stage, self.plan.crew)
+
+    def refuse(self) -> str | None:
+        """Why the model cannot run as it is now on this rank, or None."""
+        crew = self.pipefusion.crew
+        lender = None if crew is None else crew.lender
+        return self.seats.refuse(self.held) or (None if lender is None else lender.refuse())
 
     @property
     def calls_whole_model(self) -> bool:
@@ -123,7 +132,7 @@ class Composition:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            stack.enter_context(self.seats.installed(self.pipefusion, self.owned, loop.current, core, handed_over))
+            stack.enter_context(self.seats.installed(self.pipefusion, self.held, loop.current, core, handed_over))
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
@@ -140,10 +149,12 @@ class Composition:
         if distri.size > 1:
             return DistriKeys(current, layer, distri, kernel, traffic, check=check)
         fresh = FreshKeys(kernel) if ring.size == 1 else RingKeys(ring, kernel, traffic)
-        if self.plan.num_patches == 1:
-            return fresh
-        gather = alone if ring.size == 1 else RingGather(ring, traffic)
-        return self.stale_keys(current, layer, kernel, fresh, gather, check=check)
+        keys: Keys = fresh
+        if self.plan.num_patches > 1:
+            gather = alone if ring.size == 1 else RingGather(ring, traffic)
+            keys = self.stale_keys(current, layer, kernel, fresh, gather, check=check)
+        crew = self.pipefusion.crew
+        return keys if crew is None else CrewKeys(current, layer, crew, kernel, keys)
 
 
 def split_of(plan: Plan) -> Split:
@@ -161,7 +172,8 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     if seats.chain:
         plan.check_blocks(name, len(seats.chain))
         plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
-    return cut(seats.costs, plan.pipefusion, plan.stage_blocks, plan.stage_weights)
+        return divide(seats, plan)
+    return [range(0)] * plan.pipefusion
 
 
 def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Dispatched | None:
@@ -184,7 +196,6 @@ def compose(
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
-    plan.check_warmup()
     whole = plan.divides_the_batch_alone and attention is None
     planned = {} if whole else models.planned(pipe, cp_plan)
     if planned:
@@ -210,12 +221,13 @@ def compose(
     vae = getattr(pipe, "vae", None)
     parallel_vae = ParallelVAE(vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
     tensor, loaded = mesh["tensor"], seats.loaded is not None
-    weights = seats.take(stages[mesh.stage], keep=keep_weights, shard=(tensor.index, tensor.size))
+    crew = _crew(seats, stages, plan, mesh)  # while all blocks are whole
+    weights = seats.take(held(stages, mesh.stage, plan.crew), keep=keep_weights, shard=(tensor.index, tensor.size))
     sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
     trace = Trace()
-    pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams)
+    pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams, crew)
     pipefusion.connect(device)
     return Composition(
         pipe, plan, mesh, device, model, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace,
@@ -252,6 +264,17 @@ def _compose_planned(
         pipe, plan, mesh, device, model, PLANNED, seats, [range(0)], weights, pipefusion, whole, parallel_vae, trace,
         encoders, kernel, splits,
     )  # fmt: skip
+
+
+def _crew(seats: Seats, stages: list[range], plan: Plan, mesh: Mesh) -> Crew | None:
+    """The stages that compute the synchronous steps together, where the plan has some."""
+    if plan.warmup_mode not in ("sequence", "separate"):
+        return None
+    if plan.warmup_mode == "separate":
+        return Crew(mesh, seats, stages, plan.crew, None)
+    lender = Lender(seats, stages, mesh)
+    seats.stand_ins = lender.stand_ins
+    return Crew(mesh, seats, stages, plan.pipefusion, lender)
 
 
 def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool) -> Sharded:

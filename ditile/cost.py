@@ -66,7 +66,7 @@ class Job:
     @property
     def schedule(self) -> Schedule:
         """The order of work."""
-        return Schedule.of(self.plan, self.shape.steps)
+        return Schedule.of(self.plan, self.shape.steps, self.shape.shared_out(self.plan).batch)
 
     def own(self, place: Place) -> Shape:
         """The shape of a rank's calls: its replica's images and its half's branches."""

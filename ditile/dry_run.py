@@ -10,8 +10,8 @@ import diffusers
 import torch
 from torch import nn
 
+from ditile.blocks.costs import divide
 from ditile.blocks.gantt import as_text
-from ditile.blocks.stages import cut
 from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.load import find
@@ -49,7 +49,7 @@ def planned(model: str, plan: Plan, call: Mapping[str, Any]) -> Job:
     config: Any = transformer.config
     shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
     plan.check(shape.facts(type(transformer).__name__, len(seats.chain)))
-    stages = cut(seats.costs, plan.pipefusion, plan.stage_blocks, plan.stage_weights)
+    stages = divide(seats, plan)
     return Job(plan=plan, spec=spec, shape=shape, weights=seats.weights(), stages=stages)
 
 

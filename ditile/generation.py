@@ -60,8 +60,10 @@ class Generation:
     """Where the pipeline is, and what must survive.
 
     `branch` counts the transformer calls since the last `scheduler.step`; `calls` is their number in a step, learnt in
-    the first one. `ages`, `keeps_keys` and `is_stale` come from the schedule; `split` and `index` say which tokens this
-    rank computes, and `branches`, of (step, calls), which of the calls.
+    the first one. A call of `batch` rows may be computed in pieces, one after the other: `piece` counts them, and
+    `rows` are the rows at hand (None: all). `ages`, `keeps_keys` and `is_stale` come from the schedule; `split` and
+    `index` say which tokens this rank computes, and `branches`, of (step, calls), which of the calls; where a crew
+    computes whole steps together, `crew` and `crew_index` say which tokens of those.
     """
 
     ages: Callable[[Micro], tuple[int, ...]]
@@ -74,6 +76,11 @@ class Generation:
     micro: Micro = Micro(0, None)
     branch: int = 0
     calls: int | None = None
+    batch: int = 1
+    piece: int = 0
+    rows: range | None = None
+    crew: Split | None = None
+    crew_index: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], tuple[Part, ...]] = field(default_factory=dict)
     _tokens: dict[tuple[int, int | None, bool], Tokens] = field(default_factory=dict)
@@ -87,12 +94,25 @@ class Generation:
         """What each rank of the sequence axes has of a patch (None: of the image), in the branch at hand or another."""
         branch = self.branch if branch is None else branch
         if (branch, patch) not in self._parts:
-            self._parts[branch, patch] = self.split.parts(self.layouts[branch], patch)
+            split, _ = self._place(patch)
+            self._parts[branch, patch] = split.parts(self.layouts[branch], patch)
         return self._parts[branch, patch]
 
     def part(self, patch: int | None, branch: int | None = None) -> Part:
         """What this rank has of it."""
-        return self.parts(patch, branch)[self.index]
+        _, index = self._place(patch)
+        return self.parts(patch, branch)[index]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank computes all tokens of the image at the micro-step at hand."""
+        return self.micro.patch is None and self._place(None)[0].ranks == 1
+
+    def _place(self, patch: int | None) -> tuple[Split, int]:
+        """How ranks share out a patch (None: the image), and this rank's place among them."""
+        if patch is None and self.crew is not None:
+            return self.crew, self.crew_index
+        return self.split, self.index
 
     def tokens(self, *, joint: bool) -> Tokens:
         """The tokens of an attention layer that sees the text, or does not, at the micro-step at hand."""
@@ -101,17 +121,19 @@ class Generation:
             layout, parts = self.layout, self.parts(self.micro.patch)
             joint = joint and layout.joint != "none"
             runs = tuple(layout.runs(part, joint=joint) for part in parts)
-            dummies = 0 if parts[self.index].text or not joint else DUMMY_TEXT
+            _, own = self._place(self.micro.patch)
+            dummies = 0 if parts[own].text or not joint else DUMMY_TEXT
             length = layout.image + (layout.text if joint else 0)
             first = layout.joint == "text_first"
             start = length - layout.image if first else 0
             image = range(start, start + layout.image)
-            self._tokens[key] = Tokens(runs, self.index, length, image, dummies, first)
+            self._tokens[key] = Tokens(runs, own, length, image, dummies, first)
         return self._tokens[key]
 
     def end_call(self) -> None:
         """One transformer call is over."""
         self.branch += 1
+        self.piece, self.rows = 0, None
 
     def end_micro(self) -> None:
         """The scheduler stepped: the calls of a micro-step are over, and where tokens are cut must be as many as ever.

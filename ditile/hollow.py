@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 Parts = tuple[dict[str, Any], ...]
 """What a module held: children, parameters, buffers."""
+
+
+class StandIn(Protocol):
+    """Computes a block whose own module is hollow."""
+
+    block: nn.Module
+
+    def __call__(self, **call: Any) -> Any:
+        """The block's forward."""
 
 
 def hollow(module: nn.Module) -> Parts:
@@ -29,6 +39,14 @@ def refill(module: nn.Module, kept: Parts) -> None:
 def is_hollow(module: nn.Module) -> bool:
     """Whether a module has neither children nor parameters, as an activation function has none either."""
     return not module._modules and not module._parameters
+
+
+def twin(transformer: nn.Module) -> nn.Module:
+    """The structure of a transformer as its config has it, whole and without weights, on the meta device."""
+    model: Any = transformer
+    with torch.device("meta"):
+        made: nn.Module = type(model).from_config(model.config)
+    return made
 
 
 def _parts(module: nn.Module) -> Parts:

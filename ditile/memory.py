@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ditile.drift import Drift
 from ditile.errors import StateError
 from ditile.transport import Pending
 
@@ -24,13 +25,15 @@ class KeyStore:
     Args:
         length: tokens of the whole sequence.
         segments: patches that are written apart.
+        branch: whose they are.
+        drift: told how much each write changes, where somebody wants to know.
 
     Attributes:
         incoming: keys of other ranks that are under way.
     """
 
-    def __init__(self, length: int, segments: int) -> None:
-        self._length = length
+    def __init__(self, length: int, segments: int, branch: int = 0, drift: Drift | None = None) -> None:
+        self._length, self._branch, self._drift = length, branch, drift
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.incoming: Pending | None = None
         self.written = [NEVER] * segments
@@ -40,13 +43,26 @@ class KeyStore:
         """Bytes held."""
         return 0 if self.buffers is None else sum(b.numel() * b.element_size() for b in self.buffers)
 
-    def write(self, k: Tensor, v: Tensor, runs: Iterable[range]) -> tuple[Tensor, Tensor]:
-        """Writes keys and values `[B, n, N, H]`, whose tokens belong at `runs`, over stale ones; returns the whole."""
-        at = 0
-        buffers = self._allocated(k)
+    def write(
+        self, k: Tensor, v: Tensor, runs: Iterable[range], rows: range | None = None, batch: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values `[B, n, N, H]` over stale ones; returns the whole.
+
+        Args:
+            k, v: fresh.
+            runs: where their tokens belong.
+            rows: where their rows belong among `batch` of them; None if they are all.
+            batch: rows in all.
+        """
+        at, first = 0, self.buffers is None
+        buffers = self._allocated(k, k.shape[0] if rows is None else batch)
+        where = slice(None) if rows is None else slice(rows.start, rows.stop)
         for run in runs:
             for buffer, fresh in zip(buffers, (k, v), strict=True):
-                buffer[:, run.start : run.stop] = fresh[:, at : at + len(run)]
+                new, old = fresh[:, at : at + len(run)], buffer[where, run.start : run.stop]
+                if self._drift is not None and not first:
+                    self._drift.note(("keys", self._branch, rows.start if rows else 0), new, old)
+                old.copy_(new)
             at += len(run)
         return buffers
 
@@ -59,14 +75,14 @@ class KeyStore:
         """How many steps old each segment is; None if it was never written."""
         return tuple(None if at == NEVER else step - at for at in self.written)
 
-    def _allocated(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _allocated(self, like: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """The buffers, made of zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
         if self.buffers is None:
-            shape = (like.shape[0], self._length, *like.shape[2:])
+            shape = (batch, self._length, *like.shape[2:])
             self.buffers = (like.new_zeros(shape), like.new_zeros(shape))
-        elif self.buffers[0].shape[0] != like.shape[0]:
+        elif self.buffers[0].shape[0] != batch:
             raise StateError(
-                f"the batch changed from {self.buffers[0].shape[0]} to {like.shape[0]} rows in mid-run, and stale "
+                f"the batch changed from {self.buffers[0].shape[0]} to {batch} rows in mid-run, and stale "
                 "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
             )
         return self.buffers
@@ -98,9 +114,14 @@ class Memo(NamedTuple):
 
 
 class Memory:
-    """Key stores, predictions and constants of one generation."""
+    """Key stores, predictions and constants of one generation.
 
-    def __init__(self) -> None:
+    Args:
+        drift: told how much keys and values change.
+    """
+
+    def __init__(self, drift: Drift | None = None) -> None:
+        self._drift = drift
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
@@ -111,7 +132,7 @@ class Memory:
         """The keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            self._stores[key] = KeyStore(length, segments)
+            self._stores[key] = KeyStore(length, segments, branch, self._drift)
         return self._stores[key]
 
     @property

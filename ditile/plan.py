@@ -44,7 +44,7 @@ class Plan:
     warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = option(
         "serial", "how the synchronous steps run", choices=WARMUP_MODES
     )
-    warmup_bound: float = option(0.15, "warmup=auto ends where latents and keys change less in a step", metavar="X")
+    warmup_bound: float = option(0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X")
     warmup_ranks: int | None = option(
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
@@ -80,7 +80,7 @@ class Plan:
             if not any(value is word or (isinstance(word, str) and value == word) for word in known):
                 raise PlanError(f"{name}={value!r} is not known; try one of {', '.join(map(str, known))}")
         if not (_is_number(self.warmup_bound, int, float) and 0 < self.warmup_bound < math.inf):
-            raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.15")
+            raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.6")
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
                 self._check_stages(name, getattr(self, name))
@@ -106,6 +106,12 @@ class Plan:
         if self.warmup_mode != "serial" and self.pipefusion == 1:
             raise PlanError(
                 f"warmup_mode={self.warmup_mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
+            )
+        others = [name for name in ("ring", "ulysses", "tensor") if getattr(self, name) > 1]
+        if self.warmup_mode in ("sequence", "separate") and others:
+            raise PlanError(
+                f"warmup_mode={self.warmup_mode} shares out tokens over the stages, and {others[0]}="
+                f"{getattr(self, others[0])} shares out tokens or weights already; use pipelined or serial"
             )
         if self.warmup_ranks is not None and self.warmup_mode != "separate":
             raise PlanError(f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out")
@@ -159,8 +165,13 @@ class Plan:
 
     @property
     def least_warmup(self) -> int:
-        """W, or with warmup=auto the least that it can be."""
-        return self.warmup if isinstance(self.warmup, int) else 1
+        """W, or with warmup=auto the least that it can be: keys change first in step 1, which decides on step 3."""
+        return self.warmup if isinstance(self.warmup, int) else 3
+
+    @property
+    def crew(self) -> int:
+        """Stages that hold the weights of all blocks, for the synchronous steps of warmup_mode=separate."""
+        return (self.warmup_ranks or 1) if self.warmup_mode == "separate" else 0
 
     @property
     def token_ranks(self) -> int:
@@ -187,13 +198,6 @@ class Plan:
     def to_json(self) -> str:
         """The plan as a JSON object with all its fields."""
         return json.dumps(self.to_dict())
-
-    def check_warmup(self) -> None:
-        """Raises `PlanError` unless this version can run the synchronous steps as the plan says."""
-        if self.warmup_mode != "serial":
-            raise PlanError(f"warmup_mode={self.warmup_mode} cannot run in this version; leave it at serial")
-        if self.warmup == AUTO:
-            raise PlanError(f"warmup={AUTO} cannot run in this version; try warmup=1, or 2 for more fidelity")
 
     def check_world(self, world: int) -> None:
         """Raises `PlanError` unless the plan uses all of `world` ranks."""

@@ -23,6 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ditile import models
+from ditile.blocks.stages import held
 from ditile.checkpoint import Checkpoint, Locate, folder
 from ditile.compose import stages_of
 from ditile.errors import LoadError
@@ -94,7 +95,7 @@ def transformer(
     """
     made = _empty(cls, config.parent, dtype)
     seats = Seats(made, models.spec_of(made))
-    owned = stages_of(seats, plan)[coordinates(plan, rank)["pipefusion"]]
+    owned = held(stages_of(seats, plan), coordinates(plan, rank)["pipefusion"], plan.crew)
     checkpoint = Checkpoint.find(locate, STEM, variant if variant is not None and _has(locate, variant) else None)
     if lacking := checkpoint.lacks(made.state_dict()):
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")

@@ -44,6 +44,7 @@ class Report:
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
         steps: steps that ran.
+        synchronous: those of them that were, from 0; what warmup=auto chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
@@ -52,6 +53,7 @@ class Report:
 
     seconds: dict[str, float]
     steps: int
+    synchronous: list[int]
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
@@ -200,7 +202,7 @@ class Runner:
             result = self.pipe(**call)  # the first rank of each replica decodes its images, or every rank its rows
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
-        self.report = watch.report()
+        self.report = watch.report(loop.synchronous_steps)
         return None if first and self.mesh.rank != 0 else result
 
     def _refuse(self, call: Mapping[str, Any]) -> str | None:
@@ -210,7 +212,7 @@ class Runner:
         reason = self._parts.spec.refuse(self.pipe, call)
         if self._parts.spec.blocks:  # else every rank steps whole images
             reason = reason or _refuse_whole_image(self.pipe, call)
-        return reason or self._parts.seats.refuse(self._parts.owned)
+        return reason or self._parts.refuse()
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Says no before anything runs to what this call does not allow; the size counts if it is the one asked for."""
@@ -223,7 +225,8 @@ class Runner:
         if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
-        advice = self.plan.advice(Schedule.of(self.plan, shape.steps).bound())
+        own = shape.shared_out(self.plan)
+        advice = self.plan.advice(Schedule.of(self.plan, shape.steps, own.batch).bound(own.calls))
         if advice != self._advised and advice is not None and self.mesh.rank == 0:
             LOG.warning(advice)
         self._advised = advice
@@ -321,7 +324,7 @@ class _Watch:
         self._steps += 1
         self._key_bytes, self._text = key_bytes, text
 
-    def report(self) -> Report:
+    def report(self, synchronous: list[int]) -> Report:
         """The call is over."""
         cuda = self._parts.device.type == "cuda"
         if cuda:
@@ -338,7 +341,8 @@ class _Watch:
             if cuda
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        return Report(seconds, self._steps, dict(self._parts.mesh.traffic.bytes), peak, self._key_bytes, self._text)
+        sent = dict(self._parts.mesh.traffic.bytes)
+        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, self._text)
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from ditile.errors import StateError
 from ditile.generation import Generation
-from ditile.hollow import Parts, hollow, is_hollow, refill
+from ditile.hollow import Parts, StandIn, hollow, is_hollow, refill
 from ditile.layout import Grid
 from ditile.overrides import matching, override
+from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
 
@@ -70,8 +71,11 @@ class Loaded:
 class Policy(Protocol):
     """What happens at the seats of a model."""
 
-    def begin_call(self, grid: Grid) -> None:
-        """The transformer is called."""
+    def begin_call(self, grid: Grid, rows: int) -> Sequence[range]:
+        """The transformer is called on `rows` rows; returns the runs of rows that are computed one after the other."""
+
+    def begin_piece(self, piece: int) -> None:
+        """One of several such runs is next."""
 
     def run(self, index: int, block: Callable[[State], State], state: State) -> State:
         """The chain has come to a block."""
@@ -99,7 +103,11 @@ class Seat:
 
 
 class Seats:
-    """The chain of seats of one transformer."""
+    """The chain of seats of one transformer.
+
+    Attributes:
+        stand_ins: for hollow blocks that are computed here all the same, with weights from elsewhere.
+    """
 
     def __init__(self, transformer: nn.Module, spec: ModelSpec) -> None:
         self.transformer, self.spec = transformer, spec
@@ -109,12 +117,8 @@ class Seats:
             for i, block in enumerate(transformer.get_submodule(name).children())
         ]
         self.chain = [Seat(index, *found) for index, found in enumerate(blocks)]
+        self.stand_ins: Mapping[int, StandIn] = {}
         self._hollow: dict[int, Parts] = {}
-
-    @property
-    def costs(self) -> list[float]:
-        """The relative cost of each block."""
-        return [seat.io.cost for seat in self.chain]
 
     def weights(self) -> Weights:
         """The parameters of each block, and of the rest; the attention layers of each block; the width of the head."""
@@ -229,8 +233,11 @@ class Seats:
                 override(stack, seat.block, "forward", self._seat_block(seat, policy, current))
                 if seat.index in owned:
                     self._seat_attention(stack, seat, core, dispatch)
+                elif seat.index in self.stand_ins:
+                    stand_in = replace(seat, block=self.stand_ins[seat.index].block)
+                    self._seat_attention(stack, stand_in, core, dispatch)
             self._seat_output(stack, policy)
-            memo.install(stack, self.transformer, first=0 in owned)
+            memo.install(stack, self.transformer, first=0 in owned or bool(self.stand_ins))
             yield
 
     def _seat_forward(self, stack: ExitStack, policy: Policy, current: Callable[[], Generation]) -> None:
@@ -240,15 +247,24 @@ class Seats:
         def called(*args: Any, **kwargs: Any) -> Any:
             now, inputs = current(), dict(zip(names, args, strict=False)) | kwargs
             grid = now.memory.constant(("grid", now.branch), lambda: self.spec.grid(self.transformer, inputs))
-            policy.begin_call(grid)
-            result = forward(*args, **kwargs)
+            rows = int(inputs["hidden_states"].shape[0])
+            pieces = policy.begin_call(grid, rows)
+            if len(pieces) == 1:
+                result = forward(*args, **kwargs)
+            else:
+                results = []
+                for piece, part in enumerate(pieces):
+                    policy.begin_piece(piece)
+                    results.append(forward(**take_rows(inputs, part, rows, self.spec.batch)))
+                result = join_rows(results)
             policy.end_call()
             return result
 
         override(stack, self.transformer, "forward", called)
 
     def _seat_block(self, seat: Seat, policy: Policy, current: Callable[[], Generation]) -> Callable[..., Any]:
-        forward, io, names = seat.block.forward, seat.io, _parameters(seat.block)
+        forward: Callable[..., Any] = self.stand_ins.get(seat.index) or seat.block.forward
+        io, names = seat.io, _parameters(seat.block)
         streams = "text" in io.returns
 
         def seated(*args: Any, **kwargs: Any) -> Any:
@@ -337,7 +353,7 @@ class _Memo:
         def remembered(*args: Any, **kwargs: Any) -> Any:
             now = self._current()
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            return now.memory.constant((name, now.branch, shapes), lambda: forward(*args, **kwargs))
+            return now.memory.constant((name, now.branch, now.piece, shapes), lambda: forward(*args, **kwargs))
 
         return remembered
 
@@ -366,7 +382,7 @@ def dispatches(processor: Any) -> bool:
 
 def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
     patch = now.micro.patch
-    if patch is None and now.split.ranks == 1:
+    if now.is_whole:
         return
     for name, cut in io.tokens.items():
         value = call.get(name)

@@ -31,14 +31,14 @@ class BlockIO:
         tokens: per-token arguments and how each is cut.
         attn: attributes of the block that hold its attention over the whole sequence (text and image).
         image_attn: attributes that hold attention over image tokens alone, in a model that has joint attention too.
-        cost: a block's share of time, relative to the other lists.
+        text: sub-modules that see the text alone; where none is named, a block with a text stream gives both to all.
     """
 
     returns: tuple[str, ...] = ("image",)
     tokens: Mapping[str, Slicer] = field(default_factory=dict)
     attn: tuple[str, ...] = ("attn",)
     image_attn: tuple[str, ...] = ()
-    cost: float = 1.0
+    text: tuple[str, ...] = ()
 
 
 class Conditioning(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ditile.blocks.stages import held
 from ditile.cost import Job, key_bytes, sent_in_step
 from ditile.mesh import coordinates
 from ditile.plan import DEGREES, Plan
@@ -44,7 +45,7 @@ def describe(model: str, job: Job, devices: Sequence[str], parameters: Sequence[
         f"patches: {len(rows)} of {', '.join(map(str, rows))} token rows",
         table,
         f"speed-up over one rank: at most {speed_up(job)}",
-        *filter(None, [plan.advice(job.schedule.bound())]),
+        *filter(None, [plan.advice(job.schedule.bound(job.calls(1)))]),
     )
 
 
@@ -78,7 +79,8 @@ def tokens(job: Job, rank: int) -> str:
 
 def expected_parameters(job: Job, rank: int) -> int:
     """The parameters of a rank's stage, those of its blocks over the tensor degree."""
-    owned = sum(job.weights.blocks[block] for block in job.stages[job.place(rank).stage])
+    here = held(job.stages, job.place(rank).stage, job.plan.crew)
+    owned = sum(job.weights.blocks[block] for block in here)
     return job.weights.shared + -(-owned // job.plan.tensor)
 
 
@@ -89,7 +91,7 @@ def traffic(sizes: Mapping[str, int]) -> str:
 
 def speed_up(job: Job) -> str:
     """The bound: that of the stages, times the degrees that divide every step; replicas make more images at a time."""
-    parts = {"pipefusion": job.schedule.bound()} if job.plan.pipefusion > 1 else {}
+    parts = {"pipefusion": job.schedule.bound(job.calls(1))} if job.plan.pipefusion > 1 else {}
     parts |= {name: float(getattr(job.plan, name)) for name in EXACT if getattr(job.plan, name) > 1}
     total = 1.0
     for bound in parts.values():

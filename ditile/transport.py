@@ -118,6 +118,23 @@ class Ballot:
         return int(self._value)
 
 
+class Tally:
+    """A count that is open: the sums over the ranks of the group of some whole numbers."""
+
+    def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
+        self._values = torch.tensor(list(values), dtype=torch.int64)
+        self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.SUM, group, async_op=True)
+        if group is not None:
+            traffic.count("control", 8 * len(values))
+
+    def result(self) -> list[int]:
+        """Waits for all ranks and returns the sums."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return [int(value) for value in self._values]
+
+
 class Pending:
     """Messages under way.
 
@@ -206,6 +223,15 @@ def _start_messages(
         if buffer.numel()
     ]
     return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged)
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+    """Starts to fill `x` with what it is on group rank `source`. `wait()` gives it, alone in a list."""
+    staged = _stageable(x, group)
+    work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
+    if dist.get_rank(group) == source:
+        traffic.count(kind, (group.size() - 1) * x.numel() * x.element_size())
+    return Pending([_real(work)], [staged], x.device, staged)
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:

@@ -145,7 +145,7 @@ class StaleKeys:
             return self._fresh.attend(q, k, v, tokens, extra)
         store = now.memory.store(now.branch, self._layer, tokens.length, now.layout.patches)
         k, v = self._gather(k, v, tokens)
-        whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs))
+        whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs), now.rows, now.batch)
         store.stamp(step, patch)
         if patch is None:
             # in the order in which they came: bit-identical to one process

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from ditile.blocks.schedule import Kind, Schedule, simulate
+from ditile.generation import Micro
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def as_text(schedule: Schedule, steps: int, calls: int = 1) -> str:
     """The first `steps` steps. Each cell is the patch that a stage computes; `=` is a whole synchronous step."""
-    cell = 1 / (schedule.stages * schedule.patches * calls)
+    pieces = len(schedule.pieces(Micro(0, None))) * max(schedule.crew, 1)
+    cell = 1 / (schedule.stages * math.lcm(schedule.patches, pieces) * calls)
     spans = [s for s in simulate(schedule, calls=calls) if s.op.kind is Kind.COMPUTE and s.op.step < steps]
     width = max(round(span.end / cell) for span in spans)
     lines = []

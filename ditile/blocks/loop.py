@@ -19,9 +19,12 @@ from torch import Tensor
 from ditile.blocks.patch_schedulers import PatchSchedulers, first, replace_first
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.schedule import Kind, Schedule
+from ditile.blocks.votes import Votes
+from ditile.drift import Drift
 from ditile.errors import StateError
 from ditile.generation import Generation, Micro
 from ditile.layout import Split
+from ditile.memory import Memory
 from ditile.mesh import Mesh
 from ditile.overrides import override
 from ditile.plan import Plan
@@ -135,6 +138,11 @@ class Loop:
         micro = self.current().micro
         return micro.step if self._schedule.closes(micro) else None
 
+    @property
+    def synchronous_steps(self) -> list[int]:
+        """The steps of the last generation that were synchronous."""
+        return [step for step in range(self._schedule.steps) if self._schedule.synchronous(step)]
+
     def forget_constants(self) -> None:
         """A callback may have changed what was constant."""
         self.current().memory.forget_constants()
@@ -160,14 +168,19 @@ class Loop:
         """Yields the timestep of each micro-step, and does between them what the schedule says."""
         schedule = Schedule.of(self._plan if not self._batch.idle else Plan(), len(timesteps))
         self._batch.begin()
+        self._drift = Drift(self._mesh["cfg"].index) if schedule.adaptive else None
         generation = Generation(
             schedule.ages, schedule.keeps_keys, schedule.is_stale, self._split, self._mesh.sequence.index,
-            self._batch.branches,
+            self._batch.branches, Memory(self._drift),
         )  # fmt: skip
+        crew = self._pipefusion.crew
+        if crew is not None:
+            generation.crew, generation.crew_index = Split(crew.size), crew.stage if crew.is_member else 0
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents: Tensor | None = None
         self._copies: PatchSchedulers | None = None
         self._ballots: list[Ballot] = []
+        self._votes = None if self._drift is None else Votes(self._mesh, self._drift, self._plan.warmup_bound)
         self._stop_wanted = False
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin(schedule, generation)
@@ -177,17 +190,29 @@ class Loop:
             self._begin_step(step)
             for micro in self._schedule.micros(step):
                 yield from self._micro(micro, timesteps[step])
+                if self._votes is not None:
+                    self._votes.cast()
             generation.memory.end_step()
+            if self._votes is not None and self._latents is not None:
+                self._votes.end_step(generation, self._latents.shape[0])
             step += 1
         self._finish(stopped=step < len(timesteps))
 
     def _begin_step(self, step: int) -> None:
-        """Votes on stopping; the vote of the step before says whether the next step runs."""
+        """Votes on stopping; the vote of the step before says whether the next step runs.
+
+        With warmup=auto the ranks of an image vote on changes too: that of the step before says whether this step is
+        synchronous.
+        """
+        assert self._generation is not None
         self._ballots.append(Ballot(self._voters, int(self._stop_wanted)))
         if self._voters is not None:
             self._mesh.traffic.count("control", 8)
         if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
+        if self._votes is not None and self._votes.begin_step(step) and step >= self._schedule.warmup:
+            self._schedule = replace(self._schedule, again=self._schedule.again | {step})
+            self._generation.is_stale = self._schedule.is_stale
         self._pipefusion.clear_step(step, self._schedule)
 
     def _micro(self, micro: Micro, timestep: Tensor) -> Iterator[Tensor]:
@@ -195,17 +220,31 @@ class Loop:
         assert self._generation is not None
         self._generation.micro = micro
         self._hooks.progress()
-        takes = list(self._schedule.before(self._pipefusion.stage, micro))
-        if takes:
-            assert self._latents is not None
-            own = self._batch.own(self._latents)
-            self._pipefusion.take(own, self._dim, takes, write=self._synced != micro.step - 1)
+        self._before(micro)
         self._stepped = False
         while not self._stepped:
             yield timestep
             wanted = self._note_interrupt()
             if not self._stepped and not wanted:
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
+
+    def _before(self, micro: Micro) -> None:
+        """What goes between stages before the model is called: the latents of the step before."""
+        ops = list(self._schedule.before(self._pipefusion.stage, micro))
+        if not ops:
+            return
+        assert self._latents is not None
+        own, write, crew = self._batch.own(self._latents), self._synced != micro.step - 1, self._pipefusion.crew
+        takes = [op for op in ops if op.kind is Kind.TAKE]
+        if takes:
+            self._pipefusion.take(own, self._dim, takes, write=write)
+        for op in ops:
+            if op.kind is Kind.SHARE and crew is not None:
+                crew.share(own, op)
+            elif op.kind is Kind.ADOPT and crew is not None:
+                whole = crew.adopt(own)
+                if write:
+                    own.copy_(whole)
 
     def _note_interrupt(self) -> bool:
         """Holds back `pipe._interrupt` until all ranks agree on the step."""
@@ -218,6 +257,8 @@ class Loop:
     def _finish(self, *, stopped: bool) -> None:
         for ballot in self._ballots:
             ballot.result()
+        if self._votes is not None:
+            self._votes.close()
         if stopped:
             self._pipe._interrupt = True
         self._pipefusion.end(clean=True)
@@ -229,7 +270,7 @@ class Loop:
     def _scale(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         timestep = args[0] if args else kwargs.get("timestep")
         patches = self._schedule.patches_of(self.current().micro)
-        return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.stage == 0)
+        return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
     def _step(
         self, stock: Callable[..., Any], model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
@@ -304,7 +345,10 @@ class Loop:
         assert self._latents is not None
         if patch.dtype != self._latents.dtype:
             self._latents = self._latents.to(patch.dtype)
-        self._latents.narrow(self._dim, span.start, span.stop - span.start).copy_(patch)
+        before = self._latents.narrow(self._dim, span.start, span.stop - span.start)
+        if self._drift is not None:
+            self._drift.note(("latents", 0, 0), self._batch.own(patch), self._batch.own(before))
+        before.copy_(patch)
 
     def _end_step(self, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ditile.blocks.crew import Crew
 from ditile.blocks.schedule import Kind, Op, Schedule
+from ditile.errors import StateError
 from ditile.generation import Generation
 from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.mesh import Mesh
@@ -34,6 +37,7 @@ class Key(NamedTuple):
     step: int
     patch: int
     branch: int = 0
+    piece: int = 0
 
 
 class Inbox:
@@ -77,17 +81,21 @@ class PipeFusion:
         joint: where the text lies in the sequence.
         trace: records each op.
         streams: what this rank has of its tokens between the Linears.
+        crew: computes the synchronous steps, where they are not computed stage after stage.
 
     Attributes:
         broken: whether messages of a generation that failed are still under way.
     """
 
-    def __init__(self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace, streams: Streams) -> None:
+    def __init__(
+        self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: Trace, streams: Streams,
+        crew: Crew | None = None,
+    ) -> None:  # fmt: skip
         self.stage, self.stages, self.owned = mesh.stage, mesh.stages, owned
-        self._plan, self._joint, self._trace = plan, joint, trace
+        self._plan, self._joint, self._trace, self.crew = plan, joint, trace, crew
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
-        self._shapes: dict[int, tuple[int, int]] = {}
+        self._widths: dict[int, int] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
         self.broken = False
@@ -111,17 +119,24 @@ class PipeFusion:
                 box.wire.touch(device, sends=False)
             elif box is not None:
                 box.touch(device, sends=True)
+        if self.crew is not None:
+            self.crew.connect(device)
 
     @property
     def is_last(self) -> bool:
         """Whether this stage makes the prediction and steps the scheduler."""
         return self.stage == self.stages - 1
 
+    @property
+    def reads_latents(self) -> bool:
+        """Whether this stage embeds the latents, in some steps at least."""
+        return self.stage == 0 or (self.crew is not None and self.crew.is_member)
+
     def begin(self, schedule: Schedule, generation: Generation) -> None:
         """A generation begins."""
         self.schedule, self.generation = schedule, generation
         self._cleared, self._returned = 0, -1
-        self._shapes.clear()
+        self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
         self._latents: tuple[tuple[int, ...], int] | None = None
@@ -140,6 +155,8 @@ class PipeFusion:
                     wire.flush()
                 else:
                     wire.abandon()
+        if self.crew is not None:
+            self.crew.end(clean=clean)
         self._dummies.clear()
         del self.generation  # with its keys: this object outlives the picture
 
@@ -147,9 +164,9 @@ class PipeFusion:
 
     def clear_step(self, step: int, schedule: Schedule) -> None:
         """A step begins, and `schedule` now says for certain whether one more follows it."""
-        self.schedule = schedule
-        following = range(self._cleared + 1, min(step + 2, schedule.steps)) if step > 0 else range(0)
-        for sure in following:
+        self.schedule = replace(schedule, rows=self.generation.batch)
+        certain = 0 if step == 0 else schedule.certain(step, self.generation.calls or 1)
+        for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):
             if self._inbox is not None:
                 self._inbox.expect(self._keys(sure))
             self._cleared = sure
@@ -176,15 +193,42 @@ class PipeFusion:
 
     # The seats
 
-    def begin_call(self, grid: Grid) -> None:
-        """The transformer is called: the ops of this call are due."""
+    def begin_call(self, grid: Grid, rows: int) -> list[range]:
+        """The transformer is called on `rows` rows: the ops of this call are due.
+
+        Returns:
+            The runs of rows that are computed one after the other.
+
+        Raises:
+            StateError: if there were other rows before, and their pieces follow each other through the stages.
+        """
+        now = self.generation
+        if now.calls is None and now.branch == 0:
+            now.batch = rows
+            self.schedule = replace(self.schedule, rows=rows)
+        pieces = self.schedule.pieces(now.micro)
+        if len(pieces) > 1 and rows != now.batch:
+            raise StateError(
+                f"the batch changed from {now.batch} to {rows} rows in mid-run, and its pieces follow each other "
+                "through the stages; keep guidance on for the whole run, or use warmup_mode=serial"
+            )
         self._grid = grid
-        self._ops = self.schedule.call(self.stage, self.generation.micro, self.generation.branch)
+        self._ops = self.schedule.call(self.stage, now.micro, now.branch)
+        return pieces
+
+    def begin_piece(self, piece: int) -> None:
+        """The next run of rows of a call: its ops are due."""
+        now = self.generation
+        now.piece, now.rows = piece, self.schedule.pieces(now.micro)[piece]
+        self._ops = self.schedule.call(self.stage, now.micro, now.branch, piece)
 
     def run(self, index: int, block: Callable[[State], State], state: State) -> State:
         """Slices before the first block, receives at the first own one, hands over behind the last own one."""
         if index == 0:
             state = self._enter(state)
+        if self._is_crews():
+            assert self.crew is not None
+            return self.crew.run(index, block, state, self.generation)
         if index == self.owned.start:
             state = self._receive(state)
         elif index == self.owned.stop:
@@ -195,13 +239,18 @@ class PipeFusion:
         """The prediction, full-size: this patch fresh, the others as they were last. Zeros where nobody reads it."""
         now, layout = self.generation, self.generation.layout
         shape = (x.shape[0], layout.image, width)
+        if self._is_crews():
+            assert self.crew is not None
+            found = self.crew.output(head, x, width, now, self._ops)
+            self._computed()
+            return found
         if not self.is_last:
-            return now.memory.buffer(("prediction", now.branch), shape, x)
+            return now.memory.buffer(("prediction", now.branch, now.piece), shape, x)
         fresh = self._streams.gather(head(x), now.part(now.micro.patch).image_tokens)
         self._computed()
-        if now.micro.patch is None and now.split.ranks == 1:
+        if now.is_whole:
             return fresh
-        whole = now.memory.buffer(("prediction", now.branch), shape, fresh)
+        whole = now.memory.buffer(("prediction", now.branch, now.piece), shape, fresh)
         for part, piece in zip(now.parts(now.micro.patch), self._gathered(fresh), strict=True):
             at = 0
             for run in part.image:
@@ -229,10 +278,13 @@ class PipeFusion:
             length = 0 if state.text is None else state.text.shape[1]
             self._plan.check_rows(self._grid.rows)
             now.layouts[now.branch] = Layout.of(self._grid, self._patches, length, self._joint)
-        if self.stage > 0:
-            self._shapes[now.branch] = (state.image.shape[0], state.image.shape[2])
-            if now.micro.step == 0:
-                self._expect_call()
+        self._widths[now.branch] = state.image.shape[2]
+        if self._is_crews():
+            assert self.crew is not None
+            self._start = self._trace.now()
+            return self.crew.enter(state, now, self._dummy(state))
+        if self.stage > 0 and now.micro.step == 0:
+            self._expect_call()
         part = now.part(now.micro.patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
@@ -246,11 +298,16 @@ class PipeFusion:
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return State(image[:, own].contiguous(), text)
 
+    def _is_crews(self) -> bool:
+        """Whether a crew computes the micro-step at hand."""
+        return self.crew is not None and self.generation.micro.patch is None
+
     def _expect_call(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""
         assert self._inbox is not None
-        micro, branch = self.generation.micro, self.generation.branch
-        self._inbox.expect([Key(micro.step, patch, branch) for patch in self.schedule.patches_of(micro)])
+        now = self.generation
+        patches = self.schedule.patches_of(now.micro)
+        self._inbox.expect([Key(now.micro.step, patch, now.branch, now.piece) for patch in patches])
 
     def _receive(self, state: State) -> State:
         parts = []
@@ -259,7 +316,7 @@ class PipeFusion:
                 break
             assert self._inbox is not None and op.patch is not None
             with self._trace.span("receive", op.step, op.patch, op.branch):
-                parts.append(self._inbox.take(Key(op.step, op.patch, op.branch), state.image))
+                parts.append(self._inbox.take(Key(op.step, op.patch, op.branch, op.piece), state.image))
         self._start = self._trace.now()
         if not parts:
             return state
@@ -310,15 +367,15 @@ class PipeFusion:
         assert calls is not None
         for op in self.schedule.step_ops(self.stage, step, calls, self.generation.branches(step, calls)):
             if op.kind is Kind.RECEIVE and op.patch is not None:
-                yield Key(op.step, op.patch, op.branch)
+                yield Key(op.step, op.patch, op.branch, op.piece)
 
     def _activation_shape(self, key: Key) -> tuple[int, ...] | None:
-        if key.branch not in self._shapes:
+        if key.branch not in self._widths:
             return None
-        batch, width = self._shapes[key.branch]
+        rows = self.schedule.pieces(self.schedule.micro_of(key.step, key.patch))[key.piece]
         part = self.generation.part(key.patch, key.branch)
         owns = [self._streams.own(length) for length in (len(part.text), part.image_tokens)]
-        return (batch, sum(own.stop - own.start for own in owns), width)
+        return (len(rows), sum(own.stop - own.start for own in owns), self._widths[key.branch])
 
     def _latent_shape(self, key: Key) -> tuple[int, ...] | None:
         assert self._latents is not None

@@ -1,4 +1,4 @@
-"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the costliest is as cheap as can be."""
+"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as can be."""
 
 from __future__ import annotations
 
@@ -7,36 +7,59 @@ from itertools import accumulate
 
 
 def cut(
-    costs: Sequence[float], stages: int, by_hand: Sequence[int] | None = None, speeds: Sequence[float] | None = None
-) -> list[range]:
+    costs: Sequence[float], stages: int, by_hand: Sequence[int] | None = None, speeds: Sequence[float] | None = None,
+    ends: tuple[float, float] = (0.0, 0.0),
+) -> list[range]:  # fmt: skip
     """The blocks of each stage.
 
     Args:
         costs: the cost of each block, in any unit.
         stages: the number of stages, from 1 to the number of blocks.
         by_hand: the number of blocks of each stage; by default the slowest stage is made as fast as possible.
-        speeds: of each stage's device; equal by default.
+        speeds: of each stage's device, in any unit; equal by default.
+        ends: what the first stage (embedding) and the last one (head) cost besides their blocks.
     """
     if by_hand is not None:
-        ends = list(accumulate(by_hand))
-        return [range(end - size, end) for end, size in zip(ends, by_hand, strict=True)]
-    return _balanced(list(costs), speeds or [1.0] * stages)
+        stops = list(accumulate(by_hand))
+        return [range(stop - size, stop) for stop, size in zip(stops, by_hand, strict=True)]
+    return _balanced(list(costs), list(speeds or [1.0] * stages), ends)
 
 
-def _balanced(costs: list[float], speeds: Sequence[float]) -> list[range]:
+def held(stages: Sequence[range], stage: int, crew: int) -> range:
+    """The blocks whose weights a stage holds: its own, or all if it is one of a crew of the first stages."""
+    return range(stages[-1].stop) if stage < crew else stages[stage]
+
+
+def loads(
+    costs: Sequence[float], stages: Sequence[range], speeds: Sequence[float] | None = None,
+    ends: tuple[float, float] = (0.0, 0.0),
+) -> list[float]:  # fmt: skip
+    """The time of each stage, in the unit of cost over speed."""
+    found = [sum(costs[block] for block in stage) for stage in stages]
+    found[0] += ends[0]
+    found[-1] += ends[1]
+    return [load / speed for load, speed in zip(found, speeds or [1.0] * len(stages), strict=True)]
+
+
+def _balanced(costs: list[float], speeds: list[float], ends: tuple[float, float]) -> list[range]:
     """The linear partition problem, by dynamic programming over (stages, blocks)."""
-    total = [0.0, *accumulate(costs)]
-    best = [total[end] / speeds[0] for end in range(len(total))]  # one stage for the first `end` blocks
+    total, last = [0.0, *accumulate(costs)], len(speeds) - 1
+
+    def time(stage: int, start: int, stop: int) -> float:
+        extra = ends[0] * (stage == 0) + ends[1] * (stage == last)
+        return (total[stop] - total[start] + extra) / speeds[stage]
+
+    best = [time(0, 0, stop) for stop in range(len(total))]  # one stage for the first `stop` blocks
     cuts: list[list[int]] = []
-    for stage, speed in enumerate(speeds[1:], start=2):
+    for stage in range(1, len(speeds)):
         row, where = [float("inf")] * len(total), [0] * len(total)
-        for end in range(stage, len(total)):
-            for start in range(stage - 1, end):
-                worst = max(best[start], (total[end] - total[start]) / speed)
-                if worst < row[end]:
-                    row[end], where[end] = worst, start
+        for stop in range(stage + 1, len(total)):
+            for start in range(stage, stop):
+                worst = max(best[start], time(stage, start, stop))
+                if worst < row[stop]:
+                    row[stop], where[stop] = worst, start
         best, cuts = row, [*cuts, where]
-    ends = [len(costs)]
+    stops = [len(costs)]
     for where in reversed(cuts):
-        ends.insert(0, where[ends[0]])
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        stops.insert(0, where[stops[0]])
+    return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]

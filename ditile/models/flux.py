@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.layout import Grid
-from ditile.models.slicers import behind, projections, refuse_ip_adapters, rotary
+from ditile.models.slicers import TEXT_STREAM, behind, projections, refuse_ip_adapters, rotary
 from ditile.seams import Make
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
@@ -102,7 +102,9 @@ FLUX = ModelSpec(
     name="FLUX.1",
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
     blocks={
-        "transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": rotary}, cost=1.2),
+        "transformer_blocks": BlockIO(
+            returns=("text", "image"), tokens={"image_rotary_emb": rotary}, text=TEXT_STREAM
+        ),
         "single_transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": rotary}),
     },
     joint="text_first",

@@ -11,7 +11,7 @@ from typing import Any
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import behind, image_grid, projections, refuse_ip_adapters
+from ditile.models.slicers import TEXT_STREAM, behind, image_grid, projections, refuse_ip_adapters
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -91,7 +91,7 @@ TENSOR_TOKENS = {
 SD3 = ModelSpec(
     name="Stable Diffusion 3 / 3.5",
     pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
-    blocks={"transformer_blocks": BlockIO(returns=("text", "image"), image_attn=("attn2",))},
+    blocks={"transformer_blocks": BlockIO(returns=("text", "image"), image_attn=("attn2",), text=TEXT_STREAM)},
     joint="image_first",
     latent_dim=2,
     grid=image_grid,

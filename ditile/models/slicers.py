@@ -13,6 +13,12 @@ from ditile.layout import DUMMY_TEXT, Grid
 from ditile.seams import Make
 from ditile.spec import View
 
+TEXT_STREAM = (
+    "norm1_context", "norm2_context", "ff_context", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+    "attn.to_add_out",
+)  # fmt: skip
+"""What sees the text alone in the blocks with two streams (MM-DiT)."""
+
 
 def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     """The grid of `[B, C, H, W]` latents that the transformer cuts into square patches."""
