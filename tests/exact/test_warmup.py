@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers import EulerDiscreteScheduler
 
+import ditile
 from ditile.errors import ModelError, PlanError, StateError
 from ditile.plan import Plan
 from ditile.runner import parallelize
+from tests import tiny
 from tests.exact.cases import MAKE, divided, run, same
 from tests.exact.loras import folder_of, load
 from tests.exact.test_tokens import TOLERANCE, close
@@ -219,6 +222,32 @@ def with_loras(folder: Path) -> None:
 def test_loras_are_lent_fused_or_refused(pool: Pool, tmp_path: Path) -> None:
     """A failure means that some ranks compute the first steps without the LoRA."""
     pool.run(with_loras, 2, folder_of("flux", tmp_path))
+
+
+def read_in_part(folder: Path, mode: dict[str, Any]) -> None:
+    plan = Plan(pipefusion=2, patches=3, warmup=2, **mode)
+    serial = Plan(pipefusion=2, patches=3, warmup=2)
+    wanted = run(parallelize(tiny.flux(), serial), "flux")
+    pipe: Any = ditile.load(str(folder), dtype=torch.float32, plan=plan)
+    close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, mode)
+
+
+@pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
+def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: dict[str, Any]) -> None:
+    """The structure of blocks that were never read comes from the config; who holds all blocks reads all."""
+    tiny.flux().save_pretrained(tmp_path)
+    pool.run(read_in_part, 2, tmp_path, mode)
+
+
+@pytest.mark.parametrize("mode", [PIPELINED, SEQUENCE, PAIR, {"warmup": "auto", "warmup_bound": 1e-9}])
+@pytest.mark.parametrize("name", ["sd3.5 medium", "flux true cfg"])
+def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> None:
+    """Halves of the guidance, then replicas of which one has no image. A failure means that they mix up their rows."""
+    plans = [{"pipefusion": 2, "patches": 3, "warmup": 99, also: 2} | mode for also in ("cfg", "data")]
+    plans.append({"pipefusion": 2, "patches": 3, "warmup": 2, "cfg": 2} | mode)
+    for rank, (plain, *found) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
+        for plan, got in zip(plans[:2], found, strict=False):
+            close(got, plain, f"{name} {plan} rank {rank}")
 
 
 def changed() -> None:
