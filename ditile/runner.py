@@ -173,8 +173,10 @@ class Runner:
         if self.mesh.rank == 0:
             write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
 
-    def job(self) -> Job:
-        """The last call, or before it the pipeline's default one, as numbers: what `ditile.cost` prices."""
+    def job(self) -> Job | None:
+        """The last call, or before it the pipeline's default one, as numbers for `ditile.cost`; None without a spec."""
+        if not self._parts.spec.blocks:
+            return None
         parts, shape = self._parts, self._shape(self._call)
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
@@ -182,10 +184,10 @@ class Runner:
 
     def __str__(self) -> str:
         """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
-        name, parts = type(self.pipe).__name__, self._parts
-        if not parts.spec.blocks:
-            return describe_whole(name, type(parts.model).__name__, self.plan, self.devices, self._held)
-        return describe(name, self.job(), self.devices, self._held)
+        name, job = type(self.pipe).__name__, self.job()
+        if job is None:
+            return describe_whole(name, type(self._parts.model).__name__, self.plan, self.devices, self._held)
+        return describe(name, job, self.devices, self._held)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
         generators = rng.sources(call.get("generator"), self._parts.device)

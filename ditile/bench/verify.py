@@ -36,6 +36,7 @@ from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
 from ditile.memory import AgeChecks
 from ditile.mesh import pick_device
+from ditile.models import model_of
 from ditile.options import Generate, Proof
 from ditile.plan import AUTO, Plan
 from ditile.runner import LOG, Runner, parallelize
@@ -183,7 +184,8 @@ def _ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
 def _counted(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the last call by kind: counted, and by formula."""
     assert runner.report is not None
-    return runner.report.sent, cost.sent(runner.job(), runner.mesh.rank)
+    job = runner.job()
+    return runner.report.sent, {} if job is None else cost.sent(job, runner.mesh.rank)
 
 
 def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Check:
@@ -191,6 +193,8 @@ def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Ch
     if runner.plan.warmup == AUTO or runner.plan.warmup_mode != "serial":
         mode = f"warmup={AUTO}" if runner.plan.warmup == AUTO else f"warmup_mode={runner.plan.warmup_mode}"
         return Check(name, None, f"{mode} has none")
+    if runner.job() is None:
+        return Check(name, None, "a model without a ModelSpec has none")
     everyone = gather_json(counted, runner.mesh.everyone)
     wrong, total, others = [], 0, dict[str, int]()
     for rank, (sent, formula) in enumerate(everyone):
@@ -231,8 +235,8 @@ class _Waits:
         if not self._on:
             yield
             return
-        job, model = self._runner.job(), self._runner.pipe.transformer
-        calls = [job.calls(step) * micros for step, micros in enumerate(self._micros)]
+        job, model = self._runner.job(), model_of(self._runner.pipe)
+        calls = [(1 if job is None else job.calls(step)) * micros for step, micros in enumerate(self._micros)]
         first, last = sum(calls[: self._skipped]), sum(calls)
 
         def called(*_: Any) -> None:
@@ -276,7 +280,7 @@ def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
     fd = env.progress_fd()
     if fd is not None:
-        pipe.transformer.register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+        model_of(pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
     pipe.to(device)
     latents: Tensor = pipe(**call(pipe)).images.cpu()
     del pipe

@@ -57,8 +57,8 @@ def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
     assert f"{ranks} rank(s) on cpu" in where and torch.__version__ in where
 
 
-def test_one_rank_is_proven_too() -> None:
-    checks, _ = proven("flux", {"patches": 3})
+def test_one_rank_is_proven_too(pool: Pool) -> None:
+    ((checks, _),) = pool.run(proven, 1, "flux", {"patches": 3})
     assert Verdict("one", checks).ok and "reads, on 1 rank" in checks[2].says
 
 

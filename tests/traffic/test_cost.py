@@ -43,6 +43,7 @@ def counted(name: str, plans: list[dict[str, Any]]) -> list[tuple[dict[str, int]
             run(runner, name, **CALL)
             assert runner.report is not None
             job, rank = runner.job(), runner.mesh.rank
+            assert job is not None
             sent = {kind: size for kind, size in runner.report.sent.items() if size and kind != "control"}
             found.append((sent, cost.sent(job, rank), runner.report.key_bytes, cost.key_bytes(job, rank)))
     return found
@@ -62,7 +63,9 @@ def shown(name: str, plan: dict[str, Any]) -> tuple[str, list[dict[str, int]]]:
     with divided(MAKE[name](), **plan) as runner:
         run(runner, name, **CALL)
         of_ranks = range(Plan(**plan).world)
-        return str(runner), [cost.sent_in_step(runner.job(), rank, STEPS - 2) for rank in of_ranks]
+        job = runner.job()
+        assert job is not None
+        return str(runner), [cost.sent_in_step(job, rank, STEPS - 2) for rank in of_ranks]
 
 
 def test_the_table_has_a_row_for_every_rank_and_kind(pool: Pool) -> None:
