@@ -6,7 +6,7 @@ computed apart; only matrix shapes change, and with them the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,19 @@ def row_parts(rows: int, parts: int) -> list[range]:
     return [share(range(rows), parts, index) for index in range(parts)]
 
 
-def take_rows(arguments: Mapping[str, Any], part: range, rows: int, whole: Iterable[str] = ()) -> dict[str, Any]:
+def take_rows(
+    arguments: Mapping[str, Any], rows: int, take: Callable[[Tensor], Tensor], whole: Collection[str] = ()
+) -> dict[str, Any]:
     """Arguments of a call on `rows` rows, cut down to some of them.
 
     Args:
-        arguments: by name. Tensors whose first dimension has `rows` entries are cut there, also within mappings, lists
-            and tuples; all else (scalars, one row for all, tables per token) is the same for every row.
-        part: the rows to keep.
+        arguments: by name. Tensors whose first dimension has `rows` entries are cut, also within dicts, lists and
+            tuples; all else (scalars, one row for all, tables per token) is the same for every row.
         rows: how many there are.
-        whole: names of arguments that are not batched, whatever their length.
+        take: the wanted rows of a tensor.
+        whole: names of arguments that have no rows, whatever their length: position ids.
     """
-    kept = set(whole)
-    return {name: value if name in kept else _cut(value, part, rows) for name, value in arguments.items()}
+    return {name: value if name in whole else _cut(value, rows, take) for name, value in arguments.items()}
 
 
 def join_rows(results: Sequence[Any]) -> Any:
@@ -47,12 +48,14 @@ def join_rows(results: Sequence[Any]) -> Any:
     return one
 
 
-def _cut(value: Any, part: range, rows: int) -> Any:
+def _cut(value: Any, rows: int, take: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        batched = value.ndim > 0 and value.shape[0] == rows
-        return value[part.start : part.stop] if batched else value
-    if isinstance(value, Mapping):
-        return {name: _cut(item, part, rows) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cut(item, part, rows) for item in value)
+        return take(value) if value.ndim > 0 and value.shape[0] == rows else value
+    if isinstance(value, dict):
+        return {name: _cut(part, rows, take) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_cut(part, rows, take) for part in value]
+    if isinstance(value, tuple):
+        parts = [_cut(part, rows, take) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -255,7 +256,8 @@ class Seats:
                 results = []
                 for piece, part in enumerate(pieces):
                     policy.begin_piece(piece)
-                    results.append(forward(**take_rows(inputs, part, rows, self.spec.batch)))
+                    take = operator.itemgetter(slice(part.start, part.stop))
+                    results.append(forward(**take_rows(inputs, rows, take, self.spec.batch)))
                 result = join_rows(results)
             policy.end_call()
             return result
@@ -381,12 +383,11 @@ def dispatches(processor: Any) -> bool:
 
 
 def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
-    patch = now.micro.patch
     if now.is_whole:
         return
+    patch = now.micro.patch
     for name, cut in io.tokens.items():
-        value = call.get(name)
-        if value is not None:
+        if (value := call.get(name)) is not None:
             make = functools.partial(cut, value, View(now.layout, now.part(patch)))
             call[name] = now.memory.sliced((name, now.branch, patch), value, make)
 

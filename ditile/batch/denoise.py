@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ditile.batch.cfg import Cfg, Span, narrow
 from ditile.batch.data import Data, Receivers
-from ditile.batch.split import Rows, prediction_of, split_batch, with_prediction
+from ditile.batch.split import Rows, prediction_of, with_prediction
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
 from ditile.mesh import Mesh
 from ditile.overrides import override
+from ditile.rows import take_rows
 from ditile.transport import Ballot, gather_json
 
 
@@ -189,8 +190,9 @@ class SharedBatch:
         branch = now.branch
         named = {str(k): arg for k, arg in enumerate(args)}
         never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
-        split = split_batch(named, rows, never)
-        result = self._results[branch] = forward(*split.values(), **split_batch(kwargs, rows, self._never))
+        split = take_rows(named, rows.total, rows.of, never)
+        result = forward(*split.values(), **take_rows(kwargs, rows.total, rows.of, self._never))
+        self._results[branch] = result
         prediction = prediction_of(result)
         self._announce(prediction)
         shape = (rows.total, *prediction.shape[1:])

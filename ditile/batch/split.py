@@ -5,7 +5,7 @@ Diffusers puts the branches of guidance one after the other in the batch: all im
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,32 +67,6 @@ class Rows:
     def write(self, batch: Tensor, rows: Tensor) -> None:
         """Puts `rows` `[count, ...]` where they belong in a contiguous tensor `[total, ...]`."""
         self.grid(batch).copy_(rows.unflatten(0, (len(self.branches), len(self.images))))
-
-
-def split_batch(call: Mapping[str, Any], rows: Rows, never: Collection[str] = ()) -> dict[str, Any]:
-    """The arguments of a call for some of its rows.
-
-    Tensors with as many rows as the batch are cut, also inside dicts, lists and tuples.
-
-    Args:
-        call: arguments by name.
-        rows: which.
-        never: arguments that have no rows, whatever their length: position ids.
-    """
-    return {name: value if name in never else _cut(value, rows) for name, value in call.items()}
-
-
-def _cut(value: Any, rows: Rows) -> Any:
-    if isinstance(value, Tensor):
-        return rows.of(value) if value.ndim > 0 and value.shape[0] == rows.total else value
-    if isinstance(value, dict):
-        return {name: _cut(part, rows) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_cut(part, rows) for part in value]
-    if isinstance(value, tuple):
-        parts = [_cut(part, rows) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
 
 
 def images_of(call: Mapping[str, Any]) -> int:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from diffusers import EulerAncestralDiscreteScheduler
 from torch import Tensor
 
-from ditile.batch.split import Rows, split_batch
+from ditile.batch.split import Rows
 from ditile.errors import ModelError, PlanError, StateError
+from ditile.rows import take_rows
 from tests.exact.cases import MAKE, call_of, different, divided, run, same
 from tests.pool import Pool
 
@@ -277,7 +278,7 @@ def test_rows() -> None:
         "x": batch, "ids": batch, "t": torch.tensor(1.0), "none": None, "five": torch.zeros(5),
         "nested": {"a": batch, "b": [batch, (batch, "text")]},
     }  # fmt: skip
-    split = split_batch(call, rows, ("ids",))
+    split = take_rows(call, rows.total, rows.of, ("ids",))
     assert split["x"].tolist() == split["nested"]["a"].tolist() == split["nested"]["b"][1][0].tolist() == [[3], [5]]
     assert split["ids"] is batch and split["none"] is None and len(split["five"]) == 5
     whole = torch.zeros(6, 1)
