@@ -43,10 +43,7 @@ class Crew:
         self.size, self.stage, self.is_member, self.lender = size, mesh.stage, mesh.stage < size, lender
         self._group, self._traffic, self._seats, self._owned = group, mesh.traffic, seats, stages[mesh.stage]
         self._owners = {
-            f"{seat.name}.{name}": owner
-            for owner, blocks in enumerate(stages)
-            for seat in seats.chain[blocks.start : blocks.stop]
-            for name, _ in seat.attentions()
+            seat.name: owner for owner, blocks in enumerate(stages) for seat in seats.chain[blocks.start : blocks.stop]
         }
         self.last = last = len(stages) - 1
         self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
@@ -159,11 +156,17 @@ class Crew:
 
     def keep(self, layer: str, k: Tensor, v: Tensor, tokens: Tokens, now: Generation) -> None:
         """Writes keys of the whole image into an own store, or sends them to the stage that owns the layer."""
-        owner = self._owners[layer]
+        owner = self._owner_of(layer)
         if owner == self.stage:
             _write(layer, k, v, tokens, now)
         elif owner >= self.size and self.stage == 0:
             self._wires[0, owner, KEYS].send(torch.stack([k, v]))
+
+    def _owner_of(self, layer: str) -> int:
+        """The stage whose block a layer is in; blocks that were never read here have none to look for it in."""
+        while layer not in self._owners:
+            layer, _, _ = layer.rpartition(".")
+        return self._owners[layer]
 
     def _receive_keys(self, index: int, state: State, now: Generation) -> None:
         seat = self._seats.chain[index]
