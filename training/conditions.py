@@ -19,8 +19,9 @@ class Conditions:
 class TextEncoders:
     """A tokenizer and the frozen encoders of one assembled model's folder."""
 
-    def __init__(self, folder: Path, *, tokens: int, masked: bool) -> None:
+    def __init__(self, folder: Path, *, tokens: int, masked: bool, dtype: torch.dtype) -> None:
         t5 = "text_encoder" if masked else "text_encoder_2"
+        self.dtype = dtype
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.t5 = T5EncoderModel.from_pretrained(folder / t5).eval()
         self.clip = None if masked else CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
@@ -32,8 +33,8 @@ class TextEncoders:
             captions, padding="max_length", max_length=self.tokens, truncation=True, return_tensors="pt"
         )
         mask = batch.attention_mask if self.masked else None
-        text = self.t5(batch.input_ids, attention_mask=mask).last_hidden_state.bfloat16()
-        pooled = None if self.clip is None else self.clip(batch.input_ids).pooler_output.bfloat16()
+        text = self.t5(batch.input_ids, attention_mask=mask).last_hidden_state
+        pooled = None if self.clip is None else self.clip(batch.input_ids).pooler_output
         return Conditions(text, None if mask is None else mask.bfloat16(), pooled)
 
 

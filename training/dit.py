@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument(
         "--late-from", type=float, default=0.35, help="fraction of the budget at which the later part begins"
     )
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if fast else "float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -169,9 +171,10 @@ def main() -> None:
     kind = make(args.kind)
     if args.init:
         kind.model.load_state_dict(type(kind.model).from_pretrained(args.init).state_dict())  # type: ignore[attr-defined]
-    kind.model.bfloat16()
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    kind.model.to(dtype)
     encoders = TextEncoders(
-        args.encoders or ASSETS / f"shapes-{kind.name}", tokens=kind.text_tokens, masked=kind.masked
+        args.encoders or ASSETS / f"shapes-{kind.name}", tokens=kind.text_tokens, masked=kind.masked, dtype=dtype
     )
     folder = OUT / kind.name
     folder.mkdir(parents=True, exist_ok=True)

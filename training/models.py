@@ -58,7 +58,7 @@ class PixArt:
         noisy = a.sqrt() * latents + (1 - a).sqrt() * noise
         target = a.sqrt() * noise - (1 - a).sqrt() * latents
         out = self.model(
-            noisy.bfloat16(),
+            noisy.to(self.model.dtype),
             encoder_hidden_states=conditions.text,
             encoder_attention_mask=conditions.mask,
             timestep=t,
@@ -95,10 +95,10 @@ class Flux:
         noise = torch.randn_like(latents)
         s = sigma.view(-1, 1, 1, 1)
         out = self.model(
-            pack((1 - s) * latents + s * noise).bfloat16(),
+            pack((1 - s) * latents + s * noise).to(self.model.dtype),
             encoder_hidden_states=conditions.text,
             pooled_projections=conditions.pooled,
-            timestep=sigma.bfloat16(),
+            timestep=sigma.to(self.model.dtype),
             img_ids=image_ids(h // 2, w // 2),
             txt_ids=torch.zeros(self.text_tokens, 3),
             return_dict=False,

@@ -1,4 +1,4 @@
-"""Muon and AdamW for bf16 weights: fp32 masters, an EMA of the masters, clipping, and a learning rate that
+"""Muon and AdamW: fp32 masters, an EMA of the masters, clipping, and a learning rate that
 follows the budget.
 
 Muon (https://kellerjordan.github.io/posts/muon) takes the matrices inside the blocks, AdamW the rest. From the
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class MasterOptimiser:
-    """Keeps fp32 master weights and their EMA beside a module of bf16 working weights.
+    """Keeps fp32 master weights and their EMA beside a module's working weights, of whatever type.
 
     The working weights get the gradients; a step updates the masters and rounds them back.
     """

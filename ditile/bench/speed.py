@@ -3,9 +3,10 @@
     python -m ditile.bench.speed --plans "pipefusion=2 patches=4; ulysses=2" --rounds 5
     python -m ditile.bench.speed --links 10gbit,1gbit,100mbit      # as root: two hosts in network namespaces
 
-All plans have one number of ranks. Each round runs the plain pipeline on rank 0 while the others wait, then every plan;
-a speed-up is the median over the rounds of the ratio within a round. The first round of each is not counted. The model
-is a real diffusers class with random weights and no text encoder, so that what is measured is the denoising.
+All plans have one number of ranks. Each round runs the plain pipeline on rank 0 while the others wait, then on every rank
+at once, then every plan; a speed-up is the median over the rounds of the ratio within a round. The first round of each is
+not counted. The model is a real diffusers class with random weights and no text encoder, so that what is measured is the
+denoising. The ranks by themselves share nothing but the machine: what they lack of N no plan can have.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ from ditile.launch import keep_to_own_cores, launch
 from ditile.plan import Plan
 from ditile.runner import parallelize
 
-METHODS = "pipefusion=2 patches=4; distrifusion=2; ulysses=2; ring=2; tensor=2; tensor=2 split_scheme=sequence; cfg=2"
+METHODS = (
+    "pipefusion=2 patches=4; pipefusion=2 patches=4 warmup_mode=pipelined; distrifusion=2; ulysses=2; "
+    "ulysses=2 async_ulysses=true; ring=2; tensor=2; tensor=2 split_scheme=sequence; cfg=2"
+)
+ALONE, TOGETHER = "", "each rank by itself, at once"
 Times = dict[str, list[float]]
 
 
@@ -141,19 +146,19 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def measure(job: Job, plans: list[Plan], rounds: int) -> Times:
-    """Seconds of each counted round, on this rank; the plain pipeline's under ""."""
+    """Seconds of each counted round on this rank, by plan; the plain pipeline's under ALONE and TOGETHER."""
     plain = pipeline(job)
-    calls: dict[str, Any] = {"": plain}
+    several = dist.is_initialized()
+    calls: dict[str, Any] = {ALONE: plain, TOGETHER: plain} if several else {ALONE: plain}
     calls |= {str(plan): parallelize(pipeline(job), plan, device="cpu") for plan in plans}
     seconds: Times = {name: [] for name in calls}
-    several = dist.is_initialized()
     for counted in [False] + [True] * rounds:
         for name, call in calls.items():
             if several:
                 dist.barrier()
-            if not name and several and dist.get_rank() > 0:
+            if name == ALONE and several and dist.get_rank() > 0:
                 continue
-            with nullcontext() if name else free_to_move():
+            with free_to_move() if name == ALONE else nullcontext():
                 began = time.perf_counter()
                 call(**arguments(job))
                 if counted:
@@ -208,18 +213,25 @@ def free_to_move() -> Iterator[None]:
 
 
 def rows(job: Job, plans: list[Plan], seconds: Times, link: str) -> list[dict[str, Any]]:
-    """One row per plan."""
-    found = []
-    for plan in plans:
-        times = seconds[str(plan)]
-        ratios = [one / divided for one, divided in zip(seconds[""], times, strict=True)]
-        bound = Schedule.of(plan, job.steps).bound() * plan.world / (plan.pipefusion * plan.distrifusion)
+    """One row per plan; before them the ranks by themselves, which make as many pictures as there are ranks."""
+    found, alone, world = [], seconds[ALONE], plans[0].world
+    bounds = {TOGETHER: float(world)} if TOGETHER in seconds else {}
+    for name, bound in (bounds | {str(plan): speed_up_bound(job, plan) for plan in plans}).items():
+        pictures = world if name == TOGETHER else 1
+        ratios = [pictures * one / took for one, took in zip(alone, seconds[name], strict=True)]
         found.append({
-            "link": link, "plan": str(plan), "one_rank_s": statistics.median(seconds[""]),
-            "seconds": statistics.median(times), "speedup": statistics.median(ratios), "lowest": min(ratios),
+            "link": link, "plan": name, "one_rank_s": statistics.median(alone),
+            "seconds": statistics.median(seconds[name]), "speedup": statistics.median(ratios), "lowest": min(ratios),
             "highest": max(ratios), "bound": bound,
         })  # fmt: skip
     return found
+
+
+def speed_up_bound(job: Job, plan: Plan) -> float:
+    """Over one rank. PixArt's guidance makes two rows of a call, which `warmup_mode=pipelined` takes apart."""
+    rows_of_call = 2 if job.model == "pixart" else 1
+    bound = Schedule.of(plan, job.steps, rows_of_call).bound()
+    return bound * plan.world / (plan.pipefusion * plan.distrifusion)
 
 
 def table(found: list[dict[str, Any]]) -> Table:

@@ -190,7 +190,7 @@ def _counted(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
 
 def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Check:
     name = "bytes sent are the formula"
-    if runner.plan.warmup == AUTO or runner.plan.warmup_mode != "serial":
+    if runner.plan.warmup == AUTO or runner.plan.warmup_mode in ("sequence", "separate"):
         mode = f"warmup={AUTO}" if runner.plan.warmup == AUTO else f"warmup_mode={runner.plan.warmup_mode}"
         return Check(name, None, f"{mode} has none")
     if runner.job() is None:
