@@ -1,6 +1,6 @@
 """Fidelity of stale keys on the bundled models: how far pictures are from those of one process.
 
-    python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2
+    python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto
     python -m ditile.bench.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
 
 For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
@@ -44,7 +44,7 @@ class Job:
     models: str = option("shapes-pixart,shapes-flux", "bundled models")
     captions: int = option(100, "captions of the held-out list")
     ranks: str = option("2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion")
-    warmups: str = option("0,1,2", "synchronous steps, each with all of these")
+    warmups: str = option("0,1,2,auto", "synchronous steps, each with all of these")
     plans: str | None = option(None, "plans instead of those, with ; between them", metavar="PLANS")
     steps: int = option(20, "denoising steps")
     size: int = option(128, "pixels of a side")
@@ -59,8 +59,8 @@ class Job:
         """
         if self.plans is not None:
             return [Plan.parse(text) for text in self.plans.split(";")]
-        pairs = [(int(n), int(w)) for w in self.warmups.split(",") for n in self.ranks.split(",")]
-        return [Plan(**{axis: n}, warmup=w) for n, w in pairs for axis in METHODS]  # type: ignore[arg-type]
+        pairs = [(n, w) for w in self.warmups.split(",") for n in self.ranks.split(",")]
+        return [Plan.parse(f"{axis}={n} warmup={w}") for n, w in pairs for axis in METHODS]
 
     def controls(self) -> list[Plan]:
         """Plans of one rank for the controls: one for every warmup that is a number."""
@@ -76,24 +76,25 @@ class OwnPatchOnly(StaleKeys):
         return self._kernel(q, k, v, scale=extra.scale)
 
 
-def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> Pictures | None:
-    """The pictures `[n, H, W, 3]` of all captions, on rank 0."""
+def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> tuple[Pictures, float] | None:
+    """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0."""
     pipe: Any = load(model)
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
         runner._parts = dataclasses.replace(runner._parts, stale_keys=OwnPatchOnly)
     call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
-    done = []
+    done, synchronous = [], []
     for start in range(0, len(captions), job.batch):
         some = list(captions[start : start + job.batch])
         generators = [torch.Generator().manual_seed(start + k) for k in range(len(some))]
         if call.get("negative_prompt") is not None:
             call["negative_prompt"] = [""] * len(some)
         result = runner(some, output="first", output_type="np", generator=generators, **call)
-        if result is not None:
+        if result is not None and runner.report is not None:
             done.append((result.images * 255).round().astype(np.uint8))
-    return np.concatenate(done) if done else None
+            synchronous.append(len(runner.report.synchronous))
+    return (np.concatenate(done), float(np.mean(synchronous))) if done else None
 
 
 def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
@@ -126,13 +127,14 @@ def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
     todo = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
     found, reference = [], None
     for plan, control in todo:
-        pictures = launch(draw, plan.world, (model, captions, job, plan, control), threads=1, stall_timeout=3600.0)[0]
+        work = (model, captions, job, plan, control)
+        pictures, synchronous = launch(draw, plan.world, work, threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
         decibels = psnr(pictures, reference)
         found.append(
             {
                 "model": model, "plan": f"{plan}{' (control: own patch only)' if control else ''}",
-                "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
+                "synchronous": synchronous, "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
                 "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
             }
         )  # fmt: skip

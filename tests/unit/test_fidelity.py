@@ -13,10 +13,10 @@ from ditile.plan import Plan
 def test_both_methods_at_every_number_of_ranks_and_warmup() -> None:
     """A failure means that a table lacks rows, or that its controls warm up otherwise than the plans beside them."""
     plans = Job().parsed()
-    assert len(plans) == len(set(plans)) == 2 * 3 * 3
+    assert len(plans) == len(set(plans)) == 2 * 3 * 4
     assert {(p.pipefusion, p.distrifusion) for p in plans} == {(2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)}
-    assert {p.warmup for p in plans} == {0, 1, 2}
-    assert Job().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2)]
+    assert {p.warmup for p in plans} == {0, 1, 2, "auto"}
+    assert Job().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2, 3)], "auto has at least 3"
 
 
 def test_plans_by_hand() -> None:
