@@ -136,8 +136,9 @@ def advice(plan: Plan, bound: float) -> str | None:
         return None
     few = f"patches={stages} or more, " if plan.num_patches < stages else ""
     less = "less warmup, " if plan.least_warmup > 1 else ""
+    mode = "another warmup_mode, " if plan.warmup_mode == "serial" else ""
     return (
         f"pipefusion={stages} can be at most {bound:.1f}x as fast as one rank here: warmup and the filling of the "
-        f"pipeline eat {1 - bound / stages:.0%}; try more steps, {few}{less}"
+        f"pipeline eat {1 - bound / stages:.0%}; try more steps, {few}{less}{mode}"
         f"or fewer stages and ulysses or tensor beside them"
     )

@@ -45,9 +45,11 @@ class Micro(NamedTuple):
 
 def divide(seats: Seats, plan: Plan) -> list[range]:
     """The blocks of each stage under a plan; the same on every rank, whatever is hollow there."""
+    if plan.pipefusion == 1 or plan.stage_blocks is not None:
+        return cut([1.0] * len(seats.chain), plan.pipefusion, plan.stage_blocks)
     head: Any = seats.transformer.get_submodule(seats.spec.out)
     costs = counted(seats, plan.num_patches, RIDGE[min(head.weight.dtype.itemsize, 4)])
-    return cut(costs.blocks, plan.pipefusion, plan.stage_blocks, plan.stage_weights, (costs.first, costs.last))
+    return cut(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
 
 
 def counted(seats: Seats, patches: int, ridge: int) -> Costs:
