@@ -142,6 +142,7 @@ def _summed(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
         for name in ("steps", "bytes_sent"):
             whole[name] = sum(r[name] for r in of_rank)
+        whole["synchronous"] = [step for r in of_rank for step in r["synchronous"]]
         whole["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in of_rank)
         found.append(whole)
     return found

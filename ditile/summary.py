@@ -16,13 +16,14 @@ SHOWN = 4
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """The summary as JSON types; seconds are those of rank 0, lists are in the order of the ranks."""
-    nothing: dict[str, Any] = {"steps": 0, "seconds": dict.fromkeys(SECONDS, 0.0)}
+    nothing: dict[str, Any] = {"steps": 0, "synchronous": [], "seconds": dict.fromkeys(SECONDS, 0.0)}
     first = outcome.reports[0] if outcome.reports else nothing
     return {
         "plan": outcome.plan,
         "model": outcome.model,
         "seed": outcome.seed,
         "steps": first["steps"],
+        "synchronous_steps": len(first["synchronous"]),
         "ranks": len(outcome.reports),
         "images": outcome.images,
         "skipped": outcome.skipped,
@@ -37,7 +38,8 @@ def as_table(outcome: Outcome) -> Table:
     from rich.table import Table
 
     facts = as_dict(outcome)
-    seconds, steps = facts["seconds"], facts["steps"]
+    seconds, steps, synchronous = facts["seconds"], facts["steps"], facts["synchronous_steps"]
+    exact = f", {synchronous} of them synchronous" if synchronous < steps else ""
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in (
@@ -46,7 +48,7 @@ def as_table(outcome: Outcome) -> Table:
         ("seed", str(outcome.seed)),
         ("plan", outcome.plan),
         ("seconds", f"{seconds['total']:.2f}  ({parts})"),
-        ("per step", f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps"),
+        ("per step", f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps{exact}"),
         ("peak memory", _per_rank(facts["peak_memory_bytes"])),
         ("bytes sent", _per_rank(facts["bytes_sent"])),
     ):

@@ -4,8 +4,8 @@
     python -m ditile.bench.speed --links 10gbit,1gbit,100mbit      # as root: two hosts in network namespaces
 
 All plans have one number of ranks. Each round runs the plain pipeline on rank 0 while the others wait, then on every
-rank at once, then every plan; a speed-up is the median over the rounds of the ratio within a round. The first round of
-each is not counted. The model is a real diffusers class with random weights and no text encoder, so that what is
+rank at once, then every plan; a speed-up is the median over the rounds of the ratio within a round. A first, short round
+of each is not counted. The model is a real diffusers class with random weights and no text encoder, so that what is
 measured is the denoising. Ranks by themselves share nothing but the machine: what they lack of N no plan can have.
 """
 
@@ -54,6 +54,7 @@ METHODS = (
     "ulysses=2 async_ulysses=true; ring=2; tensor=2; tensor=2 split_scheme=sequence; cfg=2"
 )
 ALONE, TOGETHER = "", "each rank by itself, at once"
+FIRST = 3  # steps of the round that is not counted
 Times = dict[str, list[float]]
 
 
@@ -152,6 +153,7 @@ def measure(job: Job, plans: list[Plan], rounds: int) -> Times:
     calls: dict[str, Any] = {ALONE: plain, TOGETHER: plain} if several else {ALONE: plain}
     calls |= {str(plan): parallelize(pipeline(job), plan, device="cpu") for plan in plans}
     seconds: Times = {name: [] for name in calls}
+    short = dataclasses.replace(job, steps=min(job.steps, FIRST))
     for counted in [False] + [True] * rounds:
         for name, call in calls.items():
             if several:
@@ -160,7 +162,7 @@ def measure(job: Job, plans: list[Plan], rounds: int) -> Times:
                 continue
             with free_to_move() if name == ALONE else nullcontext():
                 began = time.perf_counter()
-                call(**arguments(job))
+                call(**arguments(job if counted else short))
                 if counted:
                     seconds[name].append(time.perf_counter() - began)
     return seconds

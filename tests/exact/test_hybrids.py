@@ -55,20 +55,15 @@ HYBRIDS = [
     Hybrid("sd3.5 medium", "patches=2 ring=5"),
     Hybrid("flux true cfg", "patches=2 ulysses=7 warmup=2", "large"),
     # stages with one other axis
-    Hybrid("flux", "pipefusion=2 ulysses=2"),
     Hybrid("flux", "pipefusion=2 patches=7 ulysses=2 async_ulysses=true", "large"),
     Hybrid("flux", "pipefusion=2 patches=3 ring=2", "callback"),
-    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2", "image"),
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 warmup=0", "lora"),
     Hybrid("flux embedded guidance", "pipefusion=2 patches=1 ulysses=2", "two images"),
     Hybrid("flux true cfg", "pipefusion=2 patches=4 ring=2 warmup=2", "two images"),
-    Hybrid("pixart sigma", "pipefusion=2 patches=3 ulysses=2", "two images"),
     Hybrid("pixart sigma", "pipefusion=2 patches=4 ring=2 warmup=0", "lora"),
     Hybrid("pixart alpha", "pipefusion=2 patches=3 ring=2 stage_blocks=3,1"),
     Hybrid("sd3", "pipefusion=2 patches=3 ulysses=2", "image"),
-    Hybrid("sd3", "pipefusion=2 patches=2 ring=2", "image"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2", "callback"),
-    Hybrid("sd3.5 medium", "pipefusion=2 patches=2 ring=2", "lora"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 async_ulysses=true warmup=0", "two images"),
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=3", "large"),
     Hybrid("sd3.5 medium", "pipefusion=3 patches=4 ring=2", "large"),
@@ -76,7 +71,6 @@ HYBRIDS = [
     Hybrid("flux true cfg", "pipefusion=2 patches=3 ring=4 warmup=0", "large"),
     Hybrid("pixart sigma", "pipefusion=4 patches=2 ulysses=2"),
     # stages with both
-    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 ring=2", "two images"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 ring=2 async_ulysses=true", "large"),
     # shares of the weights too
     Hybrid("flux", "pipefusion=2 patches=3 tensor=2"),
@@ -97,7 +91,6 @@ HYBRIDS = [
     Hybrid("sd3", "cfg=2 distrifusion=2", "image"),
     Hybrid("flux", "data=2 pipefusion=2 patches=3", "two images"),
     Hybrid("pixart sigma", "data=2 cfg=2 distrifusion=2 warmup=0", "two images"),
-    Hybrid("flux true cfg", "data=2 cfg=2 ulysses=2", "two images"),
     Hybrid("sd3.5 medium", "data=2 cfg=2 tensor=2 vae=rows", "decoded"),  # one replica has no image
     # text encoders on the first rank, or shared out
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 text=first"),
@@ -112,7 +105,6 @@ HYBRIDS = [
     Hybrid("pixart sigma", "distrifusion=2 ulysses=2 async_ulysses=true warmup=2", "lora"),
     Hybrid("sd3.5 medium", "distrifusion=3 ulysses=2", "large"),
     Hybrid("sd3", "distrifusion=2 ulysses=4 warmup=0", "two images"),
-    Hybrid("flux", "distrifusion=4 ulysses=2"),
 ]
 
 

@@ -319,7 +319,7 @@ def test_two_ranks_draw_what_one_draws() -> None:
     assert two.returncode == 0, two.stderr
     facts = json.loads(two.stdout)
     assert facts["plan"] == "pipefusion=2 warmup=2" and facts["ranks"] == 2 and facts["images"] == ["two.png"]
-    assert set(facts["seconds"]) == {"total", "text", "denoise", "decode"}
+    assert set(facts["seconds"]) == {"total", "text", "denoise", "decode"} and facts["synchronous_steps"] == 2
     assert len(facts["peak_memory_bytes"]) == len(facts["bytes_sent"]) == 2 and min(facts["bytes_sent"]) > 0
     assert json.loads(Path("t.json").read_text())
     assert cli.main(["generate", *words, "--out", "one.png"]) == 0
