@@ -4,8 +4,8 @@
     python -m ditile.bench.speed --links 10gbit,1gbit,100mbit      # as root: two hosts in network namespaces
 
 All plans have one number of ranks. Each round runs the plain pipeline on rank 0 while the others wait, then on every
-rank at once, then every plan; a speed-up is the median over the rounds of the ratio within a round. A first, short round
-of each is not counted. The model is a real diffusers class with random weights and no text encoder, so that what is
+rank at once, then every plan; a speed-up is the median over the rounds of the ratio within a round. A first, short
+round is not counted. The model is a real diffusers class with random weights and no text encoder, so that what is
 measured is the denoising. Ranks by themselves share nothing but the machine: what they lack of N no plan can have.
 """
 
