@@ -39,6 +39,7 @@ def proven(name: str, plan: dict[str, Any]) -> tuple[list[Check], str]:
     [
         ("flux", {"pipefusion": 2, "patches": 3}),
         ("pixart sigma", {"distrifusion": 2}),
+        ("pixart sigma", {"pipefusion": 2, "patches": 3, "warmup_mode": "pipelined"}),
         ("flux true cfg", {"pipefusion": 2, "ulysses": 2, "patches": 3}),
         ("sd3.5 medium", {"ring": 2, "tensor": 2}),
     ],
