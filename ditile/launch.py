@@ -89,7 +89,7 @@ def launch(
     prepare = _main_module(call) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or Limits(), stall=float(stall_timeout))
     started: list[Rank] = []
-    with _unwinding_on_signals(), tempfile.TemporaryDirectory(prefix="ditile-") as directory:
+    with _unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
         try:
             for number in range(ranks):
                 serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {times.stall}, {prepare})"
@@ -97,7 +97,7 @@ def launch(
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
                 environ = functools.partial(env.for_rank, number, ranks, threads)
                 started.append(Rank(number, command, environ, call, Path(directory, f"stacks-{number}")))
-            return watch(started, times, progress)
+            return watch(started, times, progress, check)
         finally:
             end(started, times)
 
@@ -242,23 +242,36 @@ def _main_module(call: bytes) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _unwinding_on_signals() -> Iterator[None]:
-    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _unwinding_on_signals() -> Iterator[Callable[[], None]]:
+    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
+
+    Yields what raises KeyboardInterrupt after a Ctrl-C that was lost: one that comes in a destructor is only printed.
+    """
+    interrupted = threading.Event()
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    mine = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGINT: interrupt}
+    stock = (signal.SIG_DFL, signal.default_int_handler)
+    taken: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = {number: found for number in mine if (found := signal.getsignal(number)) in stock}
     for number in taken:
-        signal.signal(number, leave)
+        signal.signal(number, mine[number])
     try:
-        yield
+        yield check
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, found in taken.items():
+            signal.signal(number, found)
 
 
 def _count(name: str, value: int) -> int:

@@ -224,8 +224,10 @@ class Rank:
         return bool(data)
 
 
-def watch(ranks: Sequence[Rank], limits: Limits, progress: Callable[[int, int], None] | None) -> list[Any]:
-    """What the ranks return, in their order.
+def watch(
+    ranks: Sequence[Rank], limits: Limits, progress: Callable[[int, int], None] | None, check: Callable[[], None]
+) -> list[Any]:
+    """What the ranks return, in their order; `check` may raise to end the run.
 
     Raises:
         RankError: for the first rank that fails, is silent or stalls.
@@ -235,6 +237,7 @@ def watch(ranks: Sequence[Rank], limits: Limits, progress: Callable[[int, int], 
         for rank in ranks:
             rank.register(selector, progress)
         while not all(isinstance(rank.outcome, Returned) for rank in ranks):
+            check()
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -200,6 +201,20 @@ def test_progress_of_one_rank_keeps_the_run_alive() -> None:
     assert launch(report, 2, (9,), stall_timeout=3, progress=lambda *seen: reports.append(seen)) == ["done"] * 2
     assert {rank for rank, _ in reports} == {0}
     assert sum(number for _, number in reports) == 9
+
+
+def deaf(rank: int, reports: int) -> None:
+    """A Ctrl-C that comes where nothing can be raised."""
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_a_lost_interrupt_ends_the_run() -> None:
+    """Python prints what is raised in a destructor, and goes on. A failure means that Ctrl-C does nothing at times."""
+    with pytest.raises(KeyboardInterrupt):
+        launch(report, 1, (1000,), progress=deaf)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def refuse() -> None:
