@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,35 @@ class BlockIO:
     attn: tuple[str, ...] = ("attn",)
     image_attn: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How the blocks of a list pass tokens on, as a cache must know it to leave some out.
+
+    Attributes:
+        returns: the streams in the order that a block returns them: "image", "text".
+        image: the parameter of the block's forward that takes the image tokens.
+        text: the one that takes the text tokens; None if there is none. It is a stream where it is returned too.
+    """
+
+    returns: tuple[str, ...] = ("image",)
+    image: str = "hidden_states"
+    text: str | None = "encoder_hidden_states"
+
+
+class BlockList(NamedTuple):
+    """A `ModuleList` whose blocks are called one after the other in a transformer's forward.
+
+    Attributes:
+        name: its path in the transformer.
+        blocks: the modules.
+        flow: how they pass tokens on.
+    """
+
+    name: str
+    blocks: Sequence[nn.Module]
+    flow: Flow
 
 
 class Conditioning(NamedTuple):
