@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ditile import models
+from ditile.agreement import Groups, LoopClock, StageAgreement
 from ditile.attend import dispatch, redirect
 from ditile.attend.core import AttentionCore, FreshKeys, NoExchange, OwnMasks, StaleKeys, alone
 from ditile.attend.kernel import NATIVE, Dispatched, chosen
@@ -32,6 +33,7 @@ from ditile.seams import Exchange, Kernel, Keys, WholeStreams
 from ditile.seats import Core, OneSeat, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
+from ditile.steps.cached import Cached, cached
 from ditile.tokens.cp_plan import Splits
 from ditile.tokens.distrifusion import DistriKeys
 from ditile.tokens.masks import GatheredMasks
@@ -43,6 +45,10 @@ from ditile.trace import Trace
 from ditile.weights.cuts import Cuts
 from ditile.weights.tensor import Sharded, shard, table_of
 from ditile.weights.text import After, Encoders
+
+
+MODELS = ("transformer", "transformer_2", "unet")
+"""What a pipeline may call in its loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +102,22 @@ class Composition:
         """Whether nothing inside the model is touched."""
         return isinstance(self.seats, OneSeat)
 
+    @property
+    def caches(self) -> list[Cached]:
+        """The caches of the pipeline's models, which may come and go between calls."""
+        models = (getattr(self.pipe, name, None) for name in MODELS)
+        return [found for model in models if model is not None and (found := cached(model)) is not None]
+
     @contextmanager
-    def installed(self, hooks: Hooks, call: Mapping[str, Any], *, first: bool) -> Iterator[Loop]:
+    def installed(
+        self, hooks: Hooks, call: Mapping[str, Any], decisions: Groups | None, *, first: bool
+    ) -> Iterator[Loop]:
         """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now.
 
         Args:
             hooks: what happens at the ends of steps.
             call: the pipeline's arguments.
+            decisions: who decides together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
         dim, never = self.spec.latent_dim, self.spec.batch
@@ -134,8 +149,30 @@ class Composition:
                 stack.enter_context(self.parallel_vae.installed())
             stack.enter_context(self.seats.installed(self.pipefusion, self.held, loop.current, core, handed_over))
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
+            if decisions is not None:
+                stack.enter_context(self._cached(loop, batch, decisions))
             loop.install(stack, self.pipe, hooks)  # outermost: an error in the loop finds the seats still there
             yield loop
+
+    @contextmanager
+    def _cached(self, loop: Loop, batch: SharedBatch, decisions: Groups) -> Iterator[None]:
+        """Lends the caches, whose slots lie inside the seats, the loop's clock and this rank's part in decisions."""
+        names = {seat.block: seat.name for seat in self.seats.chain}
+        stage = self.stages[self.mesh.stage]
+        owned = list(names)[stage.start : stage.stop] if self.mesh.stages > 1 else None
+        agreement = StageAgreement(decisions, self.mesh, loop.current, lambda: batch.by_calls, names, owned)
+        stale = self.plan.num_patches * self.plan.distrifusion > 1
+        with ExitStack() as stack:
+            for cache in self.caches:
+                images = None if stale else batch.images
+                clock = LoopClock(loop.current, lambda: loop.steps, self.plan, images, cache.begin)
+                stack.enter_context(cache.lent(clock, agreement))
+            clean = False
+            try:
+                yield
+                clean = True
+            finally:
+                agreement.close(clean=clean)
 
     def _exchange(self, current: Callable[[], Generation]) -> Exchange:
         axis, traffic = self.mesh["ulysses"], self.mesh.traffic

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ditile.departure import Departure
+
 SCALE = 1_000_000
 """Changes travel as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
 
@@ -38,24 +40,16 @@ class Copy:
     """
 
     def __init__(self, means: Tensor, counts: Sequence[int]) -> None:
-        self._means, self._counts = means, counts
-        self._done: torch.cuda.Event | None = None
-        if means.device.type == "cuda":
-            self._means = torch.empty_like(means, device="cpu", pin_memory=True)
-            self._means.copy_(means, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._means, self._counts = Departure(means), counts
 
     @property
     def is_here(self) -> bool:
         """Whether nobody has to wait."""
-        return self._done is None
+        return self._means.is_here
 
     def wait(self) -> list[int]:
         """Sum and number of the changes of each row, when they are here."""
-        if self._done is not None:
-            self._done.synchronize()
-        pairs = zip(self._means.tolist(), self._counts, strict=True)
+        pairs = zip(self._means.wait().tolist(), self._counts, strict=True)
         return [number for mean, count in pairs for number in (_whole(mean) * count, count)]
 
 

@@ -6,7 +6,7 @@ patch attends to them where they lie. Every segment (a patch; the text goes with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +134,13 @@ class Memory:
         if key not in self._stores:
             self._stores[key] = KeyStore(length, segments, branch, self._drift)
         return self._stores[key]
+
+    def stand_in(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int]) -> None:
+        """The layers whose names begin so were left out in a step: what they keep of these patches stands for it."""
+        for (of, layer), store in self._stores.items():
+            if of == branch and layer.startswith(tuple(layers)):
+                for patch in patches:
+                    store.stamp(step, patch)
 
     @property
     def key_bytes(self) -> int:

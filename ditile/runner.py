@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ditile import env, rng
+from ditile.agreement import Groups
 from ditile.blocks.schedule import Schedule
 from ditile.callbacks import StepEnd
 from ditile.compose import Composition, compose
@@ -91,6 +92,7 @@ class Runner:
         everyone = gather_json([str(composition.device), held], self.mesh.everyone)
         self.devices, self._held = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: str | None = None
+        self._decisions: Groups | None = None
         self._call: dict[str, Any] = {}
         self._signature = inspect.signature(self.pipe.__call__)
 
@@ -197,7 +199,10 @@ class Runner:
             ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
             hooks = ends.install(stack, call)
             first = output == "first"
-            loop = stack.enter_context(self._parts.installed(hooks, call, first=first))
+            if self._parts.caches and self._decisions is None:
+                self._decisions = Groups.of(self.plan, self.mesh)
+            decisions = self._decisions if self._parts.caches else None
+            loop = stack.enter_context(self._parts.installed(hooks, call, decisions, first=first))
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
@@ -244,6 +249,7 @@ class Runner:
         plain: dict[str, Any] = {
             name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
         }
+        plain["cache"] = [context.text for cache in self._parts.caches for context in cache.contexts]
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
         answers = gather_json([refused, plain], self.mesh.everyone)
         for reason, _ in answers:

@@ -1,15 +1,16 @@
 """What strategies of different axes have in common where they meet. `compose` puts them together.
 
 At the Attend seam a kernel, an exchange of tokens for heads, and whose keys are attended to; between blocks, what
-a rank has of its tokens there; at the Denoise seam, whose rows of the batch it computes.
+a rank has of its tokens there, and how it agrees with others on leaving some blocks out; at the Denoise seam, whose
+rows of the batch it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditile.generation import Tokens
 from ditile.keymask import Extra, KeyMask
@@ -137,3 +138,63 @@ class Batch(Protocol):
 
     def end(self) -> None:
         """The last step is over."""
+
+
+class Moment(NamedTuple):
+    """Where the pipeline is when it calls a model whose blocks may be left out.
+
+    Attributes:
+        step: of the loop.
+        branch: calls of the model since the scheduler was last stepped.
+        patches: at hand, in order; 0 alone where the image is one.
+        sizes: their image tokens, once the first block was reached; asked for where there are several.
+        has_text: whether the text at hand is real, once the first block was reached.
+        images: in the batch, if that is known; a row is one of its images' branches of guidance.
+        must: whether nothing may be left out, since what follows needs what is computed now.
+    """
+
+    step: int
+    branch: int = 0
+    patches: Sequence[int] = (0,)
+    sizes: Callable[[], Sequence[int]] = lambda: ()
+    has_text: Callable[[], bool] = lambda: True
+    images: int | None = None
+    must: bool = False
+
+
+class Clock(Protocol):
+    """Says where the pipeline is, to what lies around its model's blocks."""
+
+    def begin_call(self, model: object) -> Moment | None:
+        """A model is called; None if all of it must be computed, and nothing remembered."""
+        ...
+
+    def end_call(self, model: object) -> None:
+        """It returns."""
+        ...
+
+
+class Agreement(Protocol):
+    """How the ranks of an image agree on what is left out.
+
+    Attributes:
+        owned: the blocks that this rank runs; None is all.
+    """
+
+    owned: Collection[nn.Module] | None
+
+    def add(self, sums: Tensor) -> Tensor:
+        """The sums over the ranks that share out the tokens and branches of these blocks, on the CPU."""
+        ...
+
+    def tell(self, skips: Sequence[bool]) -> None:
+        """Says to the stages behind what was decided."""
+        ...
+
+    def hear(self, count: int) -> Sequence[bool]:
+        """What a stage in front has decided, for so many units."""
+        ...
+
+    def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
+        """These blocks were not run, for any row: what others remember of them stands for this step."""
+        ...

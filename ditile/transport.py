@@ -243,6 +243,16 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Tr
     return staged.to(tensor.device)
 
 
+def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Traffic, kind: str) -> Tensor:
+    """`[ranks, ...]`: a small CPU tensor of every rank of a CPU group, in rank order; alone, its own."""
+    if group is None:
+        return numbers[None]
+    everyone = [torch.empty_like(numbers) for _ in range(group.size())]
+    dist.all_gather(everyone, numbers.contiguous(), group=group)
+    traffic.count(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
+    return torch.stack(everyone)
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """`value` of every rank, in rank order, on every rank. Travels as JSON over a CPU group; no pickle."""
     if group is None:

@@ -53,6 +53,16 @@ class SharedBatch:
         """Whether this rank has no images."""
         return self._data.idle
 
+    @property
+    def images(self) -> int:
+        """How many this rank makes."""
+        return len(self._data.images)
+
+    @property
+    def by_calls(self) -> bool:
+        """Whether the halves compute calls of their own, now that the first step is over."""
+        return self._by_calls and self._current().micro.step > 0
+
     def install(self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool) -> None:
         """Seats the batch in the model, and the images in the decoder, until the stack is closed.
 

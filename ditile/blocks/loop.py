@@ -139,6 +139,11 @@ class Loop:
         return micro.step if self._schedule.closes(micro) else None
 
     @property
+    def steps(self) -> int:
+        """The steps of the generation under way."""
+        return self._schedule.steps
+
+    @property
     def synchronous_steps(self) -> list[int]:
         """The steps of the last generation that were synchronous."""
         return [step for step in range(self._schedule.steps) if self._schedule.synchronous(step)]

@@ -1,0 +1,1 @@
+"""enable_cache, disable_cache, refresh_context, summary: one line that makes a pipeline do less."""

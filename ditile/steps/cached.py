@@ -1,0 +1,230 @@
+"""A transformer whose blocks may be left out: slots around its blocks, chains of them, and where the pipeline is.
+
+It stays in place between calls of the pipeline, and under a runner: the runner's seats lie around the slots, and lend
+them its own clock and its agreement with other ranks for the length of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ditile.errors import StateError
+from ditile.seams import Agreement, Clock, Moment
+from ditile.steps.judge import Call, units_of
+from ditile.steps.rules import Record
+from ditile.steps.slots import Slot
+
+_CACHED = "_cached_by_ditile"
+"""The attribute of a transformer that holds its `Cached`."""
+
+
+class Chain(Protocol):
+    """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
+
+    @property
+    def middle(self) -> Sequence[int]: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def own(self, owned: Collection[nn.Module] | None) -> None: ...
+
+    def begin(self, call: Call, agreement: Agreement) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def records(self) -> Iterator[tuple[int, int, int, Record]]: ...
+
+
+class Watch(Clock, Protocol):
+    """A clock of the caches' own, which watches a pipeline."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class Context(NamedTuple):
+    """Blocks that are decided on together, and how.
+
+    Attributes:
+        name: what to call it.
+        blocks: how many there are.
+        make: (steps) -> the method for one generation; None if nothing is ever left out of it.
+        couple: what is decided apart, "row", "image" or "batch".
+        text: the settings in one word.
+    """
+
+    name: str
+    blocks: int
+    make: Callable[[int], Chain | None]
+    couple: str
+    text: str
+
+
+class Alone:
+    """One rank decides by itself."""
+
+    owned: Collection[nn.Module] | None = None
+
+    def add(self, sums: Tensor) -> Tensor:
+        """They are all there are."""
+        return sums
+
+    def tell(self, skips: Sequence[bool]) -> None:
+        """To nobody."""
+
+    def hear(self, count: int) -> Sequence[bool]:
+        """There is no stage in front."""
+        raise StateError("a cache waits for a decision that nobody takes")
+
+    def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
+        """Nobody remembers anything of them."""
+
+
+class Trace(NamedTuple):
+    """What one generation left of a context, for `summary`.
+
+    Attributes:
+        name, blocks, text: of the context.
+        middle: blocks that could be left out.
+        steps: of the generation.
+        records: (branch, patch, unit, record).
+    """
+
+    name: str
+    blocks: int
+    text: str
+    middle: int
+    steps: int
+    records: list[tuple[int, int, int, Record]]
+
+
+class Cached:
+    """One transformer.
+
+    Args:
+        transformer: whose blocks they are.
+        slots: around all blocks of all contexts.
+        contexts: what is decided apart.
+
+    Attributes:
+        traces: of the last generation, one for each context.
+        kept_bytes: what was remembered when it ended.
+    """
+
+    def __init__(self, transformer: nn.Module, slots: Sequence[Slot], contexts: Sequence[Context]) -> None:
+        self.transformer, self._slots, self.contexts = transformer, slots, contexts
+        self.traces: list[Trace] = []
+        self.kept_bytes = 0
+        self._clock: Clock | None = None
+        self._agreement: Agreement = Alone()
+        self._chains: list[tuple[Context, Chain]] = []
+        self._loop_step, self._step, self._steps = -1, -1, 0
+
+    def install(self, clock: Watch) -> None:
+        """Lays the slots around the blocks."""
+        self._clock = self._own_clock = clock
+        for slot in self._slots:
+            slot.install()
+        forward = self.transformer.forward
+        self._before = vars(self.transformer).get("forward")
+        called = functools.partial(self._called, forward)
+        self._mine = vars(self.transformer)["forward"] = functools.update_wrapper(called, forward)
+        vars(self.transformer)[_CACHED] = self
+
+    def remove(self) -> None:
+        """Takes them away again; what was laid around them since stays, and they do nothing in it."""
+        self.end()
+        self._clock = None
+        for slot in self._slots:
+            slot.remove()
+        if vars(self.transformer).get("forward") is self._mine:
+            if self._before is None:
+                del vars(self.transformer)["forward"]
+            else:
+                vars(self.transformer)["forward"] = self._before
+        vars(self.transformer).pop(_CACHED, None)
+
+    @contextmanager
+    def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
+        """Somebody else says where the pipeline is, and which ranks decide."""
+        alone = self._agreement
+        self._own_clock.remove()
+        self._clock, self._agreement = clock, agreement
+        try:
+            yield
+        finally:
+            self.end()
+            self._clock, self._agreement = self._own_clock, alone
+            self._own_clock.install()
+
+    def begin(self, steps: int) -> None:
+        """A generation of so many steps begins: nothing is remembered yet."""
+        self.end()
+        self.traces, self.kept_bytes = [], 0
+        self._steps, self._loop_step, self._step = steps, -1, -1
+        made = ((context, context.make(steps)) for context in self.contexts)
+        self._chains = [(context, chain) for context, chain in made if chain is not None]
+        for _, chain in self._chains:
+            chain.own(self._agreement.owned)
+
+    def end(self) -> None:
+        """The generation is over: all that was remembered is dropped, but for what `summary` shows."""
+        if self._chains:
+            self.kept_bytes = self.bytes
+            self.traces = [
+                Trace(c.name, c.blocks, c.text, len(chain.middle), self._steps, list(chain.records()))
+                for c, chain in self._chains
+            ]
+        for _, chain in self._chains:
+            chain.rest()
+        self._chains = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are remembered now."""
+        return sum(chain.bytes for _, chain in self._chains)
+
+    def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        clock = self._clock
+        if clock is None:
+            return forward(*args, **kwargs)
+        moment = clock.begin_call(self)
+        if self._chains:
+            if moment is None:
+                self._rest()
+            else:
+                self._begin_call(moment, args, kwargs)
+        result = forward(*args, **kwargs)
+        clock.end_call(self)
+        return result
+
+    def _begin_call(self, moment: Moment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if moment.step != self._loop_step:
+            self._loop_step = moment.step
+            self._step += 1
+        rows = _rows(args, kwargs)
+        for context, chain in self._chains:
+            units = units_of(rows, moment.images, context.couple)
+            chain.begin(Call(moment, self._step, units, rows), self._agreement)
+
+    def _rest(self) -> None:
+        for _, chain in self._chains:
+            chain.rest()
+
+
+def cached(transformer: nn.Module) -> Cached | None:
+    """What `enable_cache` put on a transformer; None if nothing."""
+    return vars(transformer).get(_CACHED)
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
+    found = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    return int(found.shape[0]) if isinstance(found, Tensor) else len(found)

@@ -1,0 +1,176 @@
+"""Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
+
+The scheduler is overridden on the instance. Its steps and the model's calls between them are all that a cache must
+know: a step of two calls has two branches of guidance, one of a single call has one, whatever the model's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from ditile.errors import StateError
+from ditile.overrides import override
+from ditile.seams import Moment
+
+
+MANY = 32  # calls of a model in one step that no guidance needs
+
+
+class SchedulerClock:
+    """The clock of one pipeline, and of all the models that it calls.
+
+    Args:
+        pipe: the pipeline; the scheduler is the one that it has at the time.
+        begun: called when a generation begins, with its steps.
+        ended: called when it is over, or was left by an error and the next one begins.
+    """
+
+    def __init__(self, pipe: Any, begun: Callable[[int], None], ended: Callable[[], None]) -> None:
+        self._pipe, self._begun, self._ended = pipe, begun, ended
+        self._stack = ExitStack()
+        self._scheduler: Any = None
+        self._live, self._steps, self._step = False, 0, 0
+        self._images: int | None = None
+        self._calls: dict[object, int] = {}
+        self._thread: int | None = None
+
+    def install(self) -> None:
+        """Watches the scheduler, and the end of the pipeline's call."""
+        if self._scheduler is self._pipe.scheduler:
+            return
+        self._stack.close()
+        self._scheduler = self._pipe.scheduler
+        for name, mine in (("set_timesteps", self._set_timesteps), ("step", self._stepped)):
+            stock = getattr(self._scheduler, name)
+            seated = functools.update_wrapper(functools.partial(mine, stock), stock)
+            override(self._stack, self._scheduler, name, seated)
+        free = getattr(self._pipe, "maybe_free_model_hooks", None)
+        if free is not None:
+
+            def freed(*args: Any, **kwargs: Any) -> Any:
+                self.drop()
+                return free(*args, **kwargs)
+
+            override(self._stack, self._pipe, "maybe_free_model_hooks", functools.update_wrapper(freed, free))
+
+    def remove(self) -> None:
+        """Leaves scheduler and pipeline as they were."""
+        self.drop()
+        self._stack.close()
+        self._scheduler = None
+
+    def drop(self) -> None:
+        """The generation is over."""
+        if self._live:
+            self._live = False
+            self._ended()
+
+    def begin_call(self, model: object) -> Moment:
+        """A model is called."""
+        if self._pipe.scheduler is not self._scheduler:  # somebody set another one
+            self.install()
+            self._begin()
+        if not self._live:
+            self._begin()
+        self._check_thread()
+        if self._step == 0 and not self._calls:
+            skipped = getattr(self._scheduler, "begin_index", None) or 0
+            self._steps = len(self._scheduler.timesteps) - skipped
+            self._begun(self._steps)
+        branch = self._calls.get(model, 0)
+        if branch >= MANY:
+            raise StateError(
+                f"{type(model).__name__} was called {branch} times and the scheduler of the pipeline that it was cached "
+                "with was not stepped; call enable_cache on the pipeline that runs"
+            )
+        return Moment(self._step, branch, images=self._images)
+
+    def end_call(self, model: object) -> None:
+        """It returns."""
+        self._calls[model] = self._calls.get(model, 0) + 1
+
+    def _set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        self._begin()
+        return result
+
+    def _begin(self) -> None:
+        self.drop()
+        self._live, self._step, self._images = True, 0, None
+        self._calls.clear()
+        self._thread = threading.get_ident()
+
+    def _stepped(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._live and self._calls:
+            self._check_thread()
+        result = stock(*args, **kwargs)
+        if not self._live or not self._calls:
+            return result
+        sample = kwargs["sample"] if "sample" in kwargs else args[2] if len(args) > 2 else None
+        self._images = None if sample is None else int(sample.shape[0])
+        self._step += 1
+        self._calls.clear()
+        if self._step >= self._steps:
+            self.drop()
+        return result
+
+    def _check_thread(self) -> None:
+        if self._thread != threading.get_ident():
+            raise StateError(
+                f"two threads run one cached {type(self._pipe).__name__} at the same time; give each a pipeline of its "
+                "own (from_pipe shares the weights), or one call after the other"
+            )
+
+
+class CallClock:
+    """The clock of a transformer without a pipeline: each step has so many calls.
+
+    Args:
+        begun, ended: as in `SchedulerClock`.
+        calls: in each step.
+    """
+
+    def __init__(self, begun: Callable[[int], None], ended: Callable[[], None], calls: int = 1) -> None:
+        self._begun, self._ended, self._of_step = begun, ended, calls
+        self._count, self._steps, self._live = 0, None, False
+
+    def begin(self, steps: int) -> None:
+        """So many steps follow."""
+        self.drop()
+        self._steps, self._count = steps, 0
+
+    def install(self) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
+        """Forgets the generation."""
+        self.drop()
+
+    def drop(self) -> None:
+        """The generation is over."""
+        if self._live:
+            self._live = False
+            self._ended()
+
+    def begin_call(self, model: object) -> Moment:
+        """The transformer is called. Raises `StateError` if the number of steps is not known."""
+        if self._steps is None:
+            raise StateError(
+                "this transformer is cached without a pipeline, so the number of steps is not known; call "
+                "ditile.refresh_context(transformer, num_inference_steps=N) before each picture, or set "
+                "num_inference_steps in the cache_config"
+            )
+        if not self._live:
+            self._live, self._count = True, 0
+            self._begun(self._steps)
+        return Moment(self._count // self._of_step, self._count % self._of_step)
+
+    def end_call(self, model: object) -> None:
+        """It returns."""
+        self._count += 1
+        if self._steps is not None and self._count >= self._steps * self._of_step:
+            self.drop()

@@ -1,0 +1,46 @@
+"""How much a probe changed since its last computed step: the mean absolute difference over the mean absolute value.
+
+It is kept as two sums, so that ranks that share out tokens, heads or guidance add theirs up before they divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The measure.
+
+    Attributes:
+        important: count only tokens that changed by more than this share of themselves; 0 counts all.
+        every: count every so many-th channel.
+    """
+
+    important: float = 0.0
+    every: int = 1
+
+    def sums(self, before: Tensor, now: Tensor) -> Tensor:
+        """`[2]`, fp32: the absolute difference and the absolute value before, of `[rows, tokens, channels]` each."""
+        if self.every > 1:
+            before, now = before[..., :: self.every], now[..., :: self.every]
+        if before.dtype != now.dtype:
+            before = before.to(now.dtype)
+        if self.important <= 0:
+            change = torch.linalg.vector_norm(now - before, ord=1, dtype=torch.float32)
+            return torch.stack([change, torch.linalg.vector_norm(before, ord=1, dtype=torch.float32)])
+        changes = torch.linalg.vector_norm(now - before, ord=1, dim=-1, dtype=torch.float32)
+        sizes = torch.linalg.vector_norm(before, ord=1, dim=-1, dtype=torch.float32)
+        counted = changes > self.important * sizes
+        return torch.stack([(changes * counted).sum(), (sizes * counted).sum()])
+
+
+def ratio(change: float, size: float) -> float:
+    """The relative difference. Nothing that changed into something is infinitely different."""
+    if size > 0:
+        return change / size
+    return 0.0 if change == 0 else float("inf")
+

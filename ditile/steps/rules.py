@@ -1,0 +1,141 @@
+"""When a step may be left out: masks, warmup, limits and the threshold, for one image at a time. Pure.
+
+The rules apply in this order, and the first one that knows an answer gives it:
+
+    nothing remembered yet, warmup, mask, number of steps left out, run of steps left out, budget, threshold
+
+A step counts from the first one in which the cached blocks were called (a second transformer, as of Wan 2.2, has a
+warmup of its own). Branches of guidance that are calls of their own have histories of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+ALWAYS = 1.0
+"""A threshold from which on steps are left out without a look at the difference."""
+
+PRUNED = 5  # differences of a step that a dynamic threshold follows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds how much is left out; the fields are those of `DBCacheConfig`."""
+
+    threshold: float
+    max_warmup_steps: int = 0
+    warmup_interval: int = 1
+    max_cached_steps: int = -1
+    max_continuous_cached_steps: int = -1
+    budget: float | None = None
+    budget_resets: bool = False
+    static: bool = False
+
+
+class Verdict(Enum):
+    """What the rules say before anything is measured."""
+
+    COMPUTE = "compute"
+    SKIP = "skip"
+    MEASURE = "measure"  # it depends on the difference
+
+
+@dataclass(slots=True)
+class Record:
+    """What was decided for one image (and patch, and branch) so far.
+
+    Attributes:
+        computed: the last step that was computed; None before the first.
+        skipped: the steps that were left out.
+        streak: how many of them in a row, up to the last step.
+        spent: what the differences of left out steps add up to.
+        differences: step -> difference, where one was measured.
+    """
+
+    computed: int | None = None
+    skipped: list[int] = field(default_factory=list)
+    streak: int = 0
+    spent: float = 0.0
+    differences: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of one generation.
+
+    Attributes:
+        limits: warmup, threshold and so on.
+        mask: 1 for each step that must be computed, if there is a mask.
+    """
+
+    limits: Limits
+    mask: tuple[int, ...] | None = None
+
+    def before(self, step: int, record: Record) -> Verdict:
+        """What is known of a step before its difference is."""
+        limits = self.limits
+        if record.computed is None or (step < self._warmup and step % limits.warmup_interval == 0):
+            return Verdict.COMPUTE
+        if self.mask is not None:
+            if self.mask[step]:
+                return Verdict.COMPUTE
+            if limits.static:
+                return Verdict.SKIP
+        if 0 <= limits.max_cached_steps <= len(record.skipped):
+            return Verdict.COMPUTE
+        if 0 <= limits.max_continuous_cached_steps <= record.streak:
+            return Verdict.COMPUTE
+        if limits.threshold <= 0:
+            return Verdict.COMPUTE
+        return Verdict.SKIP if limits.threshold >= ALWAYS and self._budget is None else Verdict.MEASURE
+
+    def skips(self, difference: float, record: Record, threshold: float | None = None) -> bool:
+        """Whether a step of this difference is left out; the threshold is that of the limits, or another one."""
+        limit = self.limits.threshold if threshold is None else threshold
+        within = self._budget is None or record.spent + difference < self._budget
+        return within and (difference < limit or limit >= ALWAYS)
+
+    def note(self, step: int, record: Record, *, skipped: bool, difference: float | None) -> None:
+        """Writes down what was decided."""
+        if difference is not None:
+            record.differences[step] = difference
+        if not skipped:
+            record.computed, record.streak = step, 0
+            if self.limits.budget_resets:
+                record.spent = 0.0
+            return
+        record.skipped.append(step)
+        record.streak += 1
+        record.spent += difference or 0.0
+
+    @property
+    def never(self) -> bool:
+        """Whether nothing is ever left out."""
+        return self.limits.threshold <= 0 and (self.mask is None or not self.limits.static)
+
+    @property
+    def _budget(self) -> float | None:
+        budget = self.limits.budget
+        return budget if budget is not None and budget > 0 else None
+
+    @property
+    def _warmup(self) -> int:
+        """Warmup ends where a mask first allows to leave a step out."""
+        warmup = self.limits.max_warmup_steps
+        if self.mask is None or 0 not in self.mask:
+            return warmup
+        return min(warmup, self.mask.index(0))
+
+
+def relaxed(threshold: float, differences: list[float], ratio: float, most: float | None) -> float:
+    """The threshold of DBPrune for the rest of a step, once its first blocks were measured.
+
+    Where a step as a whole changes by more than the threshold, but not by much more, the threshold follows: `ratio`
+    times the mean of the first five differences, up to `most` (twice the threshold by default).
+    """
+    first = [difference for difference in differences[:PRUNED] if difference > 0]
+    if len(differences) < PRUNED or not first:
+        return threshold
+    wanted = ratio * sum(first) / len(first)
+    return max(threshold, wanted) if wanted < (2 * threshold if most is None else most) else threshold

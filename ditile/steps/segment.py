@@ -1,0 +1,136 @@
+"""A segment: neighbouring blocks that are run, left out, or run for some images of the batch, together.
+
+While it is left out its blocks pass on what comes, and its last one returns what the first one was given plus the
+residual: what the model's forward does in between (a ControlNet adds to the tokens) was in the residual already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.rows import take_rows
+from ditile.seams import Agreement
+from ditile.seats import State
+from ditile.steps.judge import Call
+from ditile.steps.residuals import Residuals
+from ditile.steps.slots import Slot
+
+TABLES = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope", "img_ids", "txt_ids")
+"""Arguments of blocks that belong to tokens, whatever their length."""
+
+
+class Segment:
+    """Neighbouring blocks.
+
+    Args:
+        slots: theirs, in order.
+        residuals: what they add.
+    """
+
+    def __init__(self, slots: Sequence[Slot], residuals: Residuals) -> None:
+        self.slots, self.residuals = slots, residuals
+        self._first, self._last = slots[0], slots[-1]
+        self._start: State | None = None
+        self._is_known = False
+
+    def begin(self, call: Call, skips: Sequence[bool], agreement: Agreement) -> None:
+        """Decides what becomes of the blocks in this call."""
+        self._call, self._skips, self._start = call, skips, None
+        if not any(skips):
+            handle = None
+        elif all(skips):
+            handle = self._pass
+            agreement.left_out([slot.block for slot in self.slots], call.moment)
+        else:
+            handle = self._some
+            self._index = torch.cat([torch.arange(call.rows)[unit.rows] for unit in self._computed()])
+        for slot in self.slots:
+            slot.handle = handle or (None if self._is_known else self._whole)
+        if handle is None:
+            self._first.handle = self._last.handle = self._whole
+
+    def rest(self) -> None:
+        """All blocks run, and nothing is remembered."""
+        self._start = None
+        for slot in self.slots:
+            slot.handle = None
+
+    def _computed(self) -> list[Any]:
+        return [unit for unit, skipped in zip(self._call.units, self._skips, strict=True) if not skipped]
+
+    def _whole(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first or last block of a segment that runs; all of them once, to see what form they return tokens in."""
+        if slot is self._first:
+            self._start = slot.read(args, kwargs)
+        out = slot.forward(*args, **kwargs)
+        if slot is self._last or not self._is_known:
+            state = slot.unpack(out)
+        if slot is self._last:
+            self._is_known = True
+            self._keep(state)
+        return out
+
+    def _pass(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block that is left out."""
+        state = slot.read(args, kwargs)
+        if slot is self._first:
+            self._start = state
+        if slot is self._last:
+            start, self._start = self._start, None
+            assert start is not None
+            state = self._forecast(slot, start)
+        return slot.pack(state)
+
+    def _some(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block that runs for some rows."""
+        named, state = slot.named(args, kwargs), slot.read(args, kwargs)
+        if slot is self._first:
+            self._start = state
+        index = self._index.to(state.image.device)
+        cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), TABLES)
+        ran = slot.unpack(slot.forward(**cut))
+        out = State(_put(state.image, ran.image, index), None if ran.text is None else _put(state.text, ran.text, index))
+        if slot is self._last:
+            start = self._start
+            assert start is not None
+            self._keep(out)
+            for unit, skipped in zip(self._call.units, self._skips, strict=True):
+                if skipped:
+                    for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
+                        if x is not None:
+                            x[unit.rows] = self.residuals.behind(stream, self._call, before, unit)
+        return slot.pack(out)
+
+    def _keep(self, out: State) -> None:
+        start, self._start = self._start, None
+        assert start is not None
+        for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
+            if x is not None and self._is_real(stream):
+                self.residuals.keep(stream, self._call, before, x, self._skips)
+
+    def _forecast(self, slot: Slot, start: State) -> State:
+        image = self.residuals.behind("image", self._call, start.image)
+        text = start.text
+        if slot.has_text and self._is_real("text") and self.residuals.has("text", self._call):
+            text = self.residuals.behind("text", self._call, start.text)
+        elif slot.has_text and self._is_real("text"):
+            text = None  # the last block of some families returns none
+        return State(image, text)
+
+    def _is_real(self, stream: str) -> bool:
+        """Dummy text passes through."""
+        return stream == "image" or self._call.moment.has_text()
+
+
+def _put(whole: Tensor | None, rows: Tensor, index: Tensor) -> Tensor:
+    """`whole` with some of its rows replaced."""
+    if whole is None or whole.shape[1:] != rows.shape[1:]:
+        made = rows.new_zeros((len(index) if whole is None else whole.shape[0], *rows.shape[1:]))
+    else:
+        made = whole.clone()
+    made[index] = rows
+    return made
