@@ -85,7 +85,9 @@ def transformers_of_pipelines() -> dict[str, set[str]]:
         cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
         if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
             annotations = [p.annotation for p in inspect.signature(cls.__init__).parameters.values()]
-            found[name] = {word for a in annotations for word in re.findall(r"\w+", a if isinstance(a, str) else str(a))}
+            found[name] = {
+                word for a in annotations for word in re.findall(r"\w+", a if isinstance(a, str) else str(a))
+            }
     return found
 
 

@@ -133,7 +133,9 @@ TABLE: Mapping[str, Row] = {
     "StableAudioDiTModel": one(IMAGE),
     "Transformer2DModel": one(IMAGE),
     "UVit2DModel": one(IMAGE, "transformer_layers"),
-    "WanAnimate2Transformer3DModel": Row(refusal="its calls do not all run the same blocks, and keep keys of a first one"),
+    "WanAnimate2Transformer3DModel": Row(
+        refusal="its calls do not all run the same blocks, and keep keys of a first one"
+    ),
     "WanAnimateTransformer3DModel": one(IMAGE, "blocks", _BETWEEN),
     "WanTransformer3DModel": one(IMAGE, "blocks"),
     "WanVACETransformer3DModel": one(IMAGE, "blocks", _BETWEEN),
