@@ -1,0 +1,380 @@
+"""Real transformers of every family, tiny and random: `FAMILIES[name].make()` and the arguments of its forward.
+
+Each has four blocks or more in its chain, and a batch of two where its forward takes one. Weights and inputs are the
+same whenever they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ditile.models.dit_table import class_of
+from tests.tiny import randomise
+
+BATCH, TEXT, WIDTH = 2, 5, 32
+GRID = (3, 4)
+TOKENS = GRID[0] * GRID[1]
+
+
+class Family(NamedTuple):
+    """A family: its class by name, a tiny config, and the arguments of a forward (None where only its lists are looked at)."""
+
+    name: str
+    config: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]] | None = None
+
+    def make(self) -> nn.Module:
+        """The transformer, with random weights that are the same every time."""
+        torch.manual_seed(0)
+        return randomise(class_of(self.name)(**self.config), gain=1.0)
+
+    def on_meta(self) -> nn.Module:
+        """The transformer without weights."""
+        with torch.device("meta"):
+            return class_of(self.name)(**self.config)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def time(value: float = 0.5) -> Tensor:
+    return torch.full((BATCH,), value)
+
+
+def ids(count: int, axes: int = 3) -> Tensor:
+    """Positions of image tokens in a grid with 4 columns; of text, where there are fewer than a row, all zero."""
+    table = torch.zeros(count, axes)
+    if count == TOKENS:
+        table[:, 1], table[:, 2] = torch.arange(count) // GRID[1], torch.arange(count) % GRID[1]
+    return table
+
+
+def packed(channels: int = 16, width: int = WIDTH, axes: int = 3, **more: Any) -> Callable[[], dict[str, Any]]:
+    """Packed latents, text and the positions of both, as FLUX and its descendants take them."""
+    return lambda: {
+        "hidden_states": noise(BATCH, TOKENS, channels), "encoder_hidden_states": noise(BATCH, TEXT, width, seed=1),
+        "timestep": time(), "img_ids": ids(TOKENS, axes), "txt_ids": ids(TEXT, axes), **more,
+    }  # fmt: skip
+
+
+def picture(channels: int = 4, width: int = WIDTH, text: int = TEXT, **more: Any) -> Callable[[], dict[str, Any]]:
+    """Latents of a picture, and text."""
+    return lambda: {
+        "hidden_states": noise(BATCH, channels, 8, 8), "encoder_hidden_states": noise(BATCH, text, width, seed=1),
+        "timestep": time(), **more,
+    }  # fmt: skip
+
+
+def video(channels: int = 4, width: int = 16, text: int = TEXT, **more: Any) -> Callable[[], dict[str, Any]]:
+    """Latents of two frames, and text."""
+    return lambda: {
+        "hidden_states": noise(BATCH, channels, 2, 8, 8), "encoder_hidden_states": noise(BATCH, text, width, seed=1),
+        "timestep": time(5.0), **more,
+    }  # fmt: skip
+
+
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 8}
+DOUBLE = {"num_layers": 2, "num_single_layers": 3, "in_channels": 16, "patch_size": 1, "joint_attention_dim": WIDTH}
+MASK = torch.ones(BATCH, TEXT, dtype=torch.bool)
+SIZES = {name: torch.tensor([[16.0, 16.0]] * BATCH) for name in ("original_size", "target_size", "crop_coords")}
+POOLED = {"pooled_projections": noise(BATCH, WIDTH, seed=2)}
+COG = {
+    "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 2,
+    "text_embed_dim": 16, "num_layers": 4, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2,
+    "temporal_compression_ratio": 4, "max_text_seq_length": TEXT,
+}  # fmt: skip
+WAN = {
+    "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+    "freq_dim": 32, "ffn_dim": 32, "num_layers": 4, "rope_max_seq_len": 32,
+}  # fmt: skip
+HUNYUAN = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10, "num_layers": 2,
+    "num_single_layers": 3, "num_refiner_layers": 1, "patch_size": 1, "patch_size_t": 1, "text_embed_dim": 16,
+    "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4),
+}  # fmt: skip
+
+
+def cogvideo() -> dict[str, Any]:
+    return {
+        "hidden_states": noise(BATCH, 2, 4, 8, 8),
+        "encoder_hidden_states": noise(BATCH, TEXT, 16),
+        "timestep": time(5.0),
+    }
+
+
+ROWS = [
+    Family(
+        "FluxTransformer2DModel",
+        HEADS | DOUBLE | {"pooled_projection_dim": WIDTH, "axes_dims_rope": (2, 2, 4)},
+        packed(**POOLED),
+    ),
+    Family(
+        "SD3Transformer2DModel",
+        HEADS | {
+            "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 4, "joint_attention_dim": WIDTH,
+            "caption_projection_dim": WIDTH, "pooled_projection_dim": WIDTH, "out_channels": 4,
+            "pos_embed_max_size": 16, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm",
+        },
+        picture(**POOLED),
+    ),
+    Family(
+        "PixArtTransformer2DModel",
+        HEADS | {
+            "in_channels": 4, "out_channels": 8, "num_layers": 4, "cross_attention_dim": WIDTH, "sample_size": 8,
+            "patch_size": 2, "caption_channels": WIDTH, "use_additional_conditions": False,
+        },
+        picture(added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
+    ),
+    Family(
+        "ChromaTransformer2DModel",
+        HEADS | DOUBLE | {
+            "axes_dims_rope": (2, 2, 4), "approximator_num_channels": 8, "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+        packed(attention_mask=torch.ones(BATCH, TEXT + TOKENS)),
+    ),
+    Family("BriaTransformer2DModel", HEADS | DOUBLE | {"axes_dims_rope": [2, 2, 4]}, packed()),
+    Family(
+        "BriaFiboTransformer2DModel",
+        HEADS | DOUBLE | {"axes_dims_rope": [2, 2, 4], "text_encoder_dim": WIDTH},
+        packed(text_encoder_layers=[noise(BATCH, TEXT, WIDTH, seed=3 + i) for i in range(5)]),
+    ),
+    Family("OvisImageTransformer2DModel", HEADS | DOUBLE | {"axes_dims_rope": (2, 2, 4), "out_channels": 16}, packed()),
+    Family("LongCatImageTransformer2DModel", HEADS | DOUBLE | {"axes_dims_rope": [2, 2, 4]}, packed()),
+    Family(
+        "Flux2Transformer2DModel",
+        HEADS | DOUBLE | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16},
+        packed(axes=4, guidance=time(3.0)),
+    ),
+    Family(
+        "Flux3Transformer2DModel",
+        HEADS | {
+            "in_channels": 16, "cond_in_channels": 16, "num_layers": 1, "num_single_layers": 4,
+            "joint_attention_dim": WIDTH, "timestep_channels": 16, "axes_dims_rope": (2, 2, 2, 2),
+        },
+        packed(axes=4),
+    ),
+    Family(
+        "QwenImageTransformer2DModel",
+        HEADS | {"in_channels": 16, "out_channels": 4, "num_layers": 4, "joint_attention_dim": WIDTH, "axes_dims_rope": (2, 2, 4)},
+        lambda: {
+            "hidden_states": noise(BATCH, TOKENS, 16), "encoder_hidden_states": noise(BATCH, TEXT, WIDTH, seed=1),
+            "encoder_hidden_states_mask": MASK, "timestep": time(), "img_shapes": [[(1, *GRID)]] * BATCH,
+        },
+    ),
+    Family(
+        "AuraFlowTransformer2DModel",
+        HEADS | {
+            "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 2, "num_single_dit_layers": 3,
+            "joint_attention_dim": WIDTH, "caption_projection_dim": WIDTH, "pos_embed_max_size": 64,
+        },
+        picture(),
+    ),
+    Family("CogVideoXTransformer3DModel", COG, cogvideo),
+    Family("ConsisIDTransformer3DModel", COG, cogvideo),
+    Family(
+        "CogView3PlusTransformer2DModel",
+        HEADS | {
+            "in_channels": 4, "out_channels": 4, "num_layers": 4, "text_embed_dim": 16, "time_embed_dim": 8,
+            "condition_dim": 2, "pos_embed_max_size": 8, "sample_size": 8,
+        },
+        picture(width=16, **SIZES),
+    ),
+    Family(
+        "CogView4Transformer2DModel",
+        HEADS | {
+            "in_channels": 4, "out_channels": 4, "num_layers": 4, "text_embed_dim": 16, "time_embed_dim": 8,
+            "condition_dim": 2, "pos_embed_max_size": 8, "sample_size": 8, "rope_axes_dim": (8, 8),
+        },
+        picture(width=16, **SIZES),
+    ),
+    Family(
+        "MochiTransformer3DModel",
+        HEADS | {
+            "num_layers": 4, "pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4,
+            "max_sequence_length": TEXT,
+        },
+        video(encoder_attention_mask=MASK),
+    ),
+    Family("WanTransformer3DModel", WAN, video()),
+    Family(
+        "WanVACETransformer3DModel", WAN | {"vace_layers": [0, 2], "vace_in_channels": 4},
+        video(control_hidden_states=noise(BATCH, 4, 2, 8, 8, seed=3)),
+    ),
+    Family("ChronoEditTransformer3DModel", WAN, video()),
+    Family("SkyReelsV2Transformer3DModel", WAN, video()),
+    Family(
+        "AnyFlowTransformer3DModel", WAN,
+        lambda: {
+            "hidden_states": noise(BATCH, 2, 4, 8, 8), "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1),
+            "timestep": time(5.0).unsqueeze(1), "r_timestep": time(1.0).unsqueeze(1),
+        },
+    ),
+    Family(
+        "HunyuanVideoTransformer3DModel", HUNYUAN,
+        video(encoder_attention_mask=MASK, pooled_projections=noise(BATCH, 8), guidance=time(1000.0)),
+    ),
+    Family(
+        "LTXVideoTransformer3DModel",
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8,
+            "cross_attention_dim": 16, "num_layers": 4, "caption_channels": 16,
+        },
+        lambda: {
+            "hidden_states": noise(BATCH, 32, 4), "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1),
+            "timestep": time(5.0), "encoder_attention_mask": MASK, "num_frames": 2, "height": 4, "width": 4,
+        },
+    ),
+    Family(
+        "CosmosTransformer3DModel",
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 4,
+            "mlp_ratio": 2, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (4, 32, 32),
+            "concat_padding_mask": False,
+        },
+        video(fps=30),
+    ),
+    Family(
+        "DiTTransformer2DModel",
+        HEADS | {"in_channels": 4, "num_layers": 4, "sample_size": 8, "num_embeds_ada_norm": 8},
+        lambda: {
+            "hidden_states": noise(BATCH, 4, 8, 8), "timestep": torch.tensor([3, 3]),
+            "class_labels": torch.tensor([1, 2]),
+        },
+    ),
+    Family(
+        "SanaTransformer2DModel",
+        HEADS | {
+            "in_channels": 4, "out_channels": 4, "num_layers": 4, "num_cross_attention_heads": 4,
+            "cross_attention_head_dim": 8, "cross_attention_dim": WIDTH, "caption_channels": 16, "sample_size": 8,
+        },
+        picture(width=16),
+    ),
+    Family(
+        "SanaVideoTransformer3DModel",
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 4,
+            "num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24,
+            "caption_channels": 16, "sample_size": 8,
+        },
+        video(),
+    ),
+    Family(
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 4, "num_refiner_layers": 1,
+            "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (4, 2, 2),
+            "axes_lens": (64, 64, 64), "cap_feat_dim": 16,
+        },
+        picture(width=16, encoder_attention_mask=MASK),
+    ),
+    Family(
+        "ZImageTransformer2DModel",
+        {
+            "in_channels": 4, "dim": 32, "n_layers": 4, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
+            "cap_feat_dim": 16, "axes_dims": [4, 2, 2], "axes_lens": [256, 32, 32],
+        },
+        lambda: {
+            "x": list(noise(BATCH, 4, 1, 8, 8)), "t": time(), "cap_feats": list(noise(BATCH, TEXT, 16, seed=1)),
+        },
+    ),
+    Family(
+        "PRXTransformer2DModel",
+        {"in_channels": 4, "context_in_dim": 16, "hidden_size": 32, "num_heads": 4, "depth": 4, "axes_dim": [4, 4]},
+        picture(width=16),
+    ),
+    Family(
+        "EasyAnimateTransformer3DModel",
+        {
+            "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "patch_size": 2,
+            "sample_width": 8, "sample_height": 8, "num_layers": 4, "mmdit_layers": 4, "time_embed_dim": 2,
+            "text_embed_dim": 16,
+        },
+        video(),
+    ),
+    Family(
+        "HunyuanDiT2DModel",
+        {
+            "sample_size": 8, "num_layers": 6, "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 8,
+            "in_channels": 4, "hidden_size": 16, "cross_attention_dim": 16, "cross_attention_dim_t5": 16,
+            "pooled_projection_dim": 8, "text_len": 4, "text_len_t5": 4, "use_style_cond_and_image_meta_size": False,
+        },
+        picture(
+            width=16, text=4, text_embedding_mask=torch.ones(BATCH, 4), text_embedding_mask_t5=torch.ones(BATCH, 4),
+            encoder_hidden_states_t5=noise(BATCH, 4, 16, seed=3),
+        ),
+    ),
+    Family(
+        "HunyuanImageTransformer2DModel",
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
+            "num_single_layers": 3, "num_refiner_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (4, 4),
+        },
+        picture(width=16, encoder_attention_mask=MASK),
+    ),
+    Family(
+        "OmniGenTransformer2DModel",
+        {
+            "in_channels": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "intermediate_size": 32, "num_layers": 4, "pad_token_id": 0, "vocab_size": 50, "time_step_dim": 4,
+            "rope_scaling": {"long_factor": [1, 2, 3, 4], "short_factor": [1, 2, 3, 4]},
+        },
+        lambda: {
+            "hidden_states": noise(BATCH, 4, 8, 8), "timestep": time(), "input_ids": torch.ones(BATCH, TEXT).long(),
+            "input_img_latents": [], "input_image_sizes": {}, "attention_mask": torch.ones(BATCH, 22, 22),
+            "position_ids": torch.arange(22)[None].expand(BATCH, -1),
+        },
+    ),
+    Family(
+        "Kandinsky5Transformer3DModel",
+        {
+            "in_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16, "out_visual_dim": 4,
+            "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 4, "axes_dims": (4, 6, 6),
+        },
+        lambda: {
+            "hidden_states": noise(BATCH, 2, 8, 8, 4), "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1),
+            "timestep": time(5.0), "pooled_projections": noise(BATCH, 8, seed=2),
+            "visual_rope_pos": [torch.arange(2), torch.arange(4), torch.arange(4)], "text_rope_pos": torch.arange(TEXT),
+        },
+    ),
+    Family(
+        "StableAudioDiTModel",
+        {
+            "sample_size": 4, "in_channels": 4, "num_layers": 4, "attention_head_dim": 8, "num_attention_heads": 4,
+            "num_key_value_attention_heads": 4, "out_channels": 4, "cross_attention_dim": 16, "time_proj_dim": 8,
+            "global_states_input_dim": 8, "cross_attention_input_dim": 16,
+        },
+        lambda: {
+            "hidden_states": noise(BATCH, 4, 9), "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1),
+            "timestep": time(), "global_hidden_states": noise(BATCH, 1, 8, seed=2),
+            "rotary_embedding": (torch.ones(10, 4), torch.zeros(10, 4)),
+        },
+    ),
+    Family(
+        "PriorTransformer",
+        HEADS | {"num_layers": 4, "embedding_dim": 16, "num_embeddings": TEXT, "additional_embeddings": 4},
+        lambda: {
+            "hidden_states": noise(BATCH, 16), "timestep": 2, "proj_embedding": noise(BATCH, 16, seed=1),
+            "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=2),
+        },
+    ),
+    Family(
+        "HiDreamImageTransformer2DModel",
+        {
+            "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 3,
+            "attention_head_dim": 8, "num_attention_heads": 4, "caption_channels": [32, 16], "text_emb_dim": 8,
+            "axes_dims_rope": (4, 2, 2), "max_resolution": (4, 4), "llama_layers": (0, 1, 1, 0, 1),
+        },
+        lambda: {
+            "hidden_states": noise(BATCH, 4, 8, 8), "encoder_hidden_states_t5": noise(BATCH, TEXT, 32, seed=1),
+            "encoder_hidden_states_llama3": noise(2, BATCH, TEXT, 16, seed=2), "pooled_embeds": noise(BATCH, 8, seed=3),
+            "timesteps": time(5.0),
+        },
+    ),
+]  # fmt: skip
+FAMILIES = {family.name: family for family in ROWS}
