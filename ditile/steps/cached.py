@@ -48,6 +48,8 @@ class Watch(Clock, Protocol):
 
     def remove(self) -> None: ...
 
+    def refresh(self, steps: int) -> None: ...
+
 
 class Context(NamedTuple):
     """Blocks that are decided on together, and how.
@@ -55,14 +57,14 @@ class Context(NamedTuple):
     Attributes:
         name: what to call it.
         blocks: how many there are.
-        make: (steps) -> the method for one generation; None if nothing is ever left out of it.
+        make: (steps, agreement) -> the method for one generation; None if nothing is ever left out.
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
     """
 
     name: str
     blocks: int
-    make: Callable[[int], Chain | None]
+    make: Callable[[int, Agreement], Chain | None]
     couple: str
     text: str
 
@@ -140,6 +142,7 @@ class Cached:
 
     def remove(self) -> None:
         """Takes them away again; what was laid around them since stays, and they do nothing in it."""
+        self._own_clock.remove()
         self.end()
         self._clock = None
         for slot in self._slots:
@@ -150,6 +153,10 @@ class Cached:
             else:
                 vars(self.transformer)["forward"] = self._before
         vars(self.transformer).pop(_CACHED, None)
+
+    def refresh(self, steps: int) -> None:
+        """A new picture of so many steps follows."""
+        self._own_clock.refresh(steps)
 
     @contextmanager
     def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
@@ -169,7 +176,7 @@ class Cached:
         self.end()
         self.traces, self.kept_bytes = [], 0
         self._steps, self._loop_step, self._step = steps, -1, -1
-        made = ((context, context.make(steps)) for context in self.contexts)
+        made = ((context, context.make(steps, self._agreement)) for context in self.contexts)
         self._chains = [(context, chain) for context, chain in made if chain is not None]
         for _, chain in self._chains:
             chain.own(self._agreement.owned)

@@ -69,6 +69,10 @@ class SchedulerClock:
             self._live = False
             self._ended()
 
+    def refresh(self, steps: int) -> None:
+        """A new picture follows. Its steps are the scheduler's."""
+        self.drop()
+
     def begin_call(self, model: object) -> Moment:
         """A model is called."""
         if self._pipe.scheduler is not self._scheduler:  # somebody set another one
@@ -131,15 +135,18 @@ class CallClock:
 
     Args:
         begun, ended: as in `SchedulerClock`.
+        steps: of every picture; None waits to be told.
         calls: in each step.
     """
 
-    def __init__(self, begun: Callable[[int], None], ended: Callable[[], None], calls: int = 1) -> None:
+    def __init__(
+        self, begun: Callable[[int], None], ended: Callable[[], None], steps: int | None = None, calls: int = 1
+    ) -> None:
         self._begun, self._ended, self._of_step = begun, ended, calls
-        self._count, self._steps, self._live = 0, None, False
+        self._count, self._steps, self._live = 0, steps, False
 
-    def begin(self, steps: int) -> None:
-        """So many steps follow."""
+    def refresh(self, steps: int) -> None:
+        """A new picture of so many steps follows."""
         self.drop()
         self._steps, self._count = steps, 0
 

@@ -23,7 +23,7 @@ class Dynamic(NamedTuple):
     """How the threshold of a step follows its first differences; see `rules.relaxed`."""
 
     ratio: float
-    most: float | None
+    most: float
 
 
 class Prunable(NamedTuple):

@@ -87,10 +87,13 @@ class Judge:
         rules: when a step may be left out.
         difference: of two probes.
         dtype: in which probes are kept; None as they come.
+        shares: whether the difference of the first branch of a step counts for the others too.
     """
 
-    def __init__(self, rules: Rules, difference: Difference, dtype: torch.dtype | None = None) -> None:
-        self.rules, self._difference, self._dtype = rules, difference, dtype
+    def __init__(
+        self, rules: Rules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
+    ) -> None:
+        self.rules, self._difference, self._dtype, self._shares = rules, difference, dtype, shares
         self._cells: dict[tuple[int, int, int, int, int], Cell] = {}
 
     def judge(
@@ -106,7 +109,10 @@ class Judge:
         """
         verdicts = [self._verdict(call, unit) for unit in call.units]
         differences: list[float | None] = [None] * len(verdicts)
-        if Verdict.MEASURE in verdicts:
+        first = self.last_differences(call._replace(moment=call.moment._replace(branch=0))) if self._shares else []
+        if Verdict.MEASURE in verdicts and call.moment.branch and None not in first and first:
+            differences = [found if v is Verdict.MEASURE else None for v, found in zip(verdicts, first, strict=True)]
+        elif Verdict.MEASURE in verdicts:
             rows = [
                 self._sums(probe, call, unit) if verdict is Verdict.MEASURE else probe.new_zeros(2, dtype=torch.float32)
                 for unit, verdict in zip(call.units, verdicts, strict=True)

@@ -128,14 +128,14 @@ class Rules:
         return min(warmup, self.mask.index(0))
 
 
-def relaxed(threshold: float, differences: list[float], ratio: float, most: float | None) -> float:
+def relaxed(threshold: float, differences: list[float], ratio: float, most: float) -> float:
     """The threshold of DBPrune for the rest of a step, once its first blocks were measured.
 
     Where a step as a whole changes by more than the threshold, but not by much more, the threshold follows: `ratio`
-    times the mean of the first five differences, up to `most` (twice the threshold by default).
+    times the mean of the first five differences, below `most`.
     """
     first = [difference for difference in differences[:PRUNED] if difference > 0]
     if len(differences) < PRUNED or not first:
         return threshold
     wanted = ratio * sum(first) / len(first)
-    return max(threshold, wanted) if wanted < (2 * threshold if most is None else most) else threshold
+    return max(threshold, wanted) if wanted < most else threshold
