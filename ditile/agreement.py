@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ditile.generation import Generation
-from ditile.mesh import Mesh, cpu_line
+from ditile.mesh import Mesh, line
 from ditile.plan import Plan
 from ditile.seams import Moment
 from ditile.transport import Wire, gather_numbers
@@ -77,18 +77,21 @@ class Groups:
         by_rows: ranks of a stage, where branches of guidance share a batch.
         by_calls: those of them that compute the same calls.
         stages: along pipefusion.
+        starts: the same for activations, for probes longer than a stage.
     """
 
     by_rows: dist.ProcessGroup | None
     by_calls: dist.ProcessGroup | None
     stages: dist.ProcessGroup | None
+    starts: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh) -> Groups:
         """Makes them; all ranks must call it."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
         lines = (("cfg", *within), within, ("pipefusion",))
-        return cls(*(cpu_line(names, plan, mesh.rank) for names in lines))
+        on_cpu = [line(names, plan, mesh.rank, backend="gloo") for names in lines]
+        return cls(*on_cpu, line(("pipefusion",), plan, mesh.rank))
 
 
 class StageAgreement:
@@ -100,15 +103,19 @@ class StageAgreement:
         current: the generation under way.
         by_calls: whether the halves of guidance compute calls of their own.
         names: of all blocks that are known.
-        owned: those that run here; None is all.
+        stages: the stage of each of them.
     """
 
     def __init__(
         self, groups: Groups, mesh: Mesh, current: Callable[[], Generation], by_calls: Callable[[], bool],
-        names: Mapping[nn.Module, str], owned: Collection[nn.Module] | None,
+        names: Mapping[nn.Module, str], stages: Mapping[nn.Module, int],
     ) -> None:  # fmt: skip
         self._groups, self._mesh, self._current, self._by_calls = groups, mesh, current, by_calls
-        self._names, self.owned = names, owned
+        self._names, self._stages = names, stages
+        self.owned: Collection[nn.Module] | None = None
+        if mesh.stages > 1:
+            self.owned = {block for block, stage in stages.items() if stage == mesh.stage}
+        self._starts: dict[int, Wire] = {}
         self._front = self._behind = None
         if groups.stages is not None:
             if mesh.stage > 0:
@@ -132,6 +139,22 @@ class StageAgreement:
         self._front.post(None, (count,), torch.empty(0, dtype=torch.uint8))
         return [bool(skip) for skip in self._front.take(None)]
 
+    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+        """To the stage that decides."""
+        self._start(self._stages[to]).send(tokens)
+
+    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+        """From the stage that has the first block."""
+        wire = self._start(self._stages[of])
+        wire.post(None, like.shape, like)
+        return wire.take(None)
+
+    def _start(self, peer: int) -> Wire:
+        if peer not in self._starts:
+            assert self._groups.starts is not None
+            self._starts[peer] = Wire(self._groups.starts, peer, "activations", self._mesh.traffic)
+        return self._starts[peer]
+
     def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
         """Keys of an earlier step stand for this one, in every attention of these blocks."""
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
@@ -139,10 +162,9 @@ class StageAgreement:
 
     def close(self, *, clean: bool) -> None:
         """The call is over."""
-        if self._behind is not None:
+        wires = [wire for wire in (self._behind, self._front, *self._starts.values()) if wire is not None]
+        for wire in wires:
             if clean:
-                self._behind.flush()
+                wire.flush()
             else:
-                self._behind.abandon()
-        if self._front is not None and not clean:
-            self._front.abandon()
+                wire.abandon()

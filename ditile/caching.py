@@ -11,8 +11,10 @@ The pipeline stays what it is: a cache lies on the instances that it was given a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 
 from ditile.errors import ModelError, StateError
@@ -22,6 +24,8 @@ from ditile.steps.build import cached_transformer
 from ditile.steps.cached import Cached, cached
 from ditile.steps.clock import CallClock, SchedulerClock
 from ditile.steps.config import Calibration, DBCacheConfig, ParamsModifier
+from ditile.steps.report import ContextReport, table
+from ditile.transport import gather_json
 
 TRANSFORMERS = ("transformer", "transformer_2", "prior")
 """The components of a pipeline whose blocks may be left out."""
@@ -98,6 +102,35 @@ def refresh_context(target: Any, num_inference_steps: int) -> None:
         raise StateError(f"{type(target).__name__} has no cache; call ditile.enable_cache first")
     for each in caches:
         each.refresh(num_inference_steps)
+
+
+def summary(target: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
+    """What was left out in the last generation, one report for each context (of a runner: and stage).
+
+    Args:
+        target: what `enable_cache` was given, or a runner, whose ranks must all call it.
+        details: print each image, branch and patch, with percentiles of the differences.
+        logging: print a table; a runner does on rank 0 alone.
+
+    Raises:
+        StateError: if it has no cache.
+    """
+    caches = list(_caches(target))
+    if not caches:
+        raise StateError(f"{type(target).__name__} has no cache; call ditile.enable_cache first")
+    reports = [ContextReport.of(trace, each.kept_bytes) for each in caches for trace in each.traces]
+    if hasattr(target, "mesh"):
+        mesh = target.mesh
+        mine = [replace(report, stage=mesh.stage).to_dict() for report in reports]
+        everyone = gather_json([mine, mesh.stage], mesh.everyone)
+        seen: dict[int, Any] = {}
+        for of_rank, stage in everyone:
+            seen.setdefault(stage, of_rank)
+        reports = [ContextReport.from_dict(found) for _, of_rank in sorted(seen.items()) for found in of_rank]
+        logging = logging and mesh.rank == 0
+    if logging:
+        Console().print(table(reports, details=details))
+    return reports
 
 
 def _transformers(pipe: Any) -> list[nn.Module]:

@@ -158,9 +158,9 @@ class Composition:
     def _cached(self, loop: Loop, batch: SharedBatch, decisions: Groups) -> Iterator[None]:
         """Lends the caches, whose slots lie inside the seats, the loop's clock and this rank's part in decisions."""
         names = {seat.block: seat.name for seat in self.seats.chain}
-        stage = self.stages[self.mesh.stage]
-        owned = list(names)[stage.start : stage.stop] if self.mesh.stages > 1 else None
-        agreement = StageAgreement(decisions, self.mesh, loop.current, lambda: batch.by_calls, names, owned)
+        chain = self.seats.chain
+        stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
+        agreement = StageAgreement(decisions, self.mesh, loop.current, lambda: batch.by_calls, names, stages)
         stale = self.plan.num_patches * self.plan.distrifusion > 1
         with ExitStack() as stack:
             for cache in self.caches:

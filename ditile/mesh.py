@@ -170,11 +170,13 @@ def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: st
     return mine
 
 
-def cpu_line(names: Sequence[str], plan: Plan, rank: int) -> dist.ProcessGroup | None:
-    """A new CPU group of the ranks along some axes; None where this rank is alone on them. All ranks must call it."""
+def line(
+    names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A new group of the ranks along some axes; None where this rank is alone on them. All ranks must call it."""
     if all(getattr(plan, name) == 1 for name in names):
         return None
-    return _line("+".join(names), names, plan, rank, backend="gloo").group
+    return _line("+".join(names), names, plan, rank, backend=backend).group
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

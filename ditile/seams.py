@@ -195,6 +195,14 @@ class Agreement(Protocol):
         """What a stage in front has decided, for so many units."""
         ...
 
+    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+        """The tokens in front of a probe, to the stage that has this last block of it."""
+        ...
+
+    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+        """The same there; `of` is the first block of the probe."""
+        ...
+
     def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
         """These blocks were not run, for any row: what others remember of them stands for this step."""
         ...

@@ -85,6 +85,13 @@ class Alone:
         """There is no stage in front."""
         raise StateError("a cache waits for a decision that nobody takes")
 
+    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+        """The probe is here."""
+
+    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+        """The probe is here."""
+        raise StateError("a cache waits for tokens that nobody gives")
+
     def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
         """Nobody remembers anything of them."""
 

@@ -52,12 +52,14 @@ class DBCache:
         places = [slot.index for slot in self._slots if owned is not None and slot.block in owned]
         self._hears = self._probe_end is not None and bool(places) and min(places) > self._probe_end.index
         self._judges = self._probe_end is not None and (owned is None or self._probe_end.block in owned)
+        self._starts = self._probe_end is not None and (owned is None or self._slots[0].block in owned)
 
     def begin(self, call: Call, agreement: Agreement) -> None:
         """The model is called."""
         self._call, self._agreement, self._before = call, agreement, None
-        if self._judges and self._probe_end is not None:
+        if self._starts:
             self._slots[0].handle = self._enter
+        if self._judges and self._probe_end is not None:
             self._probe_end.handle = self._probe
         elif self._hears:
             skips = agreement.hear(len(call.units))
@@ -82,15 +84,22 @@ class DBCache:
         return self.judge.bytes + sum(segment.residuals.bytes for segment in self._segments)
 
     def _enter(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._before = slot.read(args, kwargs).image
+        """The first block of a probe."""
+        before = slot.read(args, kwargs).image
+        if self._judges:
+            self._before = before
+        elif not self._hidden and self._probe_end is not None:
+            self._agreement.give_start(before, self._probe_end.block)
         return slot.forward(*args, **kwargs)
 
     def _probe(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = slot.read(args, kwargs).image if self._before is None else self._before
-        self._before = None
+        """The last block of a probe, which may be its first."""
+        first, self._before = (slot.read(args, kwargs).image if self._before is None else self._before), None
         out = slot.forward(*args, **kwargs)
         after = slot.unpack(out).image
-        probe = after.clone() if self._hidden else after - before
+        if not self._starts and not self._hidden:
+            first = self._agreement.take_start(after, self._slots[0].block)
+        probe = after.clone() if self._hidden else after - first
         skips = self.judge.judge(probe, self._call, self._agreement)
         self.judge.learn(probe, self._call, skips)
         self._tell(skips)

@@ -24,18 +24,21 @@ class Difference:
     every: int = 1
 
     def sums(self, before: Tensor, now: Tensor) -> Tensor:
-        """`[2]`, fp32: the absolute difference and the absolute value before, of `[rows, tokens, channels]` each."""
+        """`[2]`, fp64: the absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
+
+        They are added up in fp32 (in fp64 of fp64).
+        """
         if self.every > 1:
             before, now = before[..., :: self.every], now[..., :: self.every]
-        if before.dtype != now.dtype:
-            before = before.to(now.dtype)
+        before = before.to(now.dtype)
+        kind = torch.float64 if now.dtype == torch.float64 else torch.float32
         if self.important <= 0:
-            change = torch.linalg.vector_norm(now - before, ord=1, dtype=torch.float32)
-            return torch.stack([change, torch.linalg.vector_norm(before, ord=1, dtype=torch.float32)])
-        changes = torch.linalg.vector_norm(now - before, ord=1, dim=-1, dtype=torch.float32)
-        sizes = torch.linalg.vector_norm(before, ord=1, dim=-1, dtype=torch.float32)
-        counted = changes > self.important * sizes
-        return torch.stack([(changes * counted).sum(), (sizes * counted).sum()])
+            sums = [torch.linalg.vector_norm(x, ord=1, dtype=kind) for x in (now - before, before)]
+        else:
+            changes, sizes = (torch.linalg.vector_norm(x, ord=1, dim=-1, dtype=kind) for x in (now - before, before))
+            counted = changes > self.important * sizes
+            sums = [(x * counted).sum() for x in (changes, sizes)]
+        return torch.stack(sums).double()
 
 
 def ratio(change: float, size: float) -> float:

@@ -114,7 +114,7 @@ class Judge:
             differences = [found if v is Verdict.MEASURE else None for v, found in zip(verdicts, first, strict=True)]
         elif Verdict.MEASURE in verdicts:
             rows = [
-                self._sums(probe, call, unit) if verdict is Verdict.MEASURE else probe.new_zeros(2, dtype=torch.float32)
+                self._sums(probe, call, unit) if verdict is Verdict.MEASURE else probe.new_zeros(2, dtype=torch.float64)
                 for unit, verdict in zip(call.units, verdicts, strict=True)
             ]
             sums = agreement.add(Departure(rows[0][None] if len(rows) == 1 else torch.stack(rows)).wait()).tolist()
