@@ -1,0 +1,1 @@
+"""Strategies that divide steps: some are computed whole, of others only a part."""

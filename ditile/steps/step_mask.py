@@ -1,0 +1,183 @@
+"""Step masks: which steps of a generation compute (1), and which may reuse an earlier one (0). Pure.
+
+Early steps shape the picture and an error there is carried on, so masks are dense at the start and thin out (LeMiCa,
+arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit published for 28 steps. For any
+other count the times of their computed steps are interpolated over normalised time: more steps put more computed ones
+between the old ones, so that holes keep their length in steps, and fewer steps shorten the holes with the run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+
+from ditile.errors import ModelError
+
+REFERENCE = 28
+"""The number of steps that the presets were published for."""
+
+PRESETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
+    "medium": ((6, 2, 2, 2, 2, 1), (1, 3, 3, 3, 3)),
+    "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
+    "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
+}
+"""Compute bins and cache bins of each preset, from the one that computes most to the one that computes least."""
+
+
+def steps_mask(
+    compute_bins: Sequence[int] | None = None,
+    cache_bins: Sequence[int] | None = None,
+    total_steps: int | None = None,
+    mask_policy: str | None = None,
+) -> list[int]:
+    """The mask of some bins, or of a preset.
+
+    Args:
+        compute_bins: lengths, in steps, of the runs that compute.
+        cache_bins: lengths of the runs between them, which may be cached; as many, or one fewer.
+        total_steps: the length of the mask; the sum of the bins by default, and what a preset needs.
+        mask_policy: a preset: slow, medium, fast or ultra.
+
+    Returns:
+        A 1 for each step that computes, a 0 for each that may be cached. The last step always computes.
+
+    Raises:
+        ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
+            cover fewer steps than `total_steps`, or the preset is not known.
+    """
+    if total_steps is not None and not _is_count(total_steps):
+        raise ModelError(f"total_steps={total_steps!r} is not a whole number of at least 1; try total_steps=28")
+    bins = compute_bins is not None or cache_bins is not None
+    if bins == (mask_policy is not None):
+        raise ModelError(
+            f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {', '.join(PRESETS)}"
+        )
+    if mask_policy is not None:
+        if total_steps is None:
+            raise ModelError(f"mask_policy={mask_policy!r} fits any number of steps; say which, as in total_steps=28")
+        return list(preset(mask_policy, total_steps))
+    mask = _interleaved(_checked("compute_bins", compute_bins), _checked("cache_bins", cache_bins))
+    total = len(mask) if total_steps is None else total_steps
+    if total > len(mask):
+        raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")
+    return [*mask[: total - 1], 1]
+
+
+def preset(name: str, steps: int) -> tuple[int, ...]:
+    """The mask of a preset for any number of steps, at least 1.
+
+    With 28 steps it is the published one. With any other number n the first and the last step compute, the share of
+    computed steps is that of 28 steps to within three steps, and no hole is longer than the longest one times n / 28,
+    rounded up; a preset that is called faster computes no more steps than a slower one.
+
+    Raises:
+        ModelError: if the name is not known.
+    """
+    known(name)
+    bins = PRESETS[name]
+    reference = _interleaved(*bins)
+    times = [step for step, computes in enumerate(reference) if computes]
+    count = max(min(steps, 2), round(len(times) * steps / REFERENCE))
+    longest = math.ceil(max(bins[1]) * steps / REFERENCE)
+    chosen = set(_with_no_hole_over(longest, _stretched(times, count, steps)))
+    return tuple(int(step in chosen) for step in range(steps))
+
+
+def known(name: str) -> str:
+    """The name of a preset, as it is. Raises `ModelError`, with the nearest, if there is none of that name."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"try one of {', '.join(PRESETS)}"
+        raise ModelError(f"the step mask {name!r} is not known; {hint}")
+    return name
+
+
+def resolve(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
+    """The mask of a generation: a preset for its number of steps, or the mask that was given, cut to it.
+
+    Args:
+        mask: as `DBCacheConfig.steps_computation_mask`; None is no mask.
+        steps: transformer steps of the generation, None if they are not known before it ends.
+
+    Raises:
+        ModelError: if a preset is wanted and the number of steps is not known, or the mask is shorter than it.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        if steps is None:
+            raise ModelError(f"steps_computation_mask={mask!r} needs a number of steps; set num_inference_steps")
+        return preset(mask, steps)
+    if steps is not None and len(mask) < steps:
+        raise ModelError(
+            f"steps_computation_mask has {len(mask)} steps and the generation {steps}; make it with "
+            f"steps_mask(total_steps={steps}, ..), or name a preset: {', '.join(PRESETS)}"
+        )
+    return tuple(mask[:steps])
+
+
+def read(text: str) -> str | tuple[int, ...]:
+    """A mask as it is written on a command line: a preset, or bins as in `6,1,1,1,1/1,2,5,5,5`.
+
+    Raises:
+        ModelError: if it is neither.
+    """
+    compute, slash, cache = text.partition("/")
+    if not slash:
+        return known(text)
+    try:
+        runs, holes = ([int(part) for part in side.split(",")] for side in (compute, cache))
+    except ValueError:
+        raise ModelError(f"{text!r} are no bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
+    return tuple(steps_mask(runs, holes))
+
+
+def _interleaved(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
+    """Bins in turn, computed ones first."""
+    if len(compute) - len(cache) not in (0, 1):
+        raise ModelError(
+            f"{len(compute)} compute_bins and {len(cache)} cache_bins do not interleave; give as many of both, or one "
+            "more of compute_bins"
+        )
+    mask: list[int] = []
+    for k, run in enumerate(compute):
+        mask += [1] * run + [0] * sum(cache[k : k + 1])
+    return mask
+
+
+def _stretched(times: Sequence[int], count: int, steps: int) -> list[int]:
+    """`count` different steps of `steps`, at the times of the reference, interpolated; the first and the last too."""
+    chosen: list[int] = []
+    for k in range(count):
+        at = k * (len(times) - 1) / max(count - 1, 1)
+        low = min(int(at), len(times) - 2)
+        time = times[low] + (at - low) * (times[low + 1] - times[low])
+        step = round(time * (steps - 1) / (REFERENCE - 1))
+        least = chosen[-1] + 1 if chosen else 0
+        chosen.append(min(max(step, least), steps - count + k))
+    return chosen
+
+
+def _with_no_hole_over(longest: int, chosen: Sequence[int]) -> list[int]:
+    """The steps, and as few more between them as keep every hole to `longest` steps."""
+    kept = [chosen[0]]
+    for step in chosen[1:]:
+        start, gap = kept[-1], step - kept[-1]
+        more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
+        kept += [start + round(gap * k / (more + 1)) for k in range(1, more + 1)]
+        kept.append(step)
+    return kept
+
+
+def _checked(name: str, bins: Sequence[int] | None) -> Sequence[int]:
+    if bins is None:
+        raise ModelError(f"{name} is missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
+    if isinstance(bins, str) or not bins or not all(map(_is_count, bins)):
+        raise ModelError(f"{name}={bins!r} are no lengths in steps; give whole numbers of at least 1")
+    return bins
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
