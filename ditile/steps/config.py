@@ -279,16 +279,28 @@ class DMDCalibratorConfig(Calibration):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParamsModifier:
+class ParamsModifier(Fields):
     """What is different for one list of blocks. How it meets the pipeline's own configs is said at `merged`.
 
     Attributes:
         cache_config: the fields that were given to it win.
         calibrator_config: the same; one of another kind takes the place of the pipeline's.
+
+    Raises:
+        ModelError: if a field is not known, or no config.
     """
 
     cache_config: DBCacheConfig | None = None
     calibrator_config: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("cache_config", DBCacheConfig, "DBCacheConfig"),
+            ("calibrator_config", Calibration, "TaylorSeerCalibratorConfig"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ModelError(f"{name}={value!r} is no config; give a {example}(..)")
 
     def over(
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
@@ -326,6 +338,7 @@ def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
 def _mask(mask: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
         raise ModelError(
-            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or a preset"
+            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name a "
+            "preset"
         )
     return tuple(map(int, mask))

@@ -128,10 +128,10 @@ def read(text: str) -> str | tuple[int, ...]:
     if not slash:
         return known(text)
     try:
-        bins = [[int(part) for part in side.split(",")] for side in (compute, cache)]
+        runs, holes = ([int(part) for part in side.split(",")] for side in (compute, cache))
     except ValueError:
         raise ModelError(f"{text!r} are no bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
-    return tuple(steps_mask(*bins))
+    return tuple(steps_mask(runs, holes))
 
 
 def _interleaved(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
