@@ -158,7 +158,8 @@ class StageAgreement:
     def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
         """Keys of an earlier step stand for this one, in every attention of these blocks."""
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
-        self._current().memory.stand_in(moment.branch, names, moment.step, moment.patches)
+        patches = [None] if self._mesh["distrifusion"].size > 1 else moment.patches  # one image, kept by rank
+        self._current().memory.stand_in(moment.branch, names, moment.step, patches)
 
     def close(self, *, clean: bool) -> None:
         """The call is over."""

@@ -135,8 +135,11 @@ class Memory:
             self._stores[key] = KeyStore(length, segments, branch, self._drift)
         return self._stores[key]
 
-    def stand_in(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int]) -> None:
-        """The layers whose names begin so were left out in a step: what they keep of these patches stands for it."""
+    def stand_in(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
+        """The layers whose names begin so were left out in a step: what they keep of these patches stands for it.
+
+        None is all patches.
+        """
         for (of, layer), store in self._stores.items():
             if of == branch and layer.startswith(tuple(layers)):
                 for patch in patches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,23 @@ from torch import Tensor
 from tests.approx.attention import Attention, ImageAttention, Joint, JointAttention, Place
 
 
+Run = Callable[[Any, Any, Tensor], tuple[Any, Tensor]]
+"""Runs one block: (block, text tokens, image tokens) -> both."""
+
+
+def run_all(blocks: Sequence[Any], run: Run, words: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+    """The chain of blocks."""
+    for block in blocks:
+        words, tokens = run(block, words, tokens)
+    return words, tokens
+
+
 class Family:
-    """A transformer run by hand on one patch. `predict` returns its part of the prediction, guidance included."""
+    """A transformer run by hand on one patch. `predict` returns its part of the prediction, guidance included.
+
+    Attributes:
+        chain: runs its blocks; a cache by hand takes its place.
+    """
 
     joint: Joint = "none"
     dim = 2
@@ -20,7 +35,7 @@ class Family:
 
     def __init__(self, pipe: Any, call: dict[str, Any]) -> None:
         self.pipe, self.call, self.transformer = pipe, call, pipe.transformer
-        self.text = 0
+        self.text, self.chain = 0, run_all
         side = pipe.vae_scale_factor * 2
         self.rows, self.columns = call["height"] // side, call["width"] // side
 
@@ -59,10 +74,13 @@ class PixArt(Family):
         batch = tokens.shape[0]
         nothing = {"resolution": None, "aspect_ratio": None}
         modulation, time = model.adaln_single(t.expand(batch), nothing, batch_size=batch, hidden_dtype=tokens.dtype)
-        for block in model.transformer_blocks:
-            tokens = block(
+
+        def run(block: Any, words: None, tokens: Tensor) -> tuple[None, Tensor]:
+            return None, block(
                 tokens, encoder_hidden_states=self.words, encoder_attention_mask=self.bias, timestep=modulation
             )
+
+        _, tokens = self.chain(model.transformer_blocks, run, None, tokens)
         shift, scale = (model.scale_shift_table[None] + time[:, None]).chunk(2, 1)
         out = self.unpatch(model.proj_out(model.norm_out(tokens) * (1 + scale) + shift), model.out_channels)
         return self.guide(*out[:, : latents.shape[1]].chunk(2))
@@ -90,8 +108,11 @@ class SD3(Family):
         tokens = model.pos_embed(torch.cat([latents, latents]))[:, place.span]
         time = model.time_text_embed(t.expand(tokens.shape[0]), self.pooled)
         words = self.words[:, : place.text_here]
-        for block in model.transformer_blocks:
-            words, tokens = block(hidden_states=tokens, encoder_hidden_states=words, temb=time)
+
+        def run(block: Any, words: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return block(hidden_states=tokens, encoder_hidden_states=words, temb=time)
+
+        words, tokens = self.chain(model.transformer_blocks, run, words, tokens)
         return self.guide(*self.unpatch(model.proj_out(model.norm_out(tokens, time)), model.out_channels).chunk(2))
 
 
@@ -133,10 +154,12 @@ class Flux(Family):
         else:
             embedded = model.time_text_embed(time, pooled)
         angles = tuple(torch.cat([table[: place.text_here], table[self.text :][place.span]]) for table in self.angles)
-        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-            words, tokens = block(
-                hidden_states=tokens, encoder_hidden_states=words, temb=embedded, image_rotary_emb=angles
-            )
+
+        def run(block: Any, words: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return block(hidden_states=tokens, encoder_hidden_states=words, temb=embedded, image_rotary_emb=angles)
+
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        words, tokens = self.chain(blocks, run, words, tokens)
         return model.proj_out(model.norm_out(tokens, embedded))
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tests.approx.attention import Attention, Keys, Place
 from tests.approx.families import FAMILIES, Family
+from tests.approx.hand_cache import HandCache
 from tests.approx.solvers import SOLVERS
 
 Method = Literal["pipefusion", "distrifusion"]
@@ -53,8 +54,9 @@ def cut(rows: int, patches: int, text_rows: Fraction) -> list[int]:
 
 @torch.no_grad()
 def simulate(
-    method: Method, family: str, pipe: Any, call: dict[str, Any], patches: int, warmup: int, keys: Keys = "stale"
-) -> Tensor:
+    method: Method, family: str, pipe: Any, call: dict[str, Any], patches: int, warmup: int, keys: Keys = "stale",
+    cache: HandCache | None = None,
+) -> Tensor:  # fmt: skip
     """The latents that `pipe(**call)` should end with; `call` has the first ones."""
     model, apart = FAMILIES[family](pipe, call), method == "distrifusion"
     rows = cut(model.rows, patches, Fraction(0 if apart else model.text, model.columns))
@@ -66,21 +68,38 @@ def simulate(
     scheduler.set_timesteps(**sigmas)
     solver = SOLVERS[type(scheduler)](scheduler)
     sizes = [size * model.unit for size in rows]
+    if cache is not None:
+        cache.place, cache.steps, model.chain = place, steps, cache.run
     x = list(call["latents"].split(sizes, model.dim))
     with hand_attention(model, place) as layers:
         for step, t in enumerate(scheduler.timesteps):
+            if cache is not None:
+                cache.step = step
             if step < warmup:
                 place.patch = None
                 whole = model.predict(x, t, place).split(sizes, model.dim)
                 x = [solver.step(p, step, whole[p], x[p]) for p in range(patches)]
             else:
                 seen = list(x) if apart else x  # at the same time: nobody sees what another has made of this step
+                if apart and cache is not None:
+                    look(cache, model, seen, t, place)
                 for p in range(patches):
                     place.patch = p
                     x[p] = solver.step(p, step, model.predict(seen, t, place), x[p])
             for layer in layers:
                 layer.end_step()
     return torch.cat(x, model.dim)
+
+
+def look(cache: HandCache, model: Family, x: list[Tensor], t: Tensor, place: Place) -> None:
+    """All patches' probes, before any patch is made: DistriFusion decides on the image."""
+    cache.looking = True
+    for p in range(len(x)):
+        place.patch = p
+        model.predict(x, t, place)
+    cache.looking = False
+    branches = sorted({branch for branch, _ in cache.probes})
+    cache.decided = {branch: cache.decide(branch, list(range(len(x)))) for branch in branches}
 
 
 @contextlib.contextmanager
