@@ -170,9 +170,7 @@ def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: st
     return mine
 
 
-def line(
-    names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None
-) -> dist.ProcessGroup | None:
+def line(names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> dist.ProcessGroup | None:
     """A new group of the ranks along some axes; None where this rank is alone on them. All ranks must call it."""
     if all(getattr(plan, name) == 1 for name in names):
         return None

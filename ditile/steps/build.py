@@ -43,7 +43,9 @@ def cached_transformer(
     if not lists or not any(len(found.blocks) for found in lists):
         raise ModelError(f"{type(transformer).__name__} has no blocks that could be left out")
     if len(modifiers) not in (0, 1, len(lists)):
-        raise ModelError(f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each")
+        raise ModelError(
+            f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each"
+        )
     slots: list[Slot] = []
     of_list: list[list[Slot]] = []
     for found in lists:

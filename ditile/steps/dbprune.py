@@ -60,7 +60,9 @@ class DBPrune:
 
     def own(self, owned: Collection[nn.Module] | None) -> None:
         """This rank runs these blocks of the chain alone; None for all."""
-        self._mine = {k: found for k, found in self._all.items() if owned is None or found.segment.slots[0].block in owned}
+        self._mine = {
+            k: found for k, found in self._all.items() if owned is None or found.segment.slots[0].block in owned
+        }
 
     def begin(self, call: Call, agreement: Agreement) -> None:
         """The model is called."""

@@ -46,4 +46,3 @@ def ratio(change: float, size: float) -> float:
     if size > 0:
         return change / size
     return 0.0 if change == 0 else float("inf")
-

@@ -109,4 +109,3 @@ class Residuals:
 
     def _key(self, stream: str, call: Call, patch: int, unit: Unit) -> tuple[object, ...]:
         return (stream, *call.keys(patch, unit))
-

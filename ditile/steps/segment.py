@@ -93,7 +93,9 @@ class Segment:
         index = self._index.to(state.image.device)
         cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), TABLES)
         ran = slot.unpack(slot.forward(**cut))
-        out = State(_put(state.image, ran.image, index), None if ran.text is None else _put(state.text, ran.text, index))
+        out = State(
+            _put(state.image, ran.image, index), None if ran.text is None else _put(state.text, ran.text, index)
+        )
         if slot is self._last:
             start = self._start
             assert start is not None

@@ -49,7 +49,11 @@ CASES = [
     Case("flux true cfg", "pipefusion=2 patches=3 warmup=99 cfg=2"),
     Case("flux", "ulysses=3 uaa=true", calibrator=TAYLOR),
     Case("flux", "tensor=2"),
-    Case("flux", "pipefusion=3 patches=2 warmup=99", DBCacheConfig(Fn_compute_blocks=2, Bn_compute_blocks=1, max_warmup_steps=2)),
+    Case(
+        "flux",
+        "pipefusion=3 patches=2 warmup=99",
+        DBCacheConfig(Fn_compute_blocks=2, Bn_compute_blocks=1, max_warmup_steps=2),
+    ),
     Case("sd3.5 medium", "ulysses=2 cfg=2", changes=TWO),
     Case("sd3", "distrifusion=2 warmup=99"),
     Case("sd3.5 medium", "pipefusion=2 patches=1 ulysses=2", PRUNE),
