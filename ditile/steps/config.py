@@ -338,7 +338,7 @@ def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
 def _mask(mask: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
         raise ModelError(
-            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name a "
-            "preset"
+            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
+            "a preset"
         )
     return tuple(map(int, mask))
