@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
-from ditile import env, xdit_flags
+from ditile import cache_options, env, xdit_flags
+from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError, PlanError, RankError
-from ditile.flags import add_arguments, collect, flag, normalise
+from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
 from ditile.options import Generate, Proof, Run, check_image
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from ditile.generate import Outcome
 
-KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run), "verify": (Plan, Proof)}
+KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof)}
 """The dataclasses whose fields are the flags of a command."""
 
 
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    titles: dict[type, str] = {Generate: "picture", Plan: "plan", Run: "run", Proof: "proof"}
+    titles: dict[type, str] = {Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof"}
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
         (
@@ -75,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
         for kind in KINDS[name]:
             add_arguments(command, kind, title=titles[kind])
         xdit_flags.add_arguments(command)
+        if Cache in KINDS[name]:
+            cache_options.add_arguments(command)
     models = commands.add_parser(
         "models", help="list what can run", description="List families, methods and bundled models.", allow_abbrev=False
     )
@@ -95,16 +98,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _flags(command: str) -> list[str]:
     kinds = KINDS.get(command, ())
-    return ["--help", *(flag(field.name) for kind in kinds for field in dataclasses.fields(kind)), *xdit_flags.names()]
+    known = cache_options.names() if Cache in kinds else []
+    return ["--help", *(name for kind in kinds for name in names(kind)), *xdit_flags.names(), *known]
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    return Plan(**xdit_flags.merged(arguments, collect(Plan, arguments)))
+def _plan(arguments: argparse.Namespace, cache: Cache | None = None) -> Plan:
+    own = xdit_flags.merged(arguments, _collect(Plan, arguments))
+    return Plan(**(own if cache is None else cache.plan_values(own)))
+
+
+def _collect(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given flags of a set of options, and the aliases for them."""
+    return cache_options.with_aliases(arguments, kind, collect(kind, arguments))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    plan = _plan(arguments)
-    wanted, run = Generate(**collect(Generate, arguments)), Run(**collect(Run, arguments))
+    cache = Cache(**collect(Cache, arguments))
+    plan = _plan(arguments, cache)
+    wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
     find(wanted.model)
     if wanted.image is not None:
         check_image(wanted.image)

@@ -46,12 +46,13 @@ def option(
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
     positional: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
-    A bool that is False is a switch; one that is None has a `--no-` form too.
+    A bool that is False is a switch; one that is None has a `--no-` form too. Aliases are flags as they are written.
     """
-    metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional}
+    metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
     group = parser.add_argument_group(title)
     for field, read in readers(cls):
         doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
+        flags = (flag(field.name), *field.metadata["aliases"])
         if field.metadata["positional"]:
             group.add_argument(
                 field.name, type=read, help=doc, metavar=metavar or field.name.upper(), nargs="?",
@@ -92,10 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
             )  # fmt: skip
         elif read is BOOLEAN:
             action = "store_true" if field.default is False else argparse.BooleanOptionalAction
-            group.add_argument(flag(field.name), action=action, help=doc, default=argparse.SUPPRESS)
+            group.add_argument(*flags, action=action, help=doc, default=argparse.SUPPRESS)
         else:
             group.add_argument(
-                flag(field.name), type=read, choices=choices, default=argparse.SUPPRESS,
+                *flags, type=read, choices=choices, default=argparse.SUPPRESS,
                 help=doc + ("" if field.default is None else f" (default {field.default})"),
                 metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
             )  # fmt: skip
@@ -104,6 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of `cls` as keyword arguments."""
     return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
+
+
+def names(cls: type) -> list[str]:
+    """The flags of `cls`, aliases included."""
+    fields = dataclasses.fields(cls)
+    return [one for field in fields for one in (flag(field.name), *field.metadata["aliases"])]
 
 
 def flag(name: str) -> str:

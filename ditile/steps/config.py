@@ -43,13 +43,13 @@ class DBCacheConfig(Fields):
         warmup_interval: of these every how-manieth computes.
         max_cached_steps: cached steps of a generation at most; -1 is no limit.
         max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
-        max_accumulated_residual_diff_threshold: a step computes where the differences of the steps so far add up to
-            this; None is no budget.
+        max_accumulated_residual_diff_threshold: a step computes where its difference and those of the steps that were
+            cached so far add up to this; None is no budget.
         accumulated_resets: the sum begins anew at a computed step (as in TeaCache, arXiv 2411.19108); else it is spent
             once per generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
             number of steps: slow, medium, fast, ultra. A warmup longer than its first ones ends with them. None is no
-            mask. A mask longer than the generation is cut.
+            mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
         steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
             always (static). A step without anything stored computes.
         enable_separate_cfg: accepted; whether branches of guidance are calls of their own is seen from the calls.
@@ -338,7 +338,7 @@ def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
 def _mask(mask: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
         raise ModelError(
-            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name a "
-            "preset"
+            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
+            "a preset"
         )
     return tuple(map(int, mask))

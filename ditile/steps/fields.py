@@ -56,9 +56,10 @@ class Fields:
 def merged(base: C | None, modifier: C | None) -> C | None:
     """The config of one list of blocks: that of the pipeline, with what its modifier says.
 
-    A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default. All
-    others are the base's. The result is of the narrower of the two kinds, such as `DBPruneConfig`; where neither is a
-    kind of the other (two different calibrators) the modifier is the result. None gives way to the other.
+    A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
+    (`dataclasses.replace` gives all of them). All others are the base's. The result is of the narrower of the two
+    kinds, such as `DBPruneConfig`; where neither is a kind of the other (two different calibrators) the modifier is the
+    result. None gives way to the other.
     """
     if base is None or modifier is None:
         return modifier if base is None else base

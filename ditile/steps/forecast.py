@@ -104,7 +104,7 @@ class Reuse:
 
 
 class TaylorSeer:
-    """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923, equation 4).
+    """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923).
 
     With k + 1 steps computed so far the degree is min(k, order): a line as soon as there are two. It is exact on
     polynomials of that degree, whatever the gaps. A forecast is one pass over memory for each degree.
