@@ -90,8 +90,8 @@ class Groups:
         """Makes them; all ranks must call it."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
         lines = (("cfg", *within), within, ("pipefusion",))
-        on_cpu = [line(names, plan, mesh.rank, backend="gloo") for names in lines]
-        return cls(*on_cpu, line(("pipefusion",), plan, mesh.rank))
+        rows, calls, stages = (line(names, plan, mesh.rank, backend="gloo") for names in lines)
+        return cls(rows, calls, stages, line(("pipefusion",), plan, mesh.rank))
 
 
 class StageAgreement:

@@ -46,7 +46,6 @@ from ditile.weights.cuts import Cuts
 from ditile.weights.tensor import Sharded, shard, table_of
 from ditile.weights.text import After, Encoders
 
-
 MODELS = ("transformer", "transformer_2", "unet")
 """What a pipeline may call in its loop."""
 

@@ -66,7 +66,7 @@ class BlockList(NamedTuple):
     """
 
     name: str
-    blocks: Sequence[nn.Module]
+    blocks: nn.ModuleList | Sequence[nn.Module]
     flow: Flow
 
 

@@ -24,8 +24,8 @@ from ditile.steps.step_mask import resolve
 
 
 def cached_transformer(
-    transformer: torch.nn.Module, lists: Sequence[BlockList], config: DBCacheConfig, calibrator: Calibration | None = None,
-    modifiers: Sequence[ParamsModifier] = (),
+    transformer: torch.nn.Module, lists: Sequence[BlockList], config: DBCacheConfig,
+    calibrator: Calibration | None = None, modifiers: Sequence[ParamsModifier] = (),
 ) -> Cached:  # fmt: skip
     """A transformer with slots around the blocks of some lists, not installed yet.
 

@@ -240,5 +240,5 @@ def cached(transformer: nn.Module) -> Cached | None:
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
-    found = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    found: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
     return int(found.shape[0]) if isinstance(found, Tensor) else len(found)

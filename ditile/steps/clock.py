@@ -16,7 +16,6 @@ from ditile.errors import StateError
 from ditile.overrides import override
 from ditile.seams import Moment
 
-
 MANY = 32  # calls of a model in one step that no guidance needs
 
 
@@ -88,8 +87,8 @@ class SchedulerClock:
         branch = self._calls.get(model, 0)
         if branch >= MANY:
             raise StateError(
-                f"{type(model).__name__} was called {branch} times and the scheduler of the pipeline that it was cached "
-                "with was not stepped; call enable_cache on the pipeline that runs"
+                f"a cached model was called {branch} times, and the scheduler of the {type(self._pipe).__name__} that "
+                "it was cached with was not stepped; call enable_cache on the pipeline that runs"
             )
         return Moment(self._step, branch, images=self._images)
 

@@ -20,10 +20,10 @@ from ditile.steps.rules import Record, Rules, Verdict
 
 
 class Unit(NamedTuple):
-    """The `index`-th of `count` groups of rows of a call that are decided on together."""
+    """The `place`-th of `among` groups of rows of a call that are decided on together."""
 
-    index: int
-    count: int
+    place: int
+    among: int
     rows: slice
 
 
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     def keys(self, patch: int, unit: Unit) -> tuple[int, int, int, int, int]:
         """Names what is remembered of a unit's patch."""
-        return (self.moment.branch, self.rows, patch, unit.index, unit.count)
+        return (self.moment.branch, self.rows, patch, unit.place, unit.among)
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Judge:
             sums = agreement.add(Departure(rows[0][None] if len(rows) == 1 else torch.stack(rows)).wait()).tolist()
             measured = zip(verdicts, sums, strict=True)
             differences = [ratio(*sums) if verdict is Verdict.MEASURE else None for verdict, sums in measured]
-        limits = thresholds or [None] * len(verdicts)
+        limits: Sequence[float | None] = thresholds or [None] * len(verdicts)
         skips = [
             verdict is Verdict.SKIP
             or (found is not None and all(self.rules.skips(found, cell.record, limit) for cell in cells))
@@ -141,7 +141,7 @@ class Judge:
         for patch, tokens in call.cut(probe):
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
-                    kept = tokens[unit.rows].clone() if unit.count > 1 else tokens
+                    kept = tokens[unit.rows].clone() if unit.among > 1 else tokens
                     self._cell(call, patch, unit).probe = kept if self._dtype is None else kept.to(self._dtype)
 
     def last_differences(self, call: Call) -> list[float | None]:
@@ -182,7 +182,7 @@ class Judge:
     def _cell(self, call: Call, patch: int, unit: Unit) -> Cell:
         key = call.keys(patch, unit)
         if key not in self._cells:
-            whole = self._cells.pop(call.keys(patch, WHOLE), None) if unit.count > 1 else None
+            whole = self._cells.pop(call.keys(patch, WHOLE), None) if unit.among > 1 else None
             for each in call.units:
                 made = self._cells[call.keys(patch, each)] = Cell()
                 if whole is not None and whole.probe is not None:  # the first step was computed as one unit

@@ -55,7 +55,7 @@ class Residuals:
         for patch, tokens in self._cut(stream, call, added):
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
-                    value = tokens[unit.rows].clone() if unit.count > 1 else tokens
+                    value = tokens[unit.rows].clone() if unit.among > 1 else tokens
                     self._of(stream, call, patch, unit).add(call.step, value)
 
     def behind(self, stream: str, call: Call, start: Tensor | None, unit: Unit | None = None) -> Tensor:
@@ -67,7 +67,7 @@ class Residuals:
             start: the tokens in front of the blocks, of all rows.
             unit: whose rows are wanted.
         """
-        if unit is None and call.units[0].count > 1:
+        if unit is None and call.units[0].among > 1:
             rows = [self.behind(stream, call, start, each) for each in call.units]
             whole = rows[0].new_empty((call.rows, *rows[0].shape[1:]))
             for each, part in zip(call.units, rows, strict=True):
@@ -100,7 +100,7 @@ class Residuals:
     def _of(self, stream: str, call: Call, patch: int, unit: Unit) -> Forecast:
         key = self._key(stream, call, patch, unit)
         if key not in self._kept:
-            whole = self._kept.pop(self._key(stream, call, patch, WHOLE), None) if unit.count > 1 else None
+            whole = self._kept.pop(self._key(stream, call, patch, WHOLE), None) if unit.among > 1 else None
             for each in call.units:
                 made = self._kept[self._key(stream, call, patch, each)] = self._make(stream)
                 if whole is not None:  # the number of images is known after the first step, which was one unit

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.approx.attention import Attention, ImageAttention, Joint, JointAttention, Place
 
-
 Run = Callable[[Any, Any, Tensor], tuple[Any, Tensor]]
 """Runs one block: (block, text tokens, image tokens) -> both."""
 

@@ -1,4 +1,4 @@
-"""DBCache by hand for the simulation: the first blocks say whether the rest is computed, or what it added is added again.
+"""DBCache by hand for the simulation: the first blocks say whether the rest runs, or what it added is added again.
 
 PipeFusion decides on each patch by itself; DistriFusion, whose patches are made at the same time, on the image. In the
 synchronous steps the image is decided on as one, except that the last of them is computed: its keys are read next.

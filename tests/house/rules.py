@@ -10,7 +10,7 @@ from functools import cached_property
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 AXES = {"attend", "tokens", "blocks", "batch", "weights", "steps", "decode", "models"}
-JOINED = {"compose", "cost", "planner"}
+JOINED = {"compose", "caching", "cost", "planner"}
 CALLED = {"runner", "launch", "callbacks", "table", "supervise", "load", "portion", "options", "cache_options"}
 TOP = {"cli", "bench", "generate", "matrix", "prompts", "summary", "dry_run", "server", "__main__", "__init__"}
 BROAD = {"Exception", "BaseException"}
