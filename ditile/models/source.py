@@ -94,14 +94,13 @@ def returns_of(block: nn.Module) -> list[tuple[str, ...]]:
 def calls_of(transformer: nn.Module) -> dict[str, Call]:
     """List -> how the transformer calls its blocks, in the order of its source; empty if that cannot be read."""
     found: dict[str, Call] = {}
-    for cls in type(transformer).__mro__:
-        if cls is nn.Module:
-            break
-        for function in _functions(cls):
-            if function.name != "__init__":
-                for name, call in _loops(function):
-                    if name not in found or not found[name].results:
-                        found[name] = call
+    overridden = {"__init__"}
+    for cls in type(transformer).__mro__[: type(transformer).__mro__.index(nn.Module)]:
+        functions = [function for function in _functions(cls) if function.name not in overridden]
+        overridden |= {function.name for function in functions}
+        for name, call in (each for function in functions for each in _loops(function)):
+            if name not in found or not found[name].results:
+                found[name] = call
     return found
 
 
