@@ -207,9 +207,17 @@ class Untold(User):
     """Nobody says."""
 
     def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        for layer in self.layers:
-            out = layer(hidden_states, text)
-            text, hidden_states = out
+        for index in range(2):
+            text, hidden_states = self.layers[index](hidden_states, text)
+        return hidden_states
+
+
+class Outside(User):
+    """Its blocks return what is added to the tokens, not the tokens."""
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for layer in self.single:
+            hidden_states = hidden_states + layer(hidden_states)
         return hidden_states
 
 
@@ -247,6 +255,8 @@ def test_the_caller_says_what_the_block_leaves_open() -> None:
 def test_what_cannot_be_told_is_asked_for() -> None:
     with pytest.raises(ModelError, match=r"Untold.layers: the source of Vague does not say .*forward_pattern="):
         block_lists(Untold(Vague))
+    with pytest.raises(ModelError, match="no ModuleList that its forward runs its tokens through"):
+        block_lists(Outside())
     with pytest.raises(ModelError, match="in turns"):
         block_lists(Turns())
     with pytest.raises(ModelError, match="Linear has no ModuleList"):
