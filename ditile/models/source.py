@@ -96,8 +96,9 @@ def calls_of(transformer: nn.Module) -> dict[str, Call]:
     """List -> how the transformer calls its blocks, in the order of its source; empty if that cannot be read."""
     found: dict[str, Call] = {}
     overridden = {"__init__"}
+    lists = {name for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
     for cls in type(transformer).__mro__[: type(transformer).__mro__.index(nn.Module)]:
-        functions = [function for function in _methods(cls) if function.name not in overridden]
+        functions = [function for function in _methods(cls, lists) if function.name not in overridden]
         overridden |= {function.name for function in functions}
         for name, call in (each for function in functions for each in _loops(function)):
             if name not in found or not found[name].results:
@@ -144,12 +145,12 @@ def _names(value: ast.expr) -> tuple[str, ...]:
     return ("*",)
 
 
-def _methods(cls: type) -> Iterator[ast.FunctionDef]:
-    """The methods in which a class can loop over its lists; none if there is no source."""
+def _methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
+    """The methods of a class that name one of its lists; none if there is no source."""
     for member in vars(cls).values():
-        function = inspect.unwrap(member) if inspect.isfunction(member) else None
-        if function is not None and (parsed := _parsed(function)) is not None:
-            yield parsed
+        function: Any = inspect.unwrap(member) if inspect.isfunction(member) else None
+        if function is not None and lists & set(function.__code__.co_names):
+            yield from filter(None, [_parsed(function)])
 
 
 def _parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
