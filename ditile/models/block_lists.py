@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import diffusers
 from torch import nn
@@ -29,14 +29,36 @@ def block_lists(transformer: nn.Module) -> list[BlockList]:
     Raises:
         ModelError: if its blocks may not be left out, no list is found, or it cannot be told how blocks pass tokens on.
     """
+    return known_lists(transformer) or discovered(transformer)
+
+
+def known_lists(transformer: nn.Module) -> list[BlockList]:
+    """The lists that a `ModelSpec` or the table has of a transformer; empty if neither knows it.
+
+    Raises:
+        ModelError: if its blocks may not be left out.
+    """
     model = inner(transformer)
-    row = row_of(type(model))
     for cls in type(model).__mro__:
         if cls in specs():
             return _of_spec(model, specs()[cls])
-    if row is not None:
-        return _of_row(model, row)
-    return discovered(model)
+    row = row_of(type(model))
+    return _of_row(model, row) if row is not None else []
+
+
+def flow_in_list(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
+    """How blocks of a list pass tokens on, as table or source have it; None if they differ, or it cannot be told."""
+    model = inner(transformer)
+    for each in known_lists(model):
+        if each.name == name:
+            return each.flow
+    return _read(blocks, calls_of(model).get(name))
+
+
+def _read(blocks: Iterable[nn.Module], call: Call | None) -> Flow | None:
+    """What the sources say of the blocks of a list."""
+    flows = {flow_of(block, call) for block in {type(inner(block)): block for block in blocks}.values()}
+    return flows.pop() if len(flows) == 1 else None
 
 
 def row_of_model(transformer: nn.Module) -> Row:
@@ -141,11 +163,9 @@ def _told(model: nn.Module, name: str, blocks: nn.ModuleList, call: Call | None)
             f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
             "run it without a cache"
         )
-    kinds = {type(inner(block)): block for block in blocks}
-    flows = {flow_of(block, call) for block in kinds.values()}
-    flow = flows.pop()
-    if flow is None or flows:
-        classes = ", ".join(sorted(cls.__name__ for cls in kinds))
+    flow = _read(blocks, call)
+    if flow is None:
+        classes = ", ".join(sorted({type(inner(block)).__name__ for block in blocks}))
         raise ModelError(
             f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return "
             "image and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern....)"
