@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ditile.lora import load_lora
     from ditile.models import ModelSpec, register
     from ditile.runner import Runner, parallelize
+    from ditile.weights.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "load",
     "load_lora",
     "parallelize",
+    "quantize",
     "register",
 ]
 
@@ -46,6 +48,7 @@ _LAZY = {
     "Runner": "ditile.runner",
     "load_lora": "ditile.lora",
     "parallelize": "ditile.runner",
+    "quantize": "ditile.weights.quantize",
     "register": "ditile.models",
 }
 

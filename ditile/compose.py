@@ -29,6 +29,7 @@ from ditile.layout import Split
 from ditile.memory import AgeChecks
 from ditile.mesh import Mesh
 from ditile.plan import Plan
+from ditile.quantized import quantized
 from ditile.seams import Exchange, Kernel, Keys, WholeStreams
 from ditile.seats import Core, OneSeat, Seats
 from ditile.shape import Weights
@@ -249,6 +250,11 @@ def compose(
     reason = seats.refuse(range(len(seats.chain)))
     if reason:
         raise ModelError(reason)
+    if plan.tensor > 1 and seats.loaded is None and (names := quantized(model)):
+        raise ModelError(
+            f"tensor={plan.tensor} cuts plain weights, and {names[0]} is quantized; quantize the pipeline after "
+            "parallelize, when each rank has its share"
+        )
     stages = stages_of(seats, plan)
     kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(

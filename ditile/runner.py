@@ -30,6 +30,7 @@ from ditile.legal import Facts
 from ditile.memory import AgeChecks
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
+from ditile.quantized import quantized
 from ditile.shape import Shape, filled_call
 from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
@@ -86,7 +87,7 @@ class Runner:
         self.trace = False
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._loras = self._lora_state()
+        self._loras, self._quantized = self._lora_state(), quantized(composition.model)
         self._restored = self._running = False
         held = sum(p.numel() for p in composition.model.parameters())
         everyone = gather_json([str(composition.device), held], self.mesh.everyone)
@@ -135,7 +136,7 @@ class Runner:
 
         Raises:
             StateError: if the weights of other stages or the text encoders were freed, or LoRAs were loaded, scaled
-                or fused since.
+                or fused since, or the model was quantized.
         """
         if self._restored:
             return
@@ -150,6 +151,11 @@ class Runner:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
+            )
+        if self.plan.divides_weights and quantized(self._parts.model) != self._quantized:
+            raise StateError(
+                "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
+                "quantize it before"
             )
         self._parts.sharded.undo()
         self._parts.seats.refill()

@@ -97,6 +97,11 @@ class Sharded:
         self._fused.clear()
 
 
+def is_sharded(transformer: nn.Module) -> bool:
+    """Whether a model holds a share of its weights."""
+    return _MARK in vars(transformer)
+
+
 def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
     """The tensor table of a model: its spec's, else diffusers' own.
 
@@ -132,7 +137,7 @@ def shard(
         PlanError: if the degree does not divide its heads or features; the message names those that do.
         StateError: if it is cut already.
     """
-    if _MARK in vars(transformer):
+    if is_sharded(transformer):
         raise StateError(
             f"this {type(transformer).__name__} holds a share of its weights already; undo that, or reload it"
         )

@@ -129,7 +129,7 @@ def test_every_rule_has_a_sample_that_breaks_it() -> None:
 def test_the_public_names_are_these_and_sorted() -> None:
     names = [
         "DitileError", "LoadError", "ModelError", "ModelSpec", "Plan", "PlanError", "RankError", "Runner", "StateError",
-        "__version__", "launch", "load", "load_lora", "parallelize", "register",
+        "__version__", "launch", "load", "load_lora", "parallelize", "quantize", "register",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:
