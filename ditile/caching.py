@@ -32,9 +32,11 @@ from ditile.steps.build import cached_transformer
 from ditile.steps.cached import Cached, Watch, cached
 from ditile.steps.clock import CallClock, SchedulerClock
 from ditile.steps.config import Calibration, DBCacheConfig, ParamsModifier
+from ditile.steps.config import strify as config_text
 from ditile.steps.parallelism import ParallelismConfig
 from ditile.steps.report import ContextReport, table
 from ditile.transport import gather_json
+from ditile.weights.quantize import quantize
 
 _ENABLED = "_enabled_by_ditile"
 """The attribute of a transformer whose closing takes back what `enable_cache` did."""
@@ -95,7 +97,8 @@ def enable_cache(
         for each in adapted:
             stack.callback(each.undo)
         if quantize_config is not None:
-            _quantize(transformers, quantize_config)
+            for transformer in transformers:
+                quantize(transformer, **quantize_config)
         if parallelism_config is not None:
             _divide(stack, pipe, parallelism_config, kernel)
         elif kernel is not None:
@@ -164,6 +167,23 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     if logging:
         Console().print(table(reports, details=details))
     return reports
+
+
+def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
+    """The settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+
+    Args:
+        what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
+        calibrator_config: beside a config.
+
+    Raises:
+        StateError: if there is no cache.
+    """
+    if isinstance(what, DBCacheConfig):
+        return config_text(what, calibrator_config)
+    if isinstance(what, list):
+        return ", ".join(dict.fromkeys(report.settings for report in what))
+    return ", ".join(dict.fromkeys(context.text for each in _caches(what) for context in each.contexts))
 
 
 def _pipe_of(target: Any) -> Any:

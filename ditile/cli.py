@@ -210,7 +210,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _report(outcome: Outcome, run: Run) -> None:
-    from ditile.summary import as_dict, as_table
+    from ditile.results import as_dict, as_table
 
     text = json.dumps(as_dict(outcome), indent=2)
     _console(stderr=run.json == "-").print(as_table(outcome))

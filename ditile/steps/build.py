@@ -47,20 +47,21 @@ def cached_transformer(
             f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each"
         )
     slots: list[Slot] = []
-    of_list: list[list[Slot]] = []
+    of_list: dict[str, list[Slot]] = {}
     for found in lists:
         start = len(slots)
-        of_list.append([Slot(start + k, block, found.flow) for k, block in enumerate(found.blocks)])
-        slots += of_list[-1]
-    if len(modifiers) < 2:
-        whole = modifiers[0].over(config, calibrator) if modifiers else (config, calibrator)
-        name = "+".join(found.name for found in lists)
-        return Cached(transformer, slots, [_context(name, slots, *whole)])
-    contexts = [
-        _context(found.name, own, *modifier.over(config, calibrator))
-        for found, own, modifier in zip(lists, of_list, modifiers, strict=True)
-    ]
-    return Cached(transformer, slots, contexts)
+        made = [Slot(start + k, block, found.flow) for k, block in enumerate(found.blocks)]
+        of_list[found.name] = of_list.get(found.name, []) + made
+        slots += made
+
+    def contexts(changed: DBCacheConfig) -> list[Context]:
+        if len(modifiers) < 2:
+            whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
+            return [_context("+".join(of_list), slots, *whole)]
+        pairs = zip(of_list.items(), modifiers, strict=True)
+        return [_context(name, own, *modifier.over(changed, calibrator)) for (name, own), modifier in pairs]
+
+    return Cached(transformer, slots, contexts, config)
 
 
 def _context(name: str, slots: Sequence[Slot], config: DBCacheConfig, calibrator: Calibration | None) -> Context:

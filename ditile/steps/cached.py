@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ditile.errors import StateError
 from ditile.seams import Agreement, Clock, Moment
+from ditile.steps.config import DBCacheConfig
 from ditile.steps.judge import Call, units_of
 from ditile.steps.rules import Record
 from ditile.steps.slots import Slot
@@ -48,7 +49,7 @@ class Watch(Clock, Protocol):
 
     def remove(self) -> None: ...
 
-    def refresh(self, steps: int) -> None: ...
+    def refresh(self, steps: int | None) -> None: ...
 
 
 class Context(NamedTuple):
@@ -120,15 +121,21 @@ class Cached:
     Args:
         transformer: whose blocks they are.
         slots: around all blocks of all contexts.
-        contexts: what is decided apart.
+        contexts: (settings) -> what is decided apart.
+        config: the settings.
 
     Attributes:
+        contexts: what is decided apart.
         traces: of the last generation, one for each context.
         kept_bytes: what was remembered when it ended.
     """
 
-    def __init__(self, transformer: nn.Module, slots: Sequence[Slot], contexts: Sequence[Context]) -> None:
-        self.transformer, self._slots, self.contexts = transformer, slots, contexts
+    def __init__(
+        self, transformer: nn.Module, slots: Sequence[Slot], contexts: Callable[[DBCacheConfig], list[Context]],
+        config: DBCacheConfig,
+    ) -> None:  # fmt: skip
+        self.transformer, self._slots, self._make, self._config = transformer, slots, contexts, config
+        self.contexts = contexts(config)
         self.traces: list[Trace] = []
         self.kept_bytes = 0
         self._clock: Clock | None = None
@@ -161,8 +168,10 @@ class Cached:
                 vars(self.transformer)["forward"] = self._before
         vars(self.transformer).pop(_CACHED, None)
 
-    def refresh(self, steps: int) -> None:
-        """A new picture of so many steps follows."""
+    def refresh(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
+        """A new picture follows: of so many steps if they are given, and with other settings if some are."""
+        self._config = (config or self._config).reset(**changes)
+        self.contexts = self._make(self._config)
         self._own_clock.refresh(steps)
 
     @contextmanager

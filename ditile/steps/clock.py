@@ -68,7 +68,7 @@ class SchedulerClock:
             self._live = False
             self._ended()
 
-    def refresh(self, steps: int) -> None:
+    def refresh(self, steps: int | None) -> None:
         """A new picture follows. Its steps are the scheduler's."""
         self.drop()
 
@@ -144,10 +144,10 @@ class CallClock:
         self._begun, self._ended, self._of_step = begun, ended, calls
         self._count, self._steps, self._live = 0, steps, False
 
-    def refresh(self, steps: int) -> None:
-        """A new picture of so many steps follows."""
+    def refresh(self, steps: int | None) -> None:
+        """A new picture follows, of so many steps; of as many as the last one if that is not said."""
         self.drop()
-        self._steps, self._count = steps, 0
+        self._steps, self._count = steps or self._steps, 0
 
     def install(self) -> None:
         """Nothing."""
