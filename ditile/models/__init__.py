@@ -18,6 +18,7 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.layout import Grid
+from ditile.models.dit_table import TABLE, class_of
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
@@ -45,7 +46,7 @@ UNKNOWN = ModelSpec(
 """The lowest rung: a call, of which nothing is known but that its tensors have rows."""
 
 
-_PLAIN = re.compile(r"(Video)?Transformer(2D|3D)?Model$")
+_PLAIN = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +106,25 @@ def families() -> list[Family]:
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
-    classes = [getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name]
+    classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
+    plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
+    lists = [name for name in sorted(TABLE) if not TABLE[name].refusal and class_of(name) not in (None, *_SPECS)]
     tables = [
-        Family(_PLAIN.sub("", cls.__name__), cls.__name__, (), "ulysses, ring", "diffusers has a _cp_plan of it")
-        for cls in classes
-        if getattr(cls, "_cp_plan", None) and cls not in _SPECS
+        Family(_PLAIN.sub("", name), name, (), *_rung(name, planned=name in plans))
+        for name in [*plans, *(name for name in lists if name not in plans)]
     ]
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
+
+
+def _rung(name: str, *, planned: bool) -> tuple[str, str]:
+    """The rung of a transformer without a `ModelSpec`, and why it is on it."""
+    row = TABLE.get(name)
+    caches = row is not None and not row.refusal
+    rungs = (("ulysses, ring",) if planned else ()) + (("caches",) if caches else ())
+    why = (("diffusers has a _cp_plan of it",) if planned else ()) + (("its blocks are listed",) if caches else ())
+    note = (row.note,) if row is not None and row.note else ()
+    return ", ".join(rungs), "; ".join((*why, *note))
 
 
 def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:

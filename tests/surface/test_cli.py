@@ -251,7 +251,7 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Pipeline", "shapes-flux"):
         assert word in out
-    for word in ("PipeFusion", "two calls", "batched", "row, sequence"):
+    for word in ("PipeFusion", "caches", "two calls", "batched", "row, sequence"):
         assert word in out
 
 
