@@ -24,6 +24,7 @@ from torch import nn
 from ditile.attend.kernel import chosen
 from ditile.errors import ModelError, StateError
 from ditile.models.adapter import Adapted, BlockAdapter, block_lists_of, resolve, transformers_of
+from ditile.models.block_lists import row_of_model
 from ditile.models.source import inner
 from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
@@ -209,6 +210,15 @@ def _made(
 ) -> Cached:  # fmt: skip
     given = [modifiers] if isinstance(modifiers, ParamsModifier) else list(modifiers or adapted.params_modifiers)
     config = config or default_config(sum(len(found.blocks) for found in adapted.lists))
+    row = row_of_model(adapted.transformer)
+    if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
+        raise ModelError(
+            f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} read "
+            f"what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
+            f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
+        )
+    if not row.has_rows:
+        config = config.reset(couple="batch")
     return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given)
 
 

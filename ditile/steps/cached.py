@@ -24,6 +24,10 @@ _CACHED = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
 
 
+FILLS = ("kv_cache", "kv_caches")
+"""Arguments of a transformer that its blocks fill: such calls are computed whole, and nothing is remembered."""
+
+
 class Chain(Protocol):
     """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
 
@@ -220,7 +224,7 @@ class Cached:
             return forward(*args, **kwargs)
         moment = clock.begin_call(self)
         if self._chains:
-            if moment is None:
+            if moment is None or any(kwargs.get(name) is not None for name in FILLS):
                 self._rest()
             else:
                 self._begin_call(moment, args, kwargs)

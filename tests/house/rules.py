@@ -11,7 +11,18 @@ from functools import cached_property
 FILE_LINES, FUNCTION_LINES = 400, 50
 AXES = {"attend", "tokens", "blocks", "batch", "weights", "steps", "decode", "models"}
 JOINED = {"compose", "cost", "planner"}
-CALLED = {"runner", "caching", "launch", "callbacks", "table", "supervise", "load", "portion", "options", "cache_options"}
+CALLED = {
+    "runner",
+    "caching",
+    "launch",
+    "callbacks",
+    "table",
+    "supervise",
+    "load",
+    "portion",
+    "options",
+    "cache_options",
+}
 TOP = {"cli", "bench", "generate", "matrix", "prompts", "results", "dry_run", "server", "__main__", "__init__"}
 BROAD = {"Exception", "BaseException"}
 MAY_PICKLE = {"ditile/launch.py", "ditile/supervise.py"}  # pipes between a parent and the ranks that it started
