@@ -50,6 +50,7 @@ class Report:
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
+        cache_bytes: held by caches at the end of the last step.
         text_tokens: in the sequence of joint attention; None where no block was looked into.
     """
 
@@ -59,6 +60,7 @@ class Report:
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
+    cache_bytes: int
     text_tokens: int | None
 
     @property
@@ -356,7 +358,8 @@ class _Watch:
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
         sent = dict(self._parts.mesh.traffic.bytes)
-        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, self._text)
+        held = sum(cache.kept_bytes for cache in self._parts.caches)
+        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text)
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

@@ -65,6 +65,7 @@ class Context(NamedTuple):
         make: (steps, agreement) -> the method for one generation; None if nothing is ever left out.
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
+        idle: why nothing can ever be left out, in one line; None if something can.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Context(NamedTuple):
     make: Callable[[int, Agreement], Chain | None]
     couple: str
     text: str
+    idle: str | None = None
 
 
 class Alone:
