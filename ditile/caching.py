@@ -213,8 +213,8 @@ def _made(
     row = row_of_model(adapted.transformer)
     if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
         raise ModelError(
-            f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} read "
-            f"what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
+            f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} "
+            f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
             f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
         )
     if not row.has_rows:
