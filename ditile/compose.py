@@ -133,7 +133,7 @@ class Composition:
             keys = self._keys(loop.current, layer, kernel)
             exchange, splits = self._exchange(loop.current), self.splits
             if splits is not None:
-                source = MasksOfCall(splits)
+                source = MasksOfCall(splits, cached=bool(self.caches))
                 gathered = GatheredMasks(sequence, self.mesh["ulysses"], traffic, source)
                 over = AttentionCore(loop.current, exchange, keys, gathered, joint=joint).over
                 return PlannedAttention(splits, over, kernel, gathered, source)
@@ -164,7 +164,7 @@ class Composition:
         stale = self.plan.num_patches * self.plan.distrifusion > 1
         with ExitStack() as stack:
             for cache in self.caches:
-                images = None if stale else batch.images
+                images = (lambda: None) if stale else (lambda: loop.images)
                 clock = LoopClock(loop.current, lambda: loop.steps, self.plan, images, cache.begin)
                 stack.enter_context(cache.lent(clock, agreement))
             clean = False
@@ -290,7 +290,7 @@ def _compose_planned(
     if mesh.sequence.size > 1:
         splits = Splits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
     tables = list(planned.values())
-    seats = PlannedSeats(transformers, tables, splits, redirect.seat, counts=plan.cfg > 1)
+    seats = PlannedSeats(transformers, tables, splits, redirect.seat)
     for heads in seats.heads:
         plan.check_heads(kind, heads)
     kernel = kernel_of(attention, model, device, plan)

@@ -54,11 +54,6 @@ class SharedBatch:
         return self._data.idle
 
     @property
-    def images(self) -> int:
-        """How many this rank makes."""
-        return len(self._data.images)
-
-    @property
     def by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
         return self._by_calls and self._current().micro.step > 0

@@ -53,7 +53,6 @@ class PlannedSeats(Seats):
         tables: of each.
         splits: what is split in the call at hand; None where one rank has all tokens.
         redirect: reaches attention that does not go through diffusers' dispatch.
-        counts: whether calls of the model are told apart within a step.
 
     Raises:
         PlanError: if a table does not fit its transformer.
@@ -61,11 +60,10 @@ class PlannedSeats(Seats):
     """
 
     def __init__(
-        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect, *,
-        counts: bool,
-    ) -> None:  # fmt: skip
+        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect
+    ) -> None:
         super().__init__(next(iter(transformers.values())), PLANNED)
-        self.splits, self._redirect, self._counts = splits, redirect, counts
+        self.splits, self._redirect = splits, redirect
         self._all = [
             Planned(name, transformer, cp_plan.read(transformer, table))
             for (name, transformer), table in zip(transformers.items(), tables, strict=True)
@@ -129,8 +127,7 @@ class PlannedSeats(Seats):
         def called(*args: Any, **kwargs: Any) -> Any:
             now = current()
             result = forward(*args, **kwargs)
-            if self._counts:
-                now.end_call()
+            now.end_call()
             return result
 
         override(stack, transformer, "forward", functools.update_wrapper(called, forward))
