@@ -17,6 +17,7 @@ from ditile.load import load
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
+    from ditile.compile_configs import set_compile_configs
     from ditile.lora import load_lora
     from ditile.models import ModelSpec, register
     from ditile.runner import Runner, parallelize
@@ -41,6 +42,7 @@ __all__ = [
     "parallelize",
     "quantize",
     "register",
+    "set_compile_configs",
 ]
 
 _LAZY = {
@@ -50,6 +52,7 @@ _LAZY = {
     "parallelize": "ditile.runner",
     "quantize": "ditile.weights.quantize",
     "register": "ditile.models",
+    "set_compile_configs": "ditile.compile_configs",
 }
 
 

@@ -130,6 +130,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
     names = [
         "DitileError", "LoadError", "ModelError", "ModelSpec", "Plan", "PlanError", "RankError", "Runner", "StateError",
         "__version__", "launch", "load", "load_lora", "parallelize", "quantize", "register",
+        "set_compile_configs",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:
