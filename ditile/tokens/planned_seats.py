@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from ditile.compiled import Compile, set_all_aside
 from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
@@ -19,6 +21,7 @@ from ditile.spec import Conditioning, ModelSpec
 from ditile.tokens import cp_plan
 from ditile.tokens.cp_plan import Entries, Splits, Table
 
+LOG = logging.getLogger("ditile")
 PLANNED = ModelSpec(
     name="a model with a table of splits",
     blocks={},
@@ -92,11 +95,13 @@ class PlannedSeats(Seats):
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any],
+        dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """Seats splits, gathers and attention; see `Seats.installed`."""
+        """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
         with ExitStack() as stack:
             for name, transformer, entries in self._all:
+                if set_all_aside(stack, pipe, transformer):
+                    LOG.warning("%s runs uncompiled: its tokens are split in the midst of it", name)
                 if self.splits is not None:
                     self._seat(stack, name, transformer, core, dispatch)
                     cp_plan.install(stack, transformer, entries, self.splits)
