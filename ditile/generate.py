@@ -141,7 +141,11 @@ def _prepared(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Any
         pipe = image_to_image(pipe)
     if cache.lora is not None:
         _add_lora(pipe, cache.lora, fuse=cache.fuse_lora)
-    runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention, cp_plan=cache.cp_plan)
+    if run.compile:
+        ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+    runner = ditile.parallelize(
+        pipe, plan, device=run.device, attention=run.attention, cp_plan=cache.cp_plan, compile=run.compile
+    )
     runner.trace = run.trace is not None
     _do_less(runner, cache)
     return pipe, runner

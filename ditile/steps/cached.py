@@ -24,10 +24,6 @@ _CACHED = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
 
 
-FILLS = ("kv_cache", "kv_caches")
-"""Arguments of a transformer that its blocks fill: such calls are computed whole, and nothing is remembered."""
-
-
 class Chain(Protocol):
     """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
 
@@ -226,7 +222,7 @@ class Cached:
             return forward(*args, **kwargs)
         moment = clock.begin_call(self)
         if self._chains:
-            if moment is None or any(kwargs.get(name) is not None for name in FILLS):
+            if moment is None:
                 self._rest()
             else:
                 self._begin_call(moment, args, kwargs)
@@ -238,10 +234,10 @@ class Cached:
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        rows = _rows(args, kwargs)
+        rows, shapes = _rows(args, kwargs), _shapes(args, kwargs)
         for context, chain in self._chains:
             units = units_of(rows, moment.images, context.couple)
-            chain.begin(Call(moment, self._step, units, rows), self._agreement)
+            chain.begin(Call(moment, self._step, units, rows, shapes), self._agreement)
 
     def _rest(self) -> None:
         for _, chain in self._chains:
@@ -257,3 +253,8 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
     found: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
     return int(found.shape[0]) if isinstance(found, Tensor) else len(found)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Of all tensors that a call brings: one with others is another kind of call, and remembers for itself."""
+    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
