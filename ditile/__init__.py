@@ -18,6 +18,7 @@ from ditile.plan import Plan
 
 if TYPE_CHECKING:
     from ditile.caching import disable_cache, enable_cache, refresh_context, strify, summary
+    from ditile.compile_configs import set_compile_configs
     from ditile.lora import load_lora
     from ditile.models import ModelSpec, register
     from ditile.models.adapter import BlockAdapter, PatchFunctor
@@ -70,6 +71,7 @@ __all__ = [
     "quantize",
     "refresh_context",
     "register",
+    "set_compile_configs",
     "steps_mask",
     "strify",
     "summary",
@@ -97,6 +99,7 @@ _LAZY = {
     "quantize": "ditile.weights.quantize",
     "refresh_context": "ditile.caching",
     "register": "ditile.models",
+    "set_compile_configs": "ditile.compile_configs",
     "steps_mask": "ditile.steps.step_mask",
     "strify": "ditile.caching",
     "summary": "ditile.caching",

@@ -118,7 +118,7 @@ def _prepared(wanted: Generate, run: Run, plan: Plan) -> tuple[Any, Runner]:
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=plan)
     if wanted.image is not None:
         pipe = image_to_image(pipe)
-    runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention)
+    runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention, compile=run.compile)
     runner.trace = run.trace is not None
     return pipe, runner
 

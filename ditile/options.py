@@ -79,6 +79,7 @@ class Run:
     )
     device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     attention: str | None = option(None, "attention kernel: native, flash, sage, ..; the model's own", metavar="NAME")
+    compile: bool = option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
     threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
     stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
     trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")

@@ -282,7 +282,8 @@ class Runner:
 def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
-    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, checks: AgeChecks | None = None,
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
+    checks: AgeChecks | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -297,6 +298,7 @@ def parallelize(
             has it.
         cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
             class, where it has no `ModelSpec`.
+        compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
 
     Raises:
@@ -307,8 +309,9 @@ def parallelize(
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
     composition = compose(
-        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention, cp_plan=cp_plan
-    )
+        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
+        cp_plan=cp_plan, compile=compile,
+    )  # fmt: skip
     if checks is None and env.checks():
         checks = AgeChecks()
     composition = replace(composition, checks=checks)

@@ -22,6 +22,7 @@ from ditile.models.dit_table import TABLE, class_of
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
+from ditile.opaque import uncompiled
 from ditile.plan import Plan
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
@@ -87,7 +88,7 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
     if inside:
         raise ModelError(
             f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
-            "(peft: get_base_model(), which keeps its LoRAs; torch.compile: _orig_mod)"
+            "(peft: get_base_model(), which keeps its LoRAs)"
         )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
@@ -128,7 +129,7 @@ def _rung(name: str, *, planned: bool) -> tuple[str, str]:
 
 
 def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The model that a pipeline calls in its loop: its transformer, or its U-Net.
+    """The model that a pipeline calls in its loop: its transformer, or its U-Net; the module itself, if compiled.
 
     Raises:
         ModelError: if it has neither, or two of them in turns.
@@ -138,7 +139,7 @@ def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
         if isinstance(model, nn.Module):
             if getattr(pipe, f"{name}_2", None) is not None:
                 raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
-            return model
+            return uncompiled(model)
     raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
 
 
@@ -181,6 +182,7 @@ def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None
         transformer = getattr(pipe, name, None)
         if not isinstance(transformer, nn.Module):
             continue
+        transformer = uncompiled(transformer)
         known = any(cls in _SPECS for cls in type(transformer).__mro__)
         table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
         if table is not None:

@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from ditile.errors import ModelError, StateError
 from ditile.mesh import Axis
+from ditile.opaque import opaque
 from ditile.overrides import override
 from ditile.seams import Streams, WholeStreams
 from ditile.spec import ModelSpec
@@ -160,9 +161,9 @@ def shard(
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             if style.kind == "rms_norm":
-                override(stack, module, "forward", _norm(module, cuts.size, collectives))
+                override(stack, module, "forward", _norm(module, cuts.size, opaque(collectives.reduce)))
             if style.kind == "rowwise":
-                _sum(stack, module, scatters.get(path, collectives.reduce))
+                _sum(stack, module, opaque(scatters.get(path, collectives.reduce)))
             sharded.watch(path, module)
             if not loaded:
                 _cut(stack, path, module, cuts, keep=keep)
@@ -224,12 +225,12 @@ def _row(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[
     return forward
 
 
-def _norm(norm: Any, size: int, collectives: Collectives) -> Callable[[Tensor], Tensor]:
+def _norm(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
-        squares = collectives.reduce(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
+        squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         out = wide * torch.rsqrt(squares + eps)
         if norm.weight is None:

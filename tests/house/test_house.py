@@ -132,7 +132,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "ForwardPattern", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
         "Plan", "PlanError", "RankError", "Runner", "StateError", "TaylorSeerCalibratorConfig", "__version__",
         "disable_cache", "enable_cache", "launch", "load", "load_configs", "load_lora", "parallelize", "quantize",
-        "refresh_context", "register", "steps_mask", "strify", "summary", "supported_pipelines",
+        "refresh_context", "register", "set_compile_configs", "steps_mask", "strify", "summary", "supported_pipelines",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:
