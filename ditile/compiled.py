@@ -6,6 +6,7 @@ pipeline has the module itself, and whatever was to compile the whole compiles t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -90,13 +91,15 @@ def seat_block(
 
 
 def _steady(call: Call, varying: Callable[[], Collection[str]]) -> Call:
-    """A compiled call of named tensors, which lie alike whenever they are of one shape."""
+    """A compiled call, whose tokens lie alike whenever they are of one shape."""
 
     def steady(*args: Any, **kwargs: Any) -> Any:
-        named = {name: plain_strides(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        for name in ("hidden_states", "encoder_hidden_states"):
+            if isinstance(x := kwargs.get(name), Tensor):
+                kwargs[name] = plain_strides(x)
         for name in varying():
-            _let_vary(named.get(name))
-        return call(*args, **named)
+            _let_vary(kwargs.get(name))
+        return call(*args, **kwargs)
 
     return steady
 
@@ -117,10 +120,13 @@ def plain_strides(x: Tensor) -> Tensor:
     """
     if not x.is_contiguous():
         return x.contiguous()
-    strides = [1]
-    for size in reversed(x.shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    return x if x.stride() == tuple(strides) else x.as_strided(x.shape, strides)
+    strides = _strides(x.shape)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 def _around(pipe: Any, model: nn.Module) -> list[tuple[str, Any]]:
