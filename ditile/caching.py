@@ -43,6 +43,9 @@ from ditile.weights.quantize import quantize
 _ENABLED = "_enabled_by_ditile"
 """The attribute of a transformer whose closing takes back what `enable_cache` did."""
 
+_PIPED = 160
+"""Columns of a table that is written to a file."""
+
 _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
 
@@ -172,7 +175,8 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         reports = of_ranks([(place, [ContextReport.from_dict(one) for one in own]) for place, own in found])
         logging = logging and mesh.rank == 0
     if logging:
-        Console().print(table(reports, details=details))
+        console = Console()
+        (console if console.is_terminal else Console(width=_PIPED)).print(table(reports, details=details))
     return reports
 
 

@@ -97,6 +97,7 @@ class Runner:
         self._advised: str | None = None
         self._decisions: Groups | None = None
         self._call: dict[str, Any] = {}
+        self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
@@ -214,7 +215,9 @@ class Runner:
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self.pipe(**call)  # the first rank of each replica decodes its images, or every rank its rows
+            result = self._kind.__call__(
+                self.pipe, **call
+            )  # the first rank of each replica decodes its images, or every rank its rows
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report(loop.synchronous_steps)
