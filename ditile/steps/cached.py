@@ -188,6 +188,12 @@ class Cached:
         self.contexts = self._make(self._config)
         self._own_clock.refresh(steps)
 
+    def refit(self) -> None:
+        """Blocks may have been compiled since the slots were laid around them; before anything else is."""
+        compile_ = self._compiler()
+        for slot in self._slots:
+            slot.refit(compile_)
+
     @contextmanager
     def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
         """Somebody else says where the pipeline is, and which ranks decide."""
@@ -204,9 +210,8 @@ class Cached:
     def begin(self, steps: int) -> None:
         """A generation of so many steps begins: nothing is remembered yet."""
         self.end()
-        compile_ = self._compiler()
-        for slot in self._slots:
-            slot.refit(compile_)
+        if self._clock is self._own_clock:
+            self.refit()
         self.traces, self.kept_bytes = [], 0
         self._steps, self._loop_step, self._step = steps, -1, -1
         made = ((context, context.make(steps, self._agreement)) for context in self.contexts)
