@@ -199,6 +199,7 @@ class Cached:
         """Somebody else says where the pipeline is, and which ranks decide."""
         alone = self._agreement
         self._own_clock.remove()
+        self.traces, self.kept_bytes = [], 0  # a replica without an image has nothing to say
         self._clock, self._agreement = clock, agreement
         try:
             yield

@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from ditile import cli, generate
+import ditile as ditile_package
+from ditile import Plan, cli, generate
 from ditile.outcome import left_out
+from ditile.steps.config import DBCacheConfig
 from ditile.steps.report import ContextReport, Decisions, of_ranks
 from tests import tiny
 from tests.exact.loras import folder_of
+from tests.pool import Pool
 from tests.surface.test_cli import ditile, opened, refused
 
 CALL = {"height": 32, "width": 24, "num_inference_steps": 4, "max_sequence_length": 12}
@@ -149,6 +153,26 @@ def test_the_flags_under_torchrun(model: str) -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(Path("a.json").read_text())
     assert facts["plan"] == "ulysses=2 uaa=True" and facts["cache"]["contexts"][0]["cached_steps"] == [[2, 3]]
+
+
+def drawn_by_replicas(model: str, prompts: list[str]) -> list[Decisions]:
+    pipe = ditile_package.load(model)
+    runner = ditile_package.parallelize(tiny.quiet(pipe), Plan(data=2))
+    ditile_package.enable_cache(
+        runner, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=1)
+    )
+    for some in (["a red circle"] * 2, prompts):
+        seeds = [torch.Generator().manual_seed(seed) for seed in range(len(some))]
+        runner(some, generator=seeds, **CALL)
+    (found,) = ditile_package.summary(runner, logging=False)
+    return found.decisions
+
+
+def test_replicas_report_the_images_that_they_made(pool: Pool, model: str) -> None:
+    """A replica without an image says nothing, and not what it said of the picture before."""
+    for count in (1, 2):
+        for found in pool.run(drawn_by_replicas, 2, model, ["a blue square"] * count):
+            assert [(each.unit, each.skipped) for each in found] == [(unit, [2, 3]) for unit in range(count)]
 
 
 def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> str:

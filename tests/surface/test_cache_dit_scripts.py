@@ -32,6 +32,7 @@ from ditile import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.quantized import quantized
+from ditile.steps.build import IdleCacheWarning
 from tests import tiny
 from tests.exact.cases import same
 from tests.exact.loras import folder_of
@@ -266,6 +267,20 @@ def test_differences_help_to_choose_a_threshold(capsys: pytest.CaptureFixture[st
 def test_fields_that_are_not_known_are_an_error() -> None:
     with pytest.raises(ModelError, match="did you mean Fn_compute_blocks"):
         DBCacheConfig(Fn_compute_block=8)
+
+
+def test_settings_that_leave_no_block_are_said() -> None:
+    """Twelve blocks, and all of them probe. Where warnings are errors nothing was changed."""
+    pipe = flux()
+    before = [vars(block).get("forward") for block in pipe.transformer.transformer_blocks]
+    with pytest.warns(IdleCacheWarning, match="all 12 blocks of .* always compute then.*try Fn_compute_blocks=2$"):
+        cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=12))
+    picture(pipe, 2)
+    assert cache_dit.summary(pipe, logging=False) == []
+    cache_dit.disable_cache(pipe)
+    with pytest.raises(IdleCacheWarning):
+        cache_dit.enable_cache(pipe, cache_config=DBPruneConfig(Fn_compute_blocks=1, non_prune_block_ids=range(1, 12)))
+    assert [vars(block).get("forward") for block in pipe.transformer.transformer_blocks] == before
 
 
 # Quantization
