@@ -1,4 +1,4 @@
-"""examples/run_flux_cp.py with the command lines of cache-dit's guides, as processes, on a FLUX of ten blocks in a folder.
+"""examples/run_flux_cp.py with the command lines of cache-dit's guides, as processes, on a FLUX of ten blocks.
 
 A failure would mean that a command line which people know is refused, or leaves nothing out.
 """
