@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from ditile.attend.kernel import chosen
+from ditile.compiled import compiler_of
 from ditile.errors import ModelError, StateError
 from ditile.models.adapter import Adapted, BlockAdapter, block_lists_of, resolve, transformers_of
 from ditile.models.block_lists import row_of_model
@@ -245,7 +246,7 @@ def _install(
         clock = SchedulerClock(pipe, begun, ended)
     clock.install()
     for each in made:
-        each.install(clock)
+        each.install(clock, functools.partial(compiler_of, pipe, each.transformer))
         stack.callback(each.remove)
 
 

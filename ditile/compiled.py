@@ -6,6 +6,7 @@ pipeline has the module itself, and whatever was to compile the whole compiles t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ Call = Callable[..., Any]
 Compile = Callable[[Call], Call]
 """Makes a function a compiled one, as `torch.compile` does."""
 
-_CALL = "_compiled_call_impl"
+CALL = "_compiled_call_impl"
 """Where `nn.Module.compile` puts what is called in place of the module's own call."""
 
 
@@ -36,7 +37,7 @@ def compiler_of(pipe: Any, model: nn.Module) -> Compile | None:
 
 def own_call(module: nn.Module) -> Call | None:
     """The compiled call of a module that was compiled in place, or None."""
-    return getattr(module, _CALL, None)
+    return getattr(module, CALL, None)
 
 
 def set_aside(stack: ExitStack, pipe: Any, model: nn.Module) -> None:
@@ -44,7 +45,7 @@ def set_aside(stack: ExitStack, pipe: Any, model: nn.Module) -> None:
     for name, _ in _around(pipe, model):
         override(stack, pipe, name, model)
     if own_call(model) is not None:
-        override(stack, model, _CALL, None)
+        override(stack, model, CALL, None)
 
 
 def set_all_aside(stack: ExitStack, pipe: Any, model: nn.Module) -> bool:
@@ -53,14 +54,14 @@ def set_all_aside(stack: ExitStack, pipe: Any, model: nn.Module) -> bool:
     set_aside(stack, pipe, model)
     for module in model.modules():
         if own_call(module) is not None:
-            override(stack, module, _CALL, None)
+            override(stack, module, CALL, None)
             found = True
     return found
 
 
 def seat_around(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callable[[Call], Call]) -> None:
     """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
-    owner, name = model, "forward" if own_call(model) is None else _CALL
+    owner, name = model, "forward" if own_call(model) is None else CALL
     for _, outer in _around(pipe, model):
         owner, name = outer, "forward"
     override(stack, owner, name, wrap(getattr(owner, name)))
@@ -81,24 +82,28 @@ def seat_block(
     """
     call = own_call(block)
     if call is not None:
-        override(stack, block, _CALL, wrap(_steady(call, varying)))
+        override(stack, block, CALL, wrap(steady(call, varying)))
     elif compile_ is not None:
-        override(stack, block, "forward", wrap(_steady(compile_(block.forward), varying)))
+        inside = getattr(block.forward, "compiled_with", compile_)  # of what lies around it and is not to be traced
+        made = inside(compile_) if inside is not compile_ else compile_(block.forward)
+        override(stack, block, "forward", wrap(steady(made, varying)))
     else:
         override(stack, block, "forward", wrap(block.forward))
     return call is not None or compile_ is not None
 
 
-def _steady(call: Call, varying: Callable[[], Collection[str]]) -> Call:
-    """A compiled call of named tensors, which lie alike whenever they are of one shape."""
+def steady(call: Call, varying: Callable[[], Collection[str]] = tuple) -> Call:
+    """A compiled call, whose tokens lie alike whenever they are of one shape."""
 
-    def steady(*args: Any, **kwargs: Any) -> Any:
-        named = {name: plain_strides(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+    def laid(*args: Any, **kwargs: Any) -> Any:
+        for name in ("hidden_states", "encoder_hidden_states"):
+            if isinstance(x := kwargs.get(name), Tensor):
+                kwargs[name] = plain_strides(x)
         for name in varying():
-            _let_vary(named.get(name))
-        return call(*args, **named)
+            _let_vary(kwargs.get(name))
+        return call(*args, **kwargs)
 
-    return steady
+    return laid
 
 
 def _let_vary(value: Any) -> None:
@@ -117,10 +122,13 @@ def plain_strides(x: Tensor) -> Tensor:
     """
     if not x.is_contiguous():
         return x.contiguous()
-    strides = [1]
-    for size in reversed(x.shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    return x if x.stride() == tuple(strides) else x.as_strided(x.shape, strides)
+    strides = _strides(x.shape)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 def _around(pipe: Any, model: nn.Module) -> list[tuple[str, Any]]:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ditile.compiled import Compile
 from ditile.errors import StateError
+from ditile.opaque import opaque
 from ditile.seams import Agreement, Clock, Moment
 from ditile.steps.config import DBCacheConfig
 from ditile.steps.judge import Call, units_of
@@ -143,14 +145,24 @@ class Cached:
         self._chains: list[tuple[Context, Chain]] = []
         self._loop_step, self._step, self._steps = -1, -1, 0
 
-    def install(self, clock: Watch) -> None:
-        """Lays the slots around the blocks."""
+    def install(self, clock: Watch, compiler: Callable[[], Compile | None] = lambda: None) -> None:
+        """Lays the slots around the blocks.
+
+        Args:
+            clock: says where the pipeline is.
+            compiler: what the user compiled the whole model with, which then compiles its blocks.
+        """
         self._clock = self._own_clock = clock
+        self._compiler = compiler
         for slot in self._slots:
             slot.install()
         forward = self.transformer.forward
         self._before = vars(self.transformer).get("forward")
-        called = functools.partial(self._called, forward)
+
+        @opaque
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return self._called(forward, *args, **kwargs)
+
         self._mine = vars(self.transformer)["forward"] = functools.update_wrapper(called, forward)
         vars(self.transformer)[_CACHED] = self
 
@@ -190,6 +202,9 @@ class Cached:
     def begin(self, steps: int) -> None:
         """A generation of so many steps begins: nothing is remembered yet."""
         self.end()
+        compile_ = self._compiler()
+        for slot in self._slots:
+            slot.refit(compile_)
         self.traces, self.kept_bytes = [], 0
         self._steps, self._loop_step, self._step = steps, -1, -1
         made = ((context, context.make(steps, self._agreement)) for context in self.contexts)

@@ -101,7 +101,8 @@ class DBCache:
             first = self._agreement.take_start(after, self._slots[0].block)
         probe = after.clone() if self._hidden else after - first
         skips = self.judge.judge(probe, self._call, self._agreement)
-        self.judge.learn(probe, self._call, skips)
+        if not all(skips):
+            self.judge.learn(probe, self._call, skips)
         self._tell(skips)
         return out
 

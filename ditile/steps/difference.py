@@ -23,22 +23,26 @@ class Difference:
     important: float = 0.0
     every: int = 1
 
-    def sums(self, before: Tensor, now: Tensor) -> Tensor:
-        """`[2]`, fp64: the absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
+    def sums(self, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+        """The absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
 
-        They are added up in fp32 (in fp64 of fp64).
+        They are added up in fp32 (in fp64 of fp64), and are numbers of that type.
         """
         if self.every > 1:
             before, now = before[..., :: self.every], now[..., :: self.every]
-        before = before.to(now.dtype)
-        kind = torch.float64 if now.dtype == torch.float64 else torch.float32
+        if before.dtype != now.dtype:
+            before = before.to(now.dtype)
+        kind, size = self.kind(now), torch.linalg.vector_norm
         if self.important <= 0:
-            sums = [torch.linalg.vector_norm(x, ord=1, dtype=kind) for x in (now - before, before)]
-        else:
-            changes, sizes = (torch.linalg.vector_norm(x, ord=1, dim=-1, dtype=kind) for x in (now - before, before))
-            counted = changes > self.important * sizes
-            sums = [(x * counted).sum() for x in (changes, sizes)]
-        return torch.stack(sums).double()
+            return size(now - before, ord=1, dtype=kind), size(before, ord=1, dtype=kind)
+        changes, sizes = size(now - before, ord=1, dim=-1, dtype=kind), size(before, ord=1, dim=-1, dtype=kind)
+        counted = changes > self.important * sizes
+        return (changes * counted).sum(), (sizes * counted).sum()
+
+    @staticmethod
+    def kind(probe: Tensor) -> torch.dtype:
+        """The type in which a probe is added up."""
+        return torch.float64 if probe.dtype == torch.float64 else torch.float32
 
 
 def ratio(change: float, size: float) -> float:

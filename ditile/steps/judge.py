@@ -26,6 +26,10 @@ class Unit(NamedTuple):
     among: int
     rows: slice
 
+    def of(self, tokens: Tensor) -> Tensor:
+        """Its rows."""
+        return tokens if self.among == 1 else tokens[self.rows]
+
 
 WHOLE = Unit(0, 1, slice(None))
 
@@ -119,34 +123,27 @@ class Judge:
             agreement: adds up differences over ranks.
             thresholds: of each unit, in place of that of the rules.
         """
-        verdicts = [self._verdict(call, unit) for unit in call.units]
-        differences: list[float | None] = [None] * len(verdicts)
-        first = self.last_differences(call._replace(moment=call.moment._replace(branch=0))) if self._shares else []
-        if Verdict.MEASURE in verdicts and call.moment.branch and None not in first and first:
-            differences = [found if v is Verdict.MEASURE else None for v, found in zip(verdicts, first, strict=True)]
-        elif Verdict.MEASURE in verdicts:
-            rows = [
-                self._sums(probe, call, unit) if verdict is Verdict.MEASURE else probe.new_zeros(2, dtype=torch.float64)
-                for unit, verdict in zip(call.units, verdicts, strict=True)
-            ]
-            sums = agreement.add(Departure(rows[0][None] if len(rows) == 1 else torch.stack(rows)).wait()).tolist()
-            measured = zip(verdicts, sums, strict=True)
-            differences = [ratio(*sums) if verdict is Verdict.MEASURE else None for verdict, sums in measured]
-        limits: Sequence[float | None] = thresholds or [None] * len(verdicts)
-        skips = [
-            verdict is Verdict.SKIP
-            or (found is not None and all(self.rules.skips(found, cell.record, limit) for cell in cells))
-            for verdict, found, cells, limit in zip(verdicts, differences, self._of(call), limits, strict=True)
-        ]
-        self.note(call, skips, differences)
+        of_units = self._of(call)
+        verdicts = [self._verdict(call, cells) for cells in of_units]
+        differences: Sequence[float | None] = [None] * len(verdicts)
+        if Verdict.MEASURE in verdicts:
+            differences = self._differences(probe, call, agreement, of_units, verdicts)
+        skips = []
+        for k, (verdict, cells) in enumerate(zip(verdicts, of_units, strict=True)):
+            skipped, found = verdict is Verdict.SKIP, differences[k]
+            if found is not None:
+                limit = None if thresholds is None else thresholds[k]
+                skipped = all([self.rules.skips(found, cell.record, limit) for cell in cells])
+            for cell in cells:
+                self.rules.note(call.step, cell.record, skipped=skipped, difference=found)
+            skips.append(skipped)
         return skips
 
-    def note(self, call: Call, skips: Sequence[bool], differences: Sequence[float | None] | None = None) -> None:
-        """Writes down what was decided, here or on another stage."""
-        found = differences or [None] * len(skips)
-        for skipped, difference, cells in zip(skips, found, self._of(call), strict=True):
+    def note(self, call: Call, skips: Sequence[bool]) -> None:
+        """Writes down what was decided on another stage."""
+        for skipped, cells in zip(skips, self._of(call), strict=True):
             for cell in cells:
-                self.rules.note(call.step, cell.record, skipped=skipped, difference=difference)
+                self.rules.note(call.step, cell.record, skipped=skipped, difference=None)
 
     def learn(self, probe: Tensor, call: Call, skips: Sequence[bool]) -> None:
         """Keeps the probe of the units that are computed."""
@@ -171,32 +168,49 @@ class Judge:
         probes = [cell.probe for cell in self._cells.values() if cell.probe is not None]
         return sum(probe.numel() * probe.element_size() for probe in probes)
 
-    def _verdict(self, call: Call, unit: Unit) -> Verdict:
-        cells = [self._cell(call, patch, unit) for patch in call.moment.patches]
-        found = {self.rules.before(call.step, cell.record) for cell in cells}
-        if call.moment.must or Verdict.COMPUTE in found or any(cell.probe is None for cell in cells):
+    def _verdict(self, call: Call, cells: list[Cell]) -> Verdict:
+        if call.moment.must:
             return Verdict.COMPUTE
-        return Verdict.MEASURE if Verdict.MEASURE in found else Verdict.SKIP
+        worst = Verdict.SKIP
+        for cell in cells:
+            found = Verdict.COMPUTE if cell.probe is None else self.rules.before(call.step, cell.record)
+            if found is Verdict.COMPUTE:
+                return found
+            if found is Verdict.MEASURE:
+                worst = found
+        return worst
 
-    def _sums(self, probe: Tensor, call: Call, unit: Unit) -> Tensor:
-        sums = [self._difference.sums(self._probe(call, patch, unit), x[unit.rows]) for patch, x in call.cut(probe)]
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0)
+    def _differences(
+        self, probe: Tensor, call: Call, agreement: Agreement, of_units: list[list[Cell]], verdicts: list[Verdict]
+    ) -> list[float | None]:
+        """Of the units that are to be measured."""
+        if self._shares and call.moment.branch:
+            first = self.last_differences(call._replace(moment=call.moment._replace(branch=0)))
+            if None not in first:
+                return [found if v is Verdict.MEASURE else None for v, found in zip(verdicts, first, strict=True)]
+        found: list[Tensor] = []
+        for unit, cells, verdict in zip(call.units, of_units, verdicts, strict=True):
+            for (_, tokens), cell in zip(call.cut(probe), cells, strict=True):
+                if verdict is Verdict.MEASURE and cell.probe is not None:
+                    found += self._difference.sums(cell.probe, unit.of(tokens))
+                else:
+                    found += probe.new_zeros(2, dtype=self._difference.kind(probe))
+        sums = torch.stack(found).double().view(len(verdicts), -1, 2)
+        sums = sums[:, 0] if len(call.moment.patches) == 1 else sums.sum(dim=1)
+        numbers = agreement.add(Departure(sums).wait()).tolist()
+        return [ratio(*n) if verdict is Verdict.MEASURE else None for verdict, n in zip(verdicts, numbers, strict=True)]
 
-    def _probe(self, call: Call, patch: int, unit: Unit) -> Tensor:
-        probe = self._cell(call, patch, unit).probe
-        assert probe is not None
-        return probe
-
-    def _of(self, call: Call) -> Iterator[list[Cell]]:
-        for unit in call.units:
-            yield [self._cell(call, patch, unit) for patch in call.moment.patches]
+    def _of(self, call: Call) -> list[list[Cell]]:
+        return [[self._cell(call, patch, unit) for patch in call.moment.patches] for unit in call.units]
 
     def _cell(self, call: Call, patch: int, unit: Unit) -> Cell:
         key = call.keys(patch, unit)
-        if key not in self._cells:
+        found = self._cells.get(key)
+        if found is None:
             whole = self._cells.pop(call.keys(patch, WHOLE), None) if unit.among > 1 else None
             for each in call.units:
                 made = self._cells[call.keys(patch, each)] = Cell()
                 if whole is not None and whole.probe is not None:  # the first step was computed as one unit
                     made.record.computed, made.probe = whole.record.computed, whole.probe[each.rows].clone()
-        return self._cells[key]
+            found = self._cells[key]
+        return found

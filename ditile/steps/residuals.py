@@ -79,7 +79,7 @@ class Residuals:
         whole = added[0] if len(added) == 1 else torch.cat(added, dim=1)
         if self._hidden or start is None:
             return whole.clone() if start is None else whole.to(start.dtype, copy=True)
-        return start[one.rows] + whole
+        return one.of(start) + whole
 
     def has(self, stream: str, call: Call) -> bool:
         """Whether the blocks return a stream."""
@@ -99,13 +99,15 @@ class Residuals:
 
     def _of(self, stream: str, call: Call, patch: int, unit: Unit) -> Forecast:
         key = self._key(stream, call, patch, unit)
-        if key not in self._kept:
+        found = self._kept.get(key)
+        if found is None:
             whole = self._kept.pop(self._key(stream, call, patch, WHOLE), None) if unit.among > 1 else None
             for each in call.units:
                 made = self._kept[self._key(stream, call, patch, each)] = self._make(stream)
                 if whole is not None:  # the number of images is known after the first step, which was one unit
                     made.add(0, whole.at(0)[each.rows].clone())
-        return self._kept[key]
+            found = self._kept[key]
+        return found
 
     def _key(self, stream: str, call: Call, patch: int, unit: Unit) -> tuple[object, ...]:
         return (stream, *call.keys(patch, unit))

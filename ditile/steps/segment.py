@@ -17,7 +17,7 @@ from ditile.seams import Agreement
 from ditile.seats import State
 from ditile.steps.judge import Call
 from ditile.steps.residuals import Residuals
-from ditile.steps.slots import Slot
+from ditile.steps.slots import Handle, Slot
 
 TABLES = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
 """Arguments of blocks that belong to tokens: as `[tokens, channels]` they have no rows, whatever their length."""
@@ -33,29 +33,34 @@ class Segment:
 
     def __init__(self, slots: Sequence[Slot], residuals: Residuals) -> None:
         self.slots, self.residuals = slots, residuals
-        self._first, self._last = slots[0], slots[-1]
+        self._first, self._last, self._inner = slots[0], slots[-1], slots[1:-1]
+        self._blocks = [slot.block for slot in slots]
+        self._inside: Handle | None = None
         self._start: State | None = None
         self._is_known = False
 
     def begin(self, call: Call, skips: Sequence[bool], agreement: Agreement) -> None:
         """Decides what becomes of the blocks in this call."""
         self._call, self._skips, self._start = call, skips, None
+        ends: Handle
+        inside: Handle | None
         if not any(skips):
-            handle = None
+            ends, inside = self._whole, None if self._is_known else self._whole
         elif all(skips):
-            handle = self._pass
-            agreement.left_out([slot.block for slot in self.slots], call.moment)
+            ends, inside = self._pass, Slot.pass_on
+            agreement.left_out(self._blocks, call.moment)
         else:
-            handle = self._some
+            ends = inside = self._some
             self._index = torch.cat([torch.arange(call.rows)[unit.rows] for unit in self._computed()])
-        for slot in self.slots:
-            slot.handle = handle or (None if self._is_known else self._whole)
-        if handle is None:
-            self._first.handle = self._last.handle = self._whole
+        self._first.handle = self._last.handle = ends
+        if inside != self._inside:
+            self._inside = inside
+            for slot in self._inner:
+                slot.handle = inside
 
     def rest(self) -> None:
         """All blocks run, and nothing is remembered."""
-        self._start = None
+        self._start = self._inside = None
         for slot in self.slots:
             slot.handle = None
 
@@ -67,15 +72,15 @@ class Segment:
         if slot is self._first:
             self._start = slot.read(args, kwargs)
         out = slot.forward(*args, **kwargs)
-        if slot is self._last or not self._is_known:
-            state = slot.unpack(out)
         if slot is self._last:
             self._is_known = True
-            self._keep(state)
+            self._keep(slot.unpack(out))
+        elif not self._is_known:
+            slot.unpack(out)
         return out
 
     def _pass(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block that is left out."""
+        """The first or last block of a segment that is left out; those between pass on what comes."""
         state = slot.read(args, kwargs)
         if slot is self._first:
             self._start = state

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from ditile.compiled import CALL, Compile, own_call, steady
+from ditile.errors import ModelError
 from ditile.seats import State
 from ditile.spec import Flow
 
@@ -32,8 +34,6 @@ class Slot:
         forward: the block's own.
     """
 
-    __slots__ = ("_at", "_forward_before", "_is_tuple", "block", "flow", "forward", "handle", "has_text", "index")
-
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:
         self.index, self.block, self.flow = index, block, flow
         self.handle: Handle | None = None
@@ -41,38 +41,78 @@ class Slot:
         self._at = {name: k for k, name in enumerate(names)}
         self.has_text = "text" in flow.returns
         self._is_tuple = len(flow.returns) > 1
+        self._image, self._image_at = flow.image, self._at.get(flow.image, -1)
+        self._text = flow.text if self.has_text else None
+        self._text_at = self._at.get(flow.text or "", -1)
+        self._text_first = flow.returns[0] == "text"
+        self._image_out, self._text_out = flow.returns.index("image"), flow.returns.index("text") if self.has_text else -1
+        self._name, self._before, self._is_compiled = "", None, False
+        self._mine: Any = None
 
-    def install(self) -> None:
-        """Lays the slot around the block."""
-        self._forward_before = vars(self.block).get("forward")
-        self.forward = forward = self.block.forward
+    def install(self, compile_: Compile | None = None) -> None:
+        """Lays the slot around the block, where its compiled call is if it has one.
+
+        Args:
+            compile_: compiles the block's forward, where the block was not compiled by itself.
+        """
+        self.remove()
+        name = "forward" if own_call(self.block) is None else CALL
+        self._name, self._before = name, vars(self.block).get(name)
+        inner = getattr(self.block, name)
+        if name == CALL or compile_ is not None:
+            inner = steady(inner if compile_ is None or name == CALL else compile_(inner))
+        self.forward: Callable[..., Any] = inner
 
         def slotted(*args: Any, **kwargs: Any) -> Any:
             handle = self.handle
             if handle is None:
-                return forward(*args, **kwargs)
+                return self.forward(*args, **kwargs)
             return handle(self, args, kwargs)
 
-        slotted._ditile_slot = self  # type: ignore[attr-defined]
-        vars(self.block)["forward"] = slotted
+        slotted.compiled_with = self._compiled_with  # type: ignore[attr-defined]
+        self._mine = vars(self.block)[name] = slotted
+
+    def refit(self, compile_: Compile | None) -> None:
+        """The block, or the whole model, may have been compiled since, or be so no more."""
+        around = self._mine if self._name == CALL else None
+        is_known = own_call(self.block) is around and compile_ is None and not self._is_compiled
+        if not is_known and vars(self.block).get(self._name) is self._mine:
+            self.install(compile_)
+            self._is_compiled = compile_ is not None
 
     def remove(self) -> None:
         """Takes it away; where something else lies around it by now, it stays and does nothing."""
         self.handle = None
-        if getattr(vars(self.block).get("forward"), "_ditile_slot", None) is not self:
+        if not self._name or vars(self.block).get(self._name) is not self._mine:
             return
-        if self._forward_before is None:
-            del vars(self.block)["forward"]
+        if self._before is None:
+            del vars(self.block)[self._name]
         else:
-            vars(self.block)["forward"] = self._forward_before
+            vars(self.block)[self._name] = self._before
+        self._name = ""
+
+    def _compiled_with(self, compile_: Compile) -> Any:
+        """For who compiles what lies in the block: the slot is not to be traced."""
+        self.install(compile_)
+        self._is_compiled = True
+        return self._mine
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The tokens that a call brings."""
-        image, text = self.flow.image, self.flow.text
-        found = kwargs[image] if image in kwargs else args[self._at[image]]
-        if not self.has_text or text is None:
-            return State(found, None)
-        return State(found, kwargs[text] if text in kwargs else args[self._at[text]])
+        image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
+        if self._text is None:
+            return State(image, None)
+        return State(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
+
+    def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block returns where it does nothing: `pack(read(..))`, in less time. It is a `Handle`."""
+        image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
+        if not self._is_tuple:
+            return image
+        if self._text is None:
+            return (image,)
+        text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
+        return (text, image) if self._text_first else (image, text)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> State:
         """Runs the block on other tokens than a call brings."""
@@ -88,14 +128,18 @@ class Slot:
 
     def unpack(self, out: Any) -> State:
         """The tokens that a block returned."""
-        self._is_tuple = isinstance(out, tuple | list)
+        self._is_tuple = isinstance(out, (tuple, list))  # noqa: UP038 - in half the time
         if not self._is_tuple:
             return State(out, None)
-        named = dict(zip(self.flow.returns, out, strict=True))
-        return State(named["image"], named.get("text"))
+        if len(out) != len(self.flow.returns):
+            raise ModelError(f"{type(self.block).__name__} returned {len(out)} streams and not {self.flow.returns}")
+        return State(out[self._image_out], out[self._text_out] if self.has_text else None)
 
     def pack(self, state: State) -> Any:
         """The same in the form in which the block returns them."""
+        image, text = state
         if not self._is_tuple:
-            return state.image
-        return tuple(state.text if name == "text" else state.image for name in self.flow.returns)
+            return image
+        if not self.has_text:
+            return (image,)
+        return (text, image) if self._text_first else (image, text)
