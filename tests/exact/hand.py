@@ -45,6 +45,11 @@ class Block:
         return tuple(streams[name] for name in self.flow.returns)
 
 
+def mean(before: Tensor, now: Tensor) -> float:
+    """The mean absolute difference, over the mean absolute value."""
+    return float((now - before).abs().mean() / before.abs().mean())
+
+
 @dataclass
 class Hand:
     """DBCache by hand, for one picture: call it in the place of the transformer, once per step.
@@ -56,6 +61,8 @@ class Hand:
         spare: steps that are computed anyhow.
         memory: makes what continues a sequence of tensors.
         hidden: whether what the blocks returned is kept, and not what they added.
+        tokens: whether the probe is what its blocks returned, and not what they added.
+        measure: the difference of two probes.
         differences: every one that was looked at.
         skipped: the steps that were cached.
     """
@@ -68,6 +75,8 @@ class Hand:
     spare: int = 0
     memory: Callable[[], Any] = Reuse
     hidden: bool = False
+    tokens: bool = False
+    measure: Callable[[Tensor, Tensor], float] = mean
     step: int = -1
     differences: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -134,7 +143,7 @@ class Hand:
         self.began = streams["image"]
 
     def _decide(self, streams: Streams) -> Streams:
-        probe = streams["image"] - self.began
+        probe = streams["image"] - (0 if self.tokens else self.began)
         if self.is_small(self.probe, probe):
             self.skipped.append(self.step)
         else:
@@ -144,19 +153,21 @@ class Hand:
     def is_small(self, before: Tensor | None, now: Tensor) -> bool:
         if before is None or self.step < self.spare:
             return False
-        self.differences.append(float((now - before).abs().mean() / before.abs().mean()))
+        self.differences.append(self.measure(before, now))
         return self.differences[-1] < self.threshold
 
 
 @dataclass
 class HandPrune(Hand):
-    """DBPrune by hand: each block of the middle by itself, by what it is given."""
+    """DBPrune by hand: each block of the middle but those of `never` by itself, by what it is given."""
 
+    never: Sequence[int] = ()
     cached: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.segments = [[block] for segment in self.segments for block in segment]
+        places = range(self.first, len(self.chain) - self.last)
+        self.segments = [[self.chain[k]] for k in places if k not in self.never]
         self.inputs: dict[int, Tensor] = {}
 
     @contextmanager

@@ -5,7 +5,7 @@ Steps come in groups of almost the same input, so that it is clear which of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from ditile.steps.config import Calibration, DBCacheConfig
 from tests.more_families import EVERY
 
 RUN = [name for name, family in EVERY.items() if family.inputs and not getattr(TABLE.get(name), "refusal", "")]
-MOVES = ((0, 1.0), (0, 1.02), (1, 1.0), (1, 1.02), (2, 1.0))
+Moves = Sequence[tuple[int, float]]
+MOVES: Moves = ((0, 1.0), (0, 1.02), (1, 1.0), (1, 1.02), (2, 1.0))
 """The input of each step: which, and times what."""
 STEPS = len(MOVES)
 
@@ -32,11 +33,11 @@ def moved(inputs: dict[str, Any], which: int, times: float) -> dict[str, Any]:
     raise AssertionError("nothing to move")
 
 
-def calls(name: str) -> Iterator[dict[str, Any]]:
+def calls(name: str, moves: Moves = MOVES) -> Iterator[dict[str, Any]]:
     """The arguments of each step."""
     inputs = EVERY[name].inputs
     assert inputs is not None
-    return (moved(inputs(), *move) for move in MOVES)
+    return (moved(inputs(), *move) for move in moves)
 
 
 def tensors(out: Any) -> list[Tensor]:
@@ -48,13 +49,13 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def outputs(name: str, model: Callable[..., Any]) -> list[list[Tensor]]:
+def outputs(name: str, model: Callable[..., Any], moves: Moves = MOVES) -> list[list[Tensor]]:
     """What each step returns."""
-    return [tensors(model(**call)) for call in calls(name)]
+    return [tensors(model(**call)) for call in calls(name, moves)]
 
 
 def enable(model: Any, config: DBCacheConfig, calibrator: Calibration | None = None) -> Any:
-    return caching.enable_cache(model, config.reset(num_inference_steps=STEPS), calibrator)
+    return caching.enable_cache(model, config.reset(num_inference_steps=config.num_inference_steps or STEPS), calibrator)
 
 
 def skipped(model: Any) -> list[list[int]]:
