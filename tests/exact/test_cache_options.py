@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from ditile import caching
 from ditile.errors import ModelError, StateError
 from ditile.models.adapter import BlockAdapter
 from ditile.models.block_lists import block_lists
-from ditile.models.dit_table import TABLE
 from ditile.models.patterns import ForwardPattern
 from ditile.spec import BlockList
 from ditile.steps.cached import cached
@@ -31,7 +30,7 @@ from ditile.steps.dmd import DMD
 from ditile.steps.forecast import FoCa, Reuse, TaylorSeer
 from tests.exact.cases import different, same
 from tests.exact.hand import Hand, HandPrune, mean
-from tests.exact.moves import MOVES, RUN, STEPS, calls, enable, moved, outputs, skipped, tensors
+from tests.exact.moves import MOVES, STEPS, calls, enable, moved, outputs, skipped, tensors
 from tests.more_families import EVERY
 
 FLOWS = {
