@@ -1,6 +1,6 @@
 """What scripts for cache-dit say of several ranks and of kernels, with `import ditile as cache_dit`, on a tiny FLUX.
 
-A failure would mean that a script which runs there does not run here, or that ranks leave out other steps than one does.
+A failure would mean that a script which runs there does not run here, or that ranks leave out other steps than one.
 """
 
 from __future__ import annotations
