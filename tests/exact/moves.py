@@ -55,7 +55,9 @@ def outputs(name: str, model: Callable[..., Any], moves: Moves = MOVES) -> list[
 
 
 def enable(model: Any, config: DBCacheConfig, calibrator: Calibration | None = None) -> Any:
-    return caching.enable_cache(model, config.reset(num_inference_steps=config.num_inference_steps or STEPS), calibrator)
+    return caching.enable_cache(
+        model, config.reset(num_inference_steps=config.num_inference_steps or STEPS), calibrator
+    )
 
 
 def skipped(model: Any) -> list[list[int]]:
