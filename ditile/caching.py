@@ -12,9 +12,9 @@ instances that it was given, and is gone when it is disabled.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,18 +30,21 @@ from ditile.models.source import inner
 from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
 from ditile.seats import attentions
-from ditile.steps.build import cached_transformer
+from ditile.steps.build import IdleCacheWarning, cached_transformer
 from ditile.steps.cached import Cached, Watch, cached
 from ditile.steps.clock import CallClock, SchedulerClock
 from ditile.steps.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.steps.config import strify as config_text
 from ditile.steps.parallelism import ParallelismConfig
-from ditile.steps.report import ContextReport, table
+from ditile.steps.report import ContextReport, of_ranks, table
 from ditile.transport import gather_json
 from ditile.weights.quantize import quantize
 
 _ENABLED = "_enabled_by_ditile"
 """The attribute of a transformer whose closing takes back what `enable_cache` did."""
+
+_PIPED = 160
+"""Columns of a table that is written to a file."""
 
 _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
@@ -76,6 +79,9 @@ def enable_cache(
         ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
             quantization is not to be had here. Nothing was changed then.
         PlanError: if the ranks cannot be divided so.
+
+    Warns:
+        IdleCacheWarning: if the settings leave no block that could be left out.
     """
     pipe = _pipe_of(pipe_or_adapter)
     runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
@@ -94,6 +100,7 @@ def enable_cache(
     transformers = [inner(transformer) for transformer in transformers_of(pipe)]
     if kernel is not None:
         _check_kernel(kernel, transformers)
+    _warn_of_idle(made)
     disable_cache(pipe)
     with ExitStack() as stack:
         for each in adapted:
@@ -145,6 +152,7 @@ def refresh_context(transformer: Any, num_inference_steps: int | None = None, **
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
     for each in caches:
         each.refresh(steps, config, changes)
+    _warn_of_idle(caches)
 
 
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
@@ -162,12 +170,13 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     reports = [ContextReport.of(trace, each.kept_bytes) for each in caches for trace in each.traces]
     if isinstance(pipe_or_adapter, Runner):
         mesh = pipe_or_adapter.mesh
-        mine = [replace(report, stage=mesh.stage).to_dict() for report in reports]
-        of_stage = {stage: found for stage, found in reversed(gather_json([mesh.stage, mine], mesh.everyone))}
-        reports = [ContextReport.from_dict(found) for stage in sorted(of_stage) for found in of_stage[stage]]
+        place = [mesh["data"].index, mesh["cfg"].index, mesh.stage]
+        found = gather_json([place, [report.to_dict() for report in reports]], mesh.everyone)
+        reports = of_ranks([(place, [ContextReport.from_dict(one) for one in own]) for place, own in found])
         logging = logging and mesh.rank == 0
     if logging:
-        Console().print(table(reports, details=details))
+        console = Console()
+        (console if console.is_terminal else Console(width=_PIPED)).print(table(reports, details=details))
     return reports
 
 
@@ -221,6 +230,11 @@ def _made(
     if not row.has_rows:
         config = config.reset(couple="batch")
     return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given)
+
+
+def _warn_of_idle(caches: Sequence[Cached]) -> None:
+    for reason in dict.fromkeys(context.idle for each in caches for context in each.contexts if context.idle):
+        warnings.warn(reason, IdleCacheWarning, stacklevel=3)
 
 
 def _install(

@@ -109,7 +109,7 @@ class Composition:
     def caches(self) -> list[Cached]:
         """The caches of the pipeline's models, which may come and go between calls."""
         models = (getattr(self.pipe, name, None) for name in MODELS)
-        return [found for model in models if model is not None and (found := cached(model)) is not None]
+        return [found for model in models if model is not None and (found := cached(uncompiled(model))) is not None]
 
     @contextmanager
     def installed(
@@ -146,6 +146,8 @@ class Composition:
         def handed_over(backend: Any) -> Any:
             return dispatch.backend(backend if self.kernel is None else self.kernel.backend)
 
+        for cache in self.caches:
+            cache.refit()  # before the seats, which lie around the slots
         with ExitStack() as stack:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:

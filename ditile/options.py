@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ditile.errors import ModelError
 from ditile.flags import option
-from ditile.load import DTYPES
+from ditile.load import DTYPES, HUB_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +159,12 @@ def check_image(path: str) -> None:
             image.verify()
     except (OSError, SyntaxError) as error:
         raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
+
+
+def check_lora(source: str) -> None:
+    """Raises `ModelError` unless `source` is there, or may be on the hub."""
+    if not Path(source).exists() and not HUB_ID.fullmatch(source):
+        raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
 def _check_counts(options: Any, *names: str) -> None:

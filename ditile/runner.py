@@ -50,6 +50,7 @@ class Report:
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
+        cache_bytes: held by caches at the end of the last step.
         text_tokens: in the sequence of joint attention; None where no block was looked into.
     """
 
@@ -59,6 +60,7 @@ class Report:
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
+    cache_bytes: int
     text_tokens: int | None
 
     @property
@@ -95,6 +97,7 @@ class Runner:
         self._advised: str | None = None
         self._decisions: Groups | None = None
         self._call: dict[str, Any] = {}
+        self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
@@ -212,7 +215,9 @@ class Runner:
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self.pipe(**call)  # the first rank of each replica decodes its images, or every rank its rows
+            result = self._kind.__call__(
+                self.pipe, **call
+            )  # the first rank of each replica decodes its images, or every rank its rows
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report(loop.synchronous_steps)
@@ -359,7 +364,8 @@ class _Watch:
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
         sent = dict(self._parts.mesh.traffic.bytes)
-        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, self._text)
+        held = sum(cache.kept_bytes for cache in self._parts.caches)
+        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text)
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

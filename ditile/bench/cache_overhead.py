@@ -4,7 +4,8 @@
     python -m ditile.bench.cache_overhead --blocks 2,57 --rounds 40 --out overhead.json
 
 Microseconds of CPU time of one forward, one thread, medians over interleaved rounds; cache-dit beside ours
-where it is installed. Blocks pass on two streams of a few numbers, and the first one doubles the image, so that there is something to measure.
+where it is installed. Blocks pass on two streams of a few numbers, and the first one doubles the image, so that there
+is something to measure.
 Four states: off (threshold 0), measured (a threshold that no step falls below), measured and left out (one that all
 fall below: the first block runs alone), and left out without a look (1).
 """
@@ -39,7 +40,9 @@ FIRST = 8  # forwards that are not counted
 class Job:
     """What is measured."""
 
-    blocks: tuple[int, ...] = option((1, 2, 57), "blocks of the transformers; one alone leaves nothing out", metavar="N,N")
+    blocks: tuple[int, ...] = option(
+        (1, 2, 57), "blocks of the transformers; one alone leaves nothing out", metavar="N,N"
+    )
     rounds: int = option(40, "interleaved rounds")
     forwards: int = option(50, "forwards of each transformer in a round")
     out: str | None = option(None, "write the rows as JSON too", metavar="FILE")

@@ -1,6 +1,6 @@
 """cache-dit, beside which our caches are measured. It is no dependency: benchmarks import it here, if it is there.
 
-    pip install cache-dit==1.5.3
+pip install cache-dit==1.5.3
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class Context(NamedTuple):
         make: (steps, agreement) -> the method for one generation; None if nothing is ever left out.
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
+        idle: why nothing can ever be left out, in one line; None if something can.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Context(NamedTuple):
     make: Callable[[int, Agreement], Chain | None]
     couple: str
     text: str
+    idle: str | None = None
 
 
 class Alone:
@@ -197,11 +199,18 @@ class Cached:
         self.contexts = self._make(self._config)
         self._own_clock.refresh(steps)
 
+    def refit(self) -> None:
+        """Blocks may have been compiled since the slots were laid around them; before anything else is."""
+        compile_ = self._compiler()
+        for slot in self._slots:
+            slot.refit(compile_)
+
     @contextmanager
     def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
         """Somebody else says where the pipeline is, and which ranks decide."""
         alone = self._agreement
         self._own_clock.remove()
+        self.traces, self.kept_bytes = [], 0  # a replica without an image has nothing to say
         self._clock, self._agreement = clock, agreement
         try:
             yield
@@ -213,9 +222,8 @@ class Cached:
     def begin(self, steps: int) -> None:
         """A generation of so many steps begins: nothing is remembered yet."""
         self.end()
-        compile_ = self._compiler()
-        for slot in self._slots:
-            slot.refit(compile_)
+        if self._clock is self._own_clock:
+            self.refit()
         self.traces, self.kept_bytes = [], 0
         self._steps, self._loop_step, self._step = steps, -1, -1
         made = ((context, context.make(steps, self._agreement)) for context in self.contexts)

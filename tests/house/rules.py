@@ -23,7 +23,19 @@ CALLED = {
     "options",
     "cache_options",
 }
-TOP = {"cli", "bench", "generate", "matrix", "prompts", "results", "dry_run", "server", "__main__", "__init__"}
+TOP = {
+    "cli",
+    "bench",
+    "generate",
+    "matrix",
+    "outcome",
+    "prompts",
+    "results",
+    "dry_run",
+    "server",
+    "__main__",
+    "__init__",
+}
 BROAD = {"Exception", "BaseException"}
 MAY_PICKLE = {"ditile/launch.py", "ditile/supervise.py"}  # pipes between a parent and the ranks that it started
 MAY_CATCH_ALL = {"ditile/launch.py"}  # whatever ends a rank must be reported to its parent
