@@ -11,8 +11,8 @@ from torch import nn
 _ABSENT = object()
 
 HOOKED = "_old_forward"
-"""Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after each
-call and puts new ones on: what lies outside of them is gone then."""
+"""Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after
+each call and puts new ones on: what lies outside of them is gone then."""
 
 
 def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

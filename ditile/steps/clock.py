@@ -1,8 +1,9 @@
 """Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
 
-It ends with the pipeline's call too, however that ends. Scheduler and pipeline are overridden on the instances, of which
-the latter gets a class of its own, since Python looks `__call__` up there. The scheduler's steps and the model's calls between them are all that a cache must
-know: a step of two calls has two branches of guidance, one of a single call has one, whatever the model's name.
+It ends with the pipeline's call too, however that ends. Scheduler and pipeline are overridden on the instances, of
+which the latter gets a class of its own, since Python looks `__call__` up there. The scheduler's steps and the model's
+calls between them are all that a cache must know: a step of two calls has two branches of guidance, one of a single
+call has one, whatever the model's name.
 """
 
 from __future__ import annotations

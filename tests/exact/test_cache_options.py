@@ -87,7 +87,7 @@ def test_calibrators_continue_what_was_computed(flow: str, kind: str) -> None:
 
 
 def test_a_line_is_known_as_soon_as_there_are_two_points() -> None:
-    """Regression: a first derivative was used from the fourth step on, and with fewer steps of warmup the last value."""
+    """Regression: a first derivative was used from the fourth step on, and before that the last value."""
     name = FLOWS["image"]
     model = EVERY[name].make()
     wanted, _ = by_hand(name, model, threshold=9e9, spare=2, memory=lambda: TaylorSeer(1))
@@ -114,7 +114,7 @@ def test_one_stream_may_be_forecast_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["DBCache", "DBPrune"])
 def test_what_is_kept_may_be_smaller(kind: str) -> None:
-    """A failure means that probes and residuals are kept in full, or that what is added loses the type of the tokens."""
+    """A failure means that probes and residuals are kept in full, or that tokens lose their type."""
     name = FLOWS["text, image"]
     model = EVERY[name].make()
     config = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=4) if kind == "DBPrune" else EARLY
