@@ -30,7 +30,7 @@ class Row:
         apart: path of such a list -> the attribute of the transformer that says how many of its last blocks are called
             on another stream, and so are not in the chain.
         mirrored: whether the last blocks read what the first ones returned, the last that of the first.
-        has_rows: whether the first dimension of the tokens is the batch.
+        has_rows: whether the first dimension of the tokens is the batch, and that of all that goes with them.
         note: what else a cache must know.
         refusal: why no block may be left out; empty where they may.
     """
@@ -127,7 +127,9 @@ TABLE: Mapping[str, Row] = {
     "OvisImageTransformer2DModel": two(TEXT_IMAGE, TEXT_IMAGE),
     "PRXTransformer2DModel": one(IMAGE, "blocks"),
     "PriorTransformer": one(JOINT),
-    "QwenImage21Transformer2DModel": one(JOINT, note=_KEYS),
+    "QwenImage21Transformer2DModel": Row(
+        lists={"transformer_blocks": JOINT}, has_rows=False, note=f"modulation has a row more than tokens; {_KEYS}"
+    ),
     "QwenImageTransformer2DModel": one(TEXT_IMAGE),
     "RFD4ProteinaTransformer": Row(refusal="features of pairs are updated between blocks from what these return"),
     "SanaTransformer2DModel": one(IMAGE),

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from ditile.compiled import Compile
 from ditile.errors import StateError
 from ditile.opaque import opaque
+from ditile.overrides import forward_at, found_at
 from ditile.seams import Agreement, Clock, Moment
 from ditile.steps.config import DBCacheConfig
 from ditile.steps.judge import Call, units_of
 from ditile.steps.rules import Record
 from ditile.steps.slots import Slot
+
+PARTIAL = ("skip_layers",)
+"""Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
 
 _CACHED = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
@@ -52,6 +56,8 @@ class Watch(Clock, Protocol):
     def remove(self) -> None: ...
 
     def refresh(self, steps: int | None) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 class Context(NamedTuple):
@@ -158,14 +164,15 @@ class Cached:
         self._compiler = compiler
         for slot in self._slots:
             slot.install()
-        forward = self.transformer.forward
-        self._before = vars(self.transformer).get("forward")
+        name = forward_at(self.transformer)
+        forward = getattr(self.transformer, name)
+        self._before, self._stock = vars(self.transformer).get(name), forward
 
         @opaque
         def called(*args: Any, **kwargs: Any) -> Any:
             return self._called(forward, *args, **kwargs)
 
-        self._mine = vars(self.transformer)["forward"] = functools.update_wrapper(called, forward)
+        self._mine = vars(self.transformer)[name] = functools.update_wrapper(called, forward)
         vars(self.transformer)[_CACHED] = self
 
     def remove(self) -> None:
@@ -175,12 +182,16 @@ class Cached:
         self._clock = None
         for slot in self._slots:
             slot.remove()
-        if vars(self.transformer).get("forward") is self._mine:
-            if self._before is None:
-                del vars(self.transformer)["forward"]
-            else:
-                vars(self.transformer)["forward"] = self._before
+        name = found_at(self.transformer, self._mine)
+        if name == "forward" and self._before is None:
+            del vars(self.transformer)["forward"]
+        elif name is not None:
+            vars(self.transformer)[name] = self._stock
         vars(self.transformer).pop(_CACHED, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        name = type(self.transformer).__name__
+        raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
     def refresh(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
         """A new picture follows: of so many steps if they are given, and with other settings if some are."""
@@ -243,11 +254,15 @@ class Cached:
             return forward(*args, **kwargs)
         moment = clock.begin_call(self)
         if self._chains:
-            if moment is None:
+            if moment is None or any(kwargs.get(name) for name in PARTIAL):
                 self._rest()
             else:
                 self._begin_call(moment, args, kwargs)
-        result = forward(*args, **kwargs)
+        try:
+            result = forward(*args, **kwargs)
+        except BaseException:
+            self._own_clock.drop()  # there is no more of this picture
+            raise
         clock.end_call(self)
         return result
 

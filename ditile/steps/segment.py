@@ -135,8 +135,11 @@ class Segment:
 
 
 def _is_flat(table: Any) -> bool:
-    """Whether a table, or each of a tuple of them, is `[tokens, channels]`."""
-    return all(part.ndim < 3 for part in (table if isinstance(table, tuple | list) else [table]) if part is not None)
+    """Whether a table, or each of those within dicts, lists and tuples, is `[tokens, channels]`."""
+    if isinstance(table, Tensor):
+        return table.ndim < 3
+    parts = table.values() if isinstance(table, dict) else table if isinstance(table, tuple | list) else ()
+    return all(map(_is_flat, parts))
 
 
 def _put(whole: Tensor | None, rows: Tensor, index: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ditile.compiled import CALL, Compile, own_call, steady
 from ditile.errors import ModelError
+from ditile.overrides import forward_at, found_at
 from ditile.seats import State
 from ditile.spec import Flow
 
@@ -51,6 +52,7 @@ class Slot:
         )
         self._name, self._before, self._is_compiled = "", None, False
         self._mine: Any = None
+        self._stock: Any = None
 
     def install(self, compile_: Compile | None = None) -> None:
         """Lays the slot around the block, where its compiled call is if it has one.
@@ -59,9 +61,9 @@ class Slot:
             compile_: compiles the block's forward, where the block was not compiled by itself.
         """
         self.remove()
-        name = "forward" if own_call(self.block) is None else CALL
+        name = forward_at(self.block) if own_call(self.block) is None else CALL
         self._name, self._before = name, vars(self.block).get(name)
-        inner = getattr(self.block, name)
+        inner = self._stock = getattr(self.block, name)
         if name == CALL or compile_ is not None:
             inner = steady(inner if compile_ is None or name == CALL else compile_(inner))
         self.forward: Callable[..., Any] = inner
@@ -79,20 +81,24 @@ class Slot:
         """The block, or the whole model, may have been compiled since, or be so no more."""
         around = self._mine if self._name == CALL else None
         is_known = own_call(self.block) is around and compile_ is None and not self._is_compiled
-        if not is_known and vars(self.block).get(self._name) is self._mine:
+        if not is_known and self._found_at() is not None:
             self.install(compile_)
             self._is_compiled = compile_ is not None
 
     def remove(self) -> None:
         """Takes it away; where something else lies around it by now, it stays and does nothing."""
         self.handle = None
-        if not self._name or vars(self.block).get(self._name) is not self._mine:
+        name = self._found_at() if self._name else None
+        if name is None:
             return
-        if self._before is None:
-            del vars(self.block)[self._name]
+        if name == self._name and self._before is None:
+            del vars(self.block)[name]
         else:
-            vars(self.block)[self._name] = self._before
+            vars(self.block)[name] = self._stock
         self._name = ""
+
+    def _found_at(self) -> str | None:
+        return CALL if vars(self.block).get(CALL) is self._mine else found_at(self.block, self._mine)
 
     def _compiled_with(self, compile_: Compile) -> Any:
         """For who compiles what lies in the block: the slot is not to be traced."""
@@ -112,9 +118,11 @@ class Slot:
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if not self._is_tuple:
             return image
-        if self._text is None:
+        if not self.has_text:
             return (image,)
-        text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
+        text = None
+        if self._text is not None:
+            text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
         return (text, image) if self._text_first else (image, text)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> State:

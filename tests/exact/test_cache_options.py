@@ -1,4 +1,4 @@
-"""What a cache keeps, forecasts, measures and decides on apart, on real transformers: by hand, or a lone image."""
+"""What a cache keeps, forecasts and measures, and what is left of it, on real transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_calibrators_continue_what_was_computed(flow: str, kind: str) -> None:
 
 
 def test_a_line_is_known_as_soon_as_there_are_two_points() -> None:
-    """Regression: a first derivative was used from the fourth step on, and after a shorter warmup the last value."""
+    """Regression: a first derivative was used from the fourth step on, and before that the last value."""
     name = FLOWS["image"]
     model = EVERY[name].make()
     wanted, _ = by_hand(name, model, threshold=9e9, spare=2, memory=lambda: TaylorSeer(1))
@@ -114,7 +114,7 @@ def test_one_stream_may_be_forecast_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["DBCache", "DBPrune"])
 def test_what_is_kept_may_be_smaller(kind: str) -> None:
-    """A failure: probes and residuals are kept in full, or that what is added loses the type of the tokens."""
+    """A failure means that probes and residuals are kept in full, or that tokens lose their type."""
     name = FLOWS["text, image"]
     model = EVERY[name].make()
     config = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=4) if kind == "DBPrune" else EARLY
@@ -132,12 +132,12 @@ def test_what_is_kept_may_be_smaller(kind: str) -> None:
 
 MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "of what is added": ({}, {}),
-    "of the tokens": ({"l1_hidden_states_diff_threshold": 0.12, "residual_diff_threshold": 0.0}, {"tokens": True}),
+    "of the tokens": ({"l1_hidden_states_diff_threshold": 0.0}, {"tokens": True}),
     "of every second channel": (
         {"downsample_factor": 2}, {"measure": lambda before, now: mean(before[..., ::2], now[..., ::2])}
     ),
     "of tokens that changed": (
-        {"important_condition_threshold": 0.1}, {"measure": lambda before, now: important(before, now, 0.1)}
+        {"important_condition_threshold": 0.014}, {"measure": lambda before, now: important(before, now, 0.014)}
     ),
 }  # fmt: skip
 
@@ -155,9 +155,14 @@ def test_what_is_measured(flow: str, how: str) -> None:
     changes, mine = MEASURES[how]
     name = FLOWS[flow]
     model = EVERY[name].make()
-    wanted, hand = by_hand(name, model, threshold=0.12, **mine)
-    assert 2 <= len(hand.skipped) <= 6, hand.differences
-    same(with_cache(name, model, ROUND.reset(**{"residual_diff_threshold": 0.12, **changes})), wanted, how)
+    _, measured = by_hand(name, model, **mine)
+    _, plain = by_hand(name, model)
+    assert (measured.differences == plain.differences) == (not changes)
+    threshold = 2.4 * measured.differences[0]  # what two or three steps change
+    wanted, hand = by_hand(name, model, threshold=threshold, **mine)
+    assert 3 <= len(hand.skipped) <= 6, hand.differences
+    set_to = {key: threshold for key in changes if key.startswith("l1")} or {"residual_diff_threshold": threshold}
+    same(with_cache(name, model, ROUND.reset(**{"residual_diff_threshold": 0.0, **changes, **set_to})), wanted, how)
     [report] = caching.summary(model, logging=False)
     assert skipped(model) == [hand.skipped]
     found = [difference for _, difference in report.decisions[0].differences]
@@ -293,25 +298,12 @@ def test_every_pattern(pattern: ForwardPattern, prunes: bool) -> None:
     same(toy_outputs(model), plain)
 
 
-# Rows
-
-OTHER_MOVES = ((0, 1.0), (1, 1.0), (1, 1.02), (1, 0.98), (2, 1.0))
-NOT_ROWS = {
-    "HiDreamImageTransformer2DModel": "layers of text come first",
-    "ErnieImageTransformer2DModel": "tokens are [S, B, C]",
-    "StableAudioDiTModel": "",
-}
-
-
-def test_rows_of_every_family_are_decided_on_as_if_alone() -> None: ...
-
-
 # What is left behind
 
 
 def live() -> set[int]:
     gc.collect()
-    return {id(found) for found in gc.get_objects() if isinstance(found, Tensor)}
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), Tensor)}
 
 
 @pytest.mark.parametrize("config", [ROUND, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0)], ids=str)
