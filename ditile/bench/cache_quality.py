@@ -195,17 +195,21 @@ def means(rows: Iterable[Row]) -> list[Row]:
     return sorted(made, key=lambda row: (row["model"], row["steps"], row["speedup"]))
 
 
-def at(rows: Iterable[Row], engine: str, speedup: float) -> float | None:
-    """The PSNR of an engine's curve at a speed-up, between the settings of its front; None if it has none so fast."""
-    front = sorted(((r["speedup"], r["psnr"]) for r in rows if r["engine"] == engine), reverse=True)
+def front(rows: Iterable[Row], engine: str) -> list[tuple[float, float]]:
+    """(speed-up, PSNR) of an engine's settings that no other of its settings beats in both, the slowest first."""
     kept: list[tuple[float, float]] = []
-    for point in front:
+    for point in sorted(((r["speedup"], r["psnr"]) for r in rows if r["engine"] == engine), reverse=True):
         if not kept or point[1] > kept[-1][1]:
             kept.append(point)
-    kept.reverse()
-    if not kept or speedup > kept[-1][0]:
+    return kept[::-1]
+
+
+def at(rows: Iterable[Row], engine: str, speedup: float) -> float | None:
+    """The PSNR of an engine's front at a speed-up, between its settings in proportion; None if it is never so fast."""
+    points = front(rows, engine)
+    if not points or speedup > points[-1][0]:
         return None
-    xs, ys = zip(*kept, strict=True)
+    xs, ys = zip(*points, strict=True)
     return float(np.interp(speedup, xs, ys))
 
 
