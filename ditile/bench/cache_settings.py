@@ -1,7 +1,7 @@
 """Settings of caches that are measured, each one line of text, for our engine and for cache-dit.
 
-    F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
-    F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
+F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
+F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
 """
 
 from __future__ import annotations

@@ -85,9 +85,7 @@ def keep_apart(pipe: Any) -> None:
         each.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
 
 
-def enable_for(
-    pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool
-) -> None:
+def enable_for(pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool) -> None:
     """Caches a pipeline that was kept apart.
 
     Args:
