@@ -84,7 +84,8 @@ class Painter:
 
     def __init__(self, job: Job, setting: Setting) -> None:
         self._job, self.setting = job, setting
-        self._pipe: Any = load(job.model)
+        pipe: Any = load(job.model)
+        self._pipe = pipe
         self._pipe.set_progress_bar_config(disable=True)
         self._call = defaults(job.model) | {"num_inference_steps": job.steps}
         if setting.engine == THEIRS:
