@@ -76,3 +76,42 @@ def enable(transformer: nn.Module, blocks: nn.ModuleList, config: DBCacheConfig,
     )
     module.enable_cache(adapter, cache_config=config_of(config))
     module.refresh_context(transformer, num_inference_steps=steps)
+
+
+def keep_apart(pipe: Any) -> None:
+    """Gives a pipeline and its transformer classes of their own, of the same names: cache-dit patches classes."""
+    for each in (pipe, pipe.transformer):
+        cls = type(each)
+        each.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+
+
+def enable_for(pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool) -> None:
+    """Caches a pipeline that was kept apart.
+
+    Args:
+        separate: whether a step has a call of the transformer for each branch of guidance.
+    """
+    module = cache_dit()
+    if isinstance(config.steps_computation_mask, str):
+        mask = module.steps_mask(mask_policy=config.steps_computation_mask, total_steps=steps)
+        config = config.reset(steps_computation_mask=tuple(mask))
+    module.enable_cache(
+        pipe, cache_config=config_of(config, separate=separate), calibrator_config=calibrator_of(calibrator)
+    )
+
+
+def left_out(pipe: Any) -> float:
+    """Cached steps of the last picture, a mean over branches."""
+    of_branches = [
+        steps
+        for found in cache_dit().summary(pipe, logging=False)
+        for steps in (found.cached_steps, found.cfg_cached_steps)
+        if found.residual_diffs or steps
+    ]
+    counts = [len(steps) for steps in of_branches if steps] or [0]
+    return sum(counts) / len(counts)
+
+
+def blocks_of(pipe: Any) -> list[nn.ModuleList]:
+    """The lists of blocks of a transformer."""
+    return [child for child in pipe.transformer.children() if isinstance(child, nn.ModuleList)]

@@ -1,8 +1,9 @@
-"""Figures for the docs: the Gantt chart of a real trace, and where keys are fresh. The only user of
-matplotlib.
+"""Figures for the docs: the Gantt chart of a real trace, where keys are fresh, and what caches gain and lose. The only
+user of matplotlib.
 
 python -m ditile.bench.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m ditile.bench.plots freshness docs/images/freshness.png --patches 4
+python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl docs/images/cache-quality.png
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from ditile.bench.cache_quality import front, means, read
+from ditile.bench.cache_settings import OURS, THEIRS
 from ditile.blocks.schedule import Schedule
 from ditile.generation import Micro
 
@@ -61,6 +64,32 @@ def freshness(patches: int, out: Path) -> None:
     _save(figure, out)
 
 
+def pareto(files: Sequence[Path], out: Path) -> None:
+    """Draws PSNR over speed-up, a panel for each model and number of steps: every setting, and each engine's front."""
+    rows = [row for row in means(row for path in files for row in read(path)) if row["engine"]]
+    panels = sorted({(row["model"], row["steps"]) for row in rows})
+    figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
+    for axes, (model, steps) in zip(grid[0], panels, strict=True):
+        here = [row for row in rows if (row["model"], row["steps"]) == (model, steps)]
+        for engine, colour, marker in ((THEIRS, COLOURS[4], "s"), (OURS, COLOURS[0], "o")):
+            mine = [row for row in here if row["engine"] == engine]
+            if not mine:
+                continue
+            axes.scatter([r["speedup"] for r in mine], [r["psnr"] for r in mine], 16, colour, marker, alpha=0.45, lw=0)
+            axes.plot(
+                *zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine
+            )
+        captions = max(row["captions"] for row in here)
+        axes.set_title(f"{model}, {steps} steps, {captions} captions", fontsize=10)
+        axes.set_xlabel("speed-up over no cache (times, whole picture)")
+        axes.set_ylabel("mean PSNR to the picture without a cache (dB)")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    _save(figure, out)
+    if out.suffix != ".svg":
+        _save(figure, out.with_suffix(".svg"))
+
+
 def main() -> None:
     """Draws one figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,8 +101,13 @@ def main() -> None:
     fresh = kinds.add_parser("freshness")
     fresh.add_argument("out", type=Path)
     fresh.add_argument("--patches", type=int, default=4)
+    curves = kinds.add_parser("pareto")
+    curves.add_argument("files", type=Path, nargs="+")
+    curves.add_argument("out", type=Path)
     given = parser.parse_args()
-    if given.kind == "freshness":
+    if given.kind == "pareto":
+        pareto(given.files, given.out)
+    elif given.kind == "freshness":
         freshness(given.patches, given.out)
     else:
         first, _, last = given.steps.partition("-")

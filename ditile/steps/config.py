@@ -35,7 +35,8 @@ class DBCacheConfig(Fields):
     """DBCache: the first blocks of a list say whether its middle is computed, or what it added before is added again.
 
     Attributes:
-        Fn_compute_blocks: first blocks, which always compute; the change of what they add is the difference.
+        Fn_compute_blocks: first blocks, which always compute; the change of what they add is the difference. With 0 it
+            is the change of what comes into the first block, and a cached step computes no block at all.
         Bn_compute_blocks: last blocks, which always compute.
         residual_diff_threshold: a step is cached where the relative L1 difference to the last computed step is less;
             0 never caches, 1 or more always.
@@ -94,7 +95,7 @@ class DBCacheConfig(Fields):
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("Fn_compute_blocks", 1), ("Bn_compute_blocks", 0), ("max_warmup_steps", 0), ("warmup_interval", 1),
+            ("Fn_compute_blocks", 0), ("Bn_compute_blocks", 0), ("max_warmup_steps", 0), ("warmup_interval", 1),
             ("max_cached_steps", -1), ("max_continuous_cached_steps", -1), ("downsample_factor", 1),
         ):  # fmt: skip
             check_whole(self, name, least)

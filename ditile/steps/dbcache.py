@@ -3,6 +3,9 @@
 Probe (F blocks, always run), middle (run or forecast), tail (B blocks, always run). With F = 1 and B = 0 this is
 first-block caching. The probe is what the first F blocks add to the image tokens; it is compared with that of the last
 step that was computed, and so is the residual of the middle: both are renewed only when the middle runs.
+
+With F = 0 nothing is run to decide: the probe is what comes into the first block, and where the rules alone decide (a
+static mask, a threshold of 1) all blocks are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class DBCache:
     ) -> None:  # fmt: skip
         self._slots, self.judge, self._make, self._hidden = slots, judge, residuals, hidden
         self.middle = range(first, max(first, len(slots) - last))
-        self._probe_end = slots[first - 1] if self.middle else None
+        self._looks = first == 0
+        self._probe_end = slots[max(first, 1) - 1] if self.middle else None
         self._segments: list[Segment] = []
         self._before: Tensor | None = None
         self.own(None)
@@ -58,7 +62,9 @@ class DBCache:
         """The model is called."""
         self._call, self._agreement, self._before = call, agreement, None
         if self._starts:
-            self._slots[0].handle = self._enter
+            self._slots[0].handle = self._look if self._looks else self._enter
+        if self._looks and self._starts:
+            return
         if self._judges and self._probe_end is not None:
             self._probe_end.handle = self._probe
         elif self._hears:
@@ -82,6 +88,16 @@ class DBCache:
     def bytes(self) -> int:
         """Bytes held."""
         return self.judge.bytes + sum(segment.residuals.bytes for segment in self._segments)
+
+    def _look(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first block, where no block is a probe."""
+        probe = slot.read(args, kwargs).image
+        skips = self.judge.judge(probe, self._call, self._agreement)
+        if not all(skips):
+            self.judge.learn(probe.clone(), self._call, skips)
+        self._tell(skips)
+        assert slot.handle is not None
+        return slot.handle(slot, args, kwargs)
 
     def _enter(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first block of a probe."""

@@ -25,7 +25,7 @@ class HandCache:
     """One picture's.
 
     Attributes:
-        first: blocks of the probe.
+        first: blocks of the probe; with none it is what comes into the first block.
         last: blocks that always run.
         threshold: a patch that changed by less is not computed.
         spare: steps that are computed anyhow.
@@ -58,7 +58,10 @@ class HandCache:
         start = tokens
         for block in blocks[: self.first]:
             words, tokens = run(block, words, tokens)
-        probe, patches = tokens - start, range(len(place.spans)) if place.patch is None else [place.patch]
+        probe, patches = (
+            tokens - start if self.first else tokens,
+            range(len(place.spans)) if place.patch is None else [place.patch],
+        )
         for patch in patches:
             self.probes[place.branch, patch] = probe[:, place.spans[patch]] if place.patch is None else probe
         if self.looking:

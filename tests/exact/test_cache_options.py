@@ -169,6 +169,7 @@ def test_what_is_measured(flow: str, how: str) -> None:
     assert found == pytest.approx(hand.differences, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::ditile.steps.build.IdleCacheWarning")
 def test_nothing_is_left_between_probe_and_tail() -> None:
     """More blocks in front and behind than there are: all run, and nothing is kept."""
     name = FLOWS["image"]

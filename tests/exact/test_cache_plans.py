@@ -33,6 +33,7 @@ class Case(NamedTuple):
 
 
 PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=2)
+NO_PROBE = DBCacheConfig(Fn_compute_blocks=0, max_warmup_steps=2)
 TAYLOR = TaylorSeerCalibratorConfig()
 TWO = {"num_images_per_prompt": 2}
 CASES = [
@@ -46,6 +47,8 @@ CASES = [
     Case("pixart sigma", "pipefusion=2 patches=1", calibrator=TAYLOR),
     Case("pixart sigma", "pipefusion=4 patches=1", PRUNE),
     Case("flux true cfg", "cfg=2"),
+    Case("flux", "pipefusion=3 patches=1", NO_PROBE),
+    Case("pixart sigma", "ulysses=2 cfg=2", NO_PROBE, TAYLOR),
     Case("flux true cfg", "pipefusion=2 patches=3 warmup=99 cfg=2"),
     Case("flux", "ulysses=3 uaa=true", calibrator=TAYLOR),
     Case("flux", "tensor=2"),
@@ -76,7 +79,7 @@ def draw(case: Case, threshold: float, plan: str | None) -> tuple[Tensor, list[d
 def safe(case: Case) -> tuple[float, Tensor, list[dict[str, Any]]]:
     """A threshold that leaves steps out and computes others, with no difference near it; and what it gives."""
     best: tuple[float, Any] = (0.0, None)
-    for threshold in (0.9, 0.7, 0.55, 0.45, 0.35, 0.25, 0.15):
+    for threshold in (0.9, 0.7, 0.55, 0.45, 0.35, 0.25, 0.15, 0.1, 0.05):
         latents, reports = draw(case, threshold, None)
         found = [d for r in reports for each in r["decisions"] for _, d in each["differences"]]
         skipped = sum(len(each["skipped"]) for r in reports for each in r["decisions"])

@@ -55,7 +55,7 @@ def test_documented_defaults() -> None:
         (DBCacheConfig, {"Fn_compute_block": 1}, "did you mean Fn_compute_blocks?"),
         (DBCacheConfig, {"enable_sperate_cfg": True}, "did you mean enable_separate_cfg?"),
         (DBCacheConfig, {"taylorseer_order": 1}, "is not known"),
-        (DBCacheConfig, {"Fn_compute_blocks": 0}, "Fn_compute_blocks=0 is not a whole number of at least 1"),
+        (DBCacheConfig, {"Fn_compute_blocks": -1}, "Fn_compute_blocks=-1 is not a whole number of at least 0"),
         (DBCacheConfig, {"Bn_compute_blocks": -1}, "Bn_compute_blocks=-1"),
         (DBCacheConfig, {"max_warmup_steps": 1.5}, "max_warmup_steps=1.5"),
         (DBCacheConfig, {"max_warmup_steps": True}, "max_warmup_steps=True"),

@@ -210,7 +210,7 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
         ("--Fn 1", "--Fn says how to cache, and nothing is cached; add --cache"),
         ("--taylorseer", "add --cache"),
         ("--steps-mask fast", "add --cache"),
-        ("--cache --Fn 0", "Fn_compute_blocks=0"),
+        ("--cache --Fn -1", "Fn_compute_blocks=-1"),
         ("--cache --rdt -1", "residual_diff_threshold=-1"),
         ("--cache --taylorseer --foca", "--taylorseer and --foca"),
         ("--cache -order 2", "add it"),

@@ -1,0 +1,125 @@
+"""Settings of caches that are measured, each one line of text, for our engine and for cache-dit.
+
+F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
+F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ditile.errors import ModelError
+from ditile.steps.config import (
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FoCaCalibratorConfig,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.steps.step_mask import read
+
+OURS, THEIRS = "ditile", "cache-dit"
+ENGINES = (OURS, THEIRS)
+
+SHORT = {
+    "F": "Fn_compute_blocks", "B": "Bn_compute_blocks", "R": "residual_diff_threshold", "W": "max_warmup_steps",
+    "I": "warmup_interval", "M": "max_cached_steps", "MC": "max_continuous_cached_steps",
+    "budget": "max_accumulated_residual_diff_threshold", "resets": "accumulated_resets",
+    "mask": "steps_computation_mask", "policy": "steps_computation_policy",
+}  # fmt: skip
+CALIBRATORS: dict[str, tuple[type[Calibration], str | None]] = {
+    "taylor": (TaylorSeerCalibratorConfig, "taylorseer_order"),
+    "dmd": (DMDCalibratorConfig, "dmd_history"),
+    "foca": (FoCaCalibratorConfig, None),
+}
+
+COMMON = (
+    "F=1 W=4 R=0.04", "F=1 W=4 R=0.08", "F=1 W=4 R=0.12", "F=1 W=4 R=0.16 MC=3", "F=1 W=4 R=0.2 MC=4",
+    "F=1 W=4 R=0.24 MC=6", "F=1 W=8 I=2 R=0.8 MC=8", "F=1 W=8 I=4 R=0.8 MC=10", "F=1 W=4 R=0.08 taylor=1",
+    "F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.16 MC=3 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=1",
+    "F=1 W=4 R=0.24 MC=6 taylor=1", "F=1 W=8 I=2 R=0.8 MC=8 taylor=1", "F=1 W=8 I=4 R=0.8 MC=10 taylor=1",
+    "F=1 W=4 R=0.2 MC=4 taylor=2", "F=1 W=4 R=0.2 MC=4 foca", "F=1 W=4 R=0.2 MC=4 dmd=6", "F=2 W=4 R=0.12 MC=4",
+    "F=2 B=1 W=4 R=0.2 MC=4 taylor=1", "F=4 W=4 R=0.2 MC=4", "F=1 mask=slow policy=static taylor=1",
+    "F=1 mask=medium policy=static taylor=1", "F=1 mask=fast policy=static taylor=1",
+    "F=1 mask=ultra policy=static taylor=1", "F=1 mask=fast policy=dynamic R=0.3 taylor=1",
+)  # fmt: skip
+"""What both engines are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line for one engine; none is no cache.
+
+    Attributes:
+        engine: one of `ENGINES`, or "" without a cache.
+        text: the line.
+    """
+
+    engine: str
+    text: str
+
+    @property
+    def cache(self) -> DBCacheConfig:
+        """The config.
+
+        Raises:
+            ModelError: if a name or value is not known.
+        """
+        fields = {SHORT.get(name, name): value for name, value in _pairs(self.text) if name not in CALIBRATORS}
+        cls = DBPruneConfig if fields.pop("prune", False) else DBCacheConfig
+        if isinstance(mask := fields.get("steps_computation_mask"), str):
+            fields["steps_computation_mask"] = read(mask)
+        return cls(**fields)
+
+    @property
+    def calibrator(self) -> Calibration | None:
+        """The calibrator; None if there is none.
+
+        Raises:
+            ModelError: if there are two, or a value is not known.
+        """
+        found = [(name, value) for name, value in _pairs(self.text) if name in CALIBRATORS]
+        if len(found) > 1:
+            raise ModelError(f"{self.text!r} has {len(found)} calibrators; name one")
+        for name, value in found:
+            cls, field = CALIBRATORS[name]
+            return cls() if field is None or value is True else cls(**{field: value})
+        return None
+
+
+def parsed(engines: str, lines: str) -> list[Setting]:
+    """Settings with ; between them, for each of some engines; the checked product of both.
+
+    Raises:
+        ModelError: if an engine or a setting is not known.
+    """
+    names = [name.strip() for name in engines.split(",")]
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise ModelError(f"engine {unknown[0]!r} is not known; there are {', '.join(ENGINES)}")
+    made = [Setting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
+    for setting in made:
+        _ = setting.cache, setting.calibrator
+    return made
+
+
+def _pairs(text: str) -> list[tuple[str, Any]]:
+    """`F=1 foca` as `[("F", 1), ("foca", True)]`."""
+    made = []
+    for word in text.split():
+        name, _, value = word.partition("=")
+        made.append((name, _value(value)))
+    return made
+
+
+def _value(text: str) -> Any:
+    """The number or truth that a text is, or the text."""
+    if text in ("", "true", "false"):
+        return text != "false"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
