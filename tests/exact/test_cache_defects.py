@@ -1,17 +1,17 @@
-"""What caches for diffusion transformers were seen to get wrong, by the letters of our study, and which test would see it.
+"""What other caches for diffusion transformers were seen to get wrong, and which test here would see it.
 
 | | defect | test |
 |---|---|---|
 | A | the class of the pipeline is patched: a second cached pipeline, or a plain one, raises | here: two_pipelines |
-| B | DBPrune raises where blocks have one stream | here; test_cache_limits: pruned_blocks; test_cache_options: pattern |
-| C | Ulysses with its overlap and ring together give another picture, without a word | test_cache_plans, "async_ulysses" |
+| B | DBPrune raises where blocks have one stream | here; test_cache_limits: pruned_blocks; test_cache_options |
+| C | Ulysses with its overlap, and ring: another picture, without a word | test_cache_plans, "async_ulysses" |
 | D | decisions are reduced over all processes, whatever they do | here: replicas |
 | E | guidance of 1 or less, on a model that is called twice else, counts two steps for one | here: guidance |
 | F | FoCa overshoots after a gap; TaylorSeer has no slope before the fourth step | here: lines; unit/test_forecast |
 | G | one image of a batch decides for all | test_cache_rows |
 | H | memory is kept after the call | here: memory; test_cache_options; test_cache_pipelines |
 | I | each list of blocks measures, and waits for the device | here: one_measure |
-| J | a budget never resets; masks have holes; a static mask may not begin with 0 | unit/test_cache_rules, unit/test_step_mask |
+| J | a budget never resets; masks have holes; a static mask may not begin with 0 | unit: cache_rules, step_mask |
 | K | a property of a config recurses | here: properties |
 | L | attention classes of diffusers are patched: another model raises | here: classes |
 | M | an error leaves counts behind; two threads mix two pictures | here: threads; test_cache_pipelines: errors |
@@ -106,8 +106,8 @@ def as_alone(steps: list[int], prompts: list[str]) -> tuple[Any, list[list[int]]
 
 
 def test_replicas_with_prompts_of_their_own(pool: Pool) -> None:
-    """D: with any process group about, differences were averaged over all of it: replicas changed each other's pictures,
-    and hung where one measured fewer steps than another."""
+    """D: with any process group about, differences were averaged over all of it: replicas changed each other's
+    pictures, and hung where one measured fewer steps than another."""
     found = pool.run(as_alone, 2, [8, 5], ["a red circle", "two blue squares on a ring"])
     pipe = MAKE["pixart sigma"]()
     for rank, (steps, prompt) in enumerate(((8, "a red circle"), (5, "two blue squares on a ring"))):
@@ -119,8 +119,8 @@ def test_replicas_with_prompts_of_their_own(pool: Pool) -> None:
 @pytest.mark.parametrize("scale", [3.0, 1.0])
 @pytest.mark.parametrize("model", ["flux true cfg", "wan"])
 def test_guidance_is_seen_from_the_calls(model: str, scale: float) -> None:
-    """E: without guidance there is one call in each step. With a flag of the model it was taken for half a step, so that
-    twice the warmup was computed and steps were compared with the last but one."""
+    """E: without guidance there is one call in each step. It was taken for half a step, so that twice the warmup was
+    computed, and steps were compared with the last but one."""
     calls = [0]
     if model == "wan":
         pipe, call = wan_pipeline()

@@ -54,8 +54,8 @@ def unchanged(pipe: Any, before: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_left_out_is_the_pipeline(name: str) -> None:
-    """Neither at threshold 0, nor at 1e-12 where every step is measured and computed, nor after the cache was taken off.
-    A failure means that a cache changes pictures that it was told to leave alone, or leaves something behind."""
+    """Neither at threshold 0, nor at 1e-12 where every step is measured, nor after the cache was taken off. A failure
+    means that a cache changes pictures that it was told to leave alone, or leaves something behind."""
     pipe = MAKE[name]()
     wanted, before = draw(pipe, name, num_inference_steps=4), everything(pipe)
     for config in (F1, PRUNE):
@@ -133,7 +133,7 @@ def live() -> set[int]:
     return {id(found) for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
 
 
-class Stop(Exception):
+class StopError(Exception):
     """A user's own."""
 
 
@@ -142,7 +142,7 @@ def stopping(at: int, how: str) -> dict[str, Any]:
 
     def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
         if step == at and how == "raises":
-            raise Stop
+            raise StopError
         if step == at:
             pipe._interrupt = True
         return {}
@@ -158,7 +158,7 @@ def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
     ditile.enable_cache(pipe, F1, TaylorSeerCalibratorConfig())
     wanted, before = draw(pipe, "flux"), live()
     if how == "raises":
-        with pytest.raises(Stop) as caught:
+        with pytest.raises(StopError) as caught:
             draw(pipe, "flux", **stopping(4, how))
         del caught  # whose traceback holds the pipeline's own tensors
     else:
@@ -183,11 +183,11 @@ def test_errors_anywhere_end_the_picture() -> None:
         def failing(*args: Any, stock: Any = stock, at: int = at, count: list[int] = count, **kwargs: Any) -> Any:
             count[0] += 1
             if count[0] > at:
-                raise Stop
+                raise StopError
             return stock(*args, **kwargs)
 
         vars(owner)[name] = failing
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             draw(pipe, "sd3")
         vars(owner).pop(name) if before is None else vars(owner).update({name: before})
         assert cached(pipe.transformer).bytes == 0, name
@@ -240,6 +240,6 @@ def test_guidance_that_leaves_blocks_out_itself() -> None:
         same(draw(pipe, "sd3", **guided), plain)
         ditile.enable_cache(pipe, config)
         different(draw(pipe, "sd3", **guided), plain)
-        assert all(skipped == REST for skipped in decided(pipe))
+        assert decided(pipe) == [REST] * (1 if config is F1 else 3), "of the first call alone"
     ditile.disable_cache(pipe)
     same(draw(pipe, "sd3", **guided), plain)

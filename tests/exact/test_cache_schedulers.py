@@ -1,4 +1,4 @@
-"""Where a cached pipeline is, is read off its scheduler: any scheduler, whatever is done to it, and any number of steps."""
+"""Where a cached pipeline is, is read off its scheduler: any of them, whatever is done to it, any number of steps."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_a_scheduler_that_comes_back() -> None:
 
 
 def test_copies_of_a_scheduler_are_schedulers() -> None:
-    """Pipelines for sound and picture copy their scheduler in mid-call, and step the copy. A failure means that the copy
-    drags the whole pipeline along, steps the first one, or is taken for it."""
+    """Pipelines for sound and picture copy their scheduler in mid-call, and step the copy. A failure means that the
+    whole pipeline is copied with it, that it steps the first one, or is taken for it."""
     pipe, copies = MAKE["flux"](), []
     ditile.enable_cache(pipe, CACHE)
     wanted = draw(pipe, "flux")
