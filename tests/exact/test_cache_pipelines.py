@@ -6,9 +6,6 @@ What `enable_cache` puts on a pipeline is gone after `disable_cache`, and what i
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -17,10 +14,9 @@ import torch
 import ditile
 from ditile import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig, caching
 from ditile.models.block_lists import block_lists
-from ditile.overrides import override
 from ditile.steps.cached import cached
 from tests.exact.cases import MAKE, different, run, same
-from tests.exact.hand import Hand
+from tests.exact.hand import by_hand
 
 STEPS, SPARE = 8, 3
 F1 = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
@@ -90,34 +86,18 @@ def block_chain(pipe: Any) -> list[Any]:
     return [block for each in block_lists(pipe.transformer) for block in each.blocks]
 
 
-@contextmanager
-def by_hand(pipe: Any, branches: int, threshold: float) -> Iterator[list[Hand]]:
-    """The pipeline with a cache by hand in place of its transformer's forward, one for each call of a step."""
-    forward, calls = pipe.transformer.forward, [0]
-    names = list(inspect.signature(forward).parameters)
-    hands = [Hand(forward, block_lists(pipe.transformer), threshold=threshold, spare=SPARE) for _ in range(branches)]
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return hands[(calls[0] - 1) % branches](**dict(zip(names, args, strict=False)), **kwargs)
-
-    with ExitStack() as stack:
-        override(stack, pipe.transformer, "forward", called)
-        yield hands
-
-
 @pytest.mark.parametrize("name", ["pixart sigma", "flux", "flux true cfg", "sd3", "sd3.5 medium"])
 def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
     """To the bit, with thresholds that leave some steps out and compute others. A failure means that a cached step is
     not the probe and what was added before, or belongs to another branch of guidance."""
     pipe, branches = MAKE[name](), 2 if name == "flux true cfg" else 1
-    with by_hand(pipe, branches, 0.0) as hands:
+    with by_hand(pipe, branches, spare=SPARE) as hands:
         draw(pipe, name)
     found = sorted(difference for hand in hands for difference in hand.differences if difference < 0.95)
     middle = range(len(found) // 4, len(found) - 1)
     gap = max(middle, key=lambda k: found[k + 1] - found[k])
     threshold = (found[gap] + found[gap + 1]) / 2
-    with by_hand(pipe, branches, threshold) as hands:
+    with by_hand(pipe, branches, spare=SPARE, threshold=threshold) as hands:
         wanted = draw(pipe, name)
     ditile.enable_cache(pipe, F1.reset(residual_diff_threshold=threshold))
     same(draw(pipe, name), wanted, name)
