@@ -260,7 +260,7 @@ class Runner:
         plain: dict[str, Any] = {
             name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
         }
-        plain["cache"] = [context.text for cache in self._parts.caches for context in cache.contexts]
+        plain["cache"] = [context.said for cache in self._parts.caches for context in cache.contexts]
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
         answers = gather_json([refused, plain], self.mesh.everyone)
         for reason, _ in answers:

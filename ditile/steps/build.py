@@ -71,7 +71,8 @@ def cached_transformer(
 def _context(name: str, slots: Sequence[Slot], config: DBCacheConfig, calibrator: Calibration | None) -> Context:
     make = partial(_chain, slots, config, calibrator)
     idle = _idle(name, len(slots), config)
-    return Context(name, len(slots), make, config.couple, strify(config, calibrator), idle)
+    said = f"{config!r} {calibrator!r}"
+    return Context(name, len(slots), make, config.couple, strify(config, calibrator), idle, said)
 
 
 def _idle(name: str, blocks: int, config: DBCacheConfig) -> str | None:

@@ -70,6 +70,7 @@ class Context(NamedTuple):
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
         idle: why nothing can ever be left out, in one line; None if something can.
+        said: all settings.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Context(NamedTuple):
     couple: str
     text: str
     idle: str | None = None
+    said: str = ""
 
 
 class Alone:

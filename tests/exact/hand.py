@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 
+from ditile.models.block_lists import block_lists
+from ditile.overrides import override
 from ditile.spec import BlockList, Flow
 from ditile.steps.forecast import Reuse
 
@@ -67,7 +69,7 @@ class Hand:
         skipped: the steps that were cached.
     """
 
-    model: nn.Module
+    model: Callable[..., Any]
     lists: Sequence[BlockList]
     first: int = 1
     last: int = 0
@@ -189,3 +191,19 @@ class HandPrune(Hand):
             self.cached.setdefault(index, []).append(self.step)
         else:
             self.inputs[index] = streams["image"]
+
+
+@contextmanager
+def by_hand(pipe: Any, branches: int = 1, **how: Any) -> Iterator[list[Hand]]:
+    """The pipeline with a cache by hand in place of its transformer's forward, one for each call of a step."""
+    forward, calls = pipe.transformer.forward, [0]
+    names = list(inspect.signature(forward).parameters)
+    hands = [Hand(forward, block_lists(pipe.transformer), **how) for _ in range(branches)]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return hands[(calls[0] - 1) % branches](**dict(zip(names, args, strict=False)), **kwargs)
+
+    with ExitStack() as stack:
+        override(stack, pipe.transformer, "forward", called)
+        yield hands

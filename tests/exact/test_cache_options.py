@@ -16,6 +16,7 @@ from ditile.models.adapter import BlockAdapter
 from ditile.models.block_lists import block_lists
 from ditile.models.patterns import ForwardPattern
 from ditile.spec import BlockList
+from ditile.steps.build import IdleCacheWarning
 from ditile.steps.cached import cached
 from ditile.steps.config import (
     Calibration,
@@ -177,10 +178,13 @@ def test_nothing_is_left_between_probe_and_tail() -> None:
     wanted = outputs(name, model)
     for config in (ROUND, DBPruneConfig(max_warmup_steps=0, residual_diff_threshold=ALWAYS)):
         for first, last in ((4, 0), (1, 3), (3, 3), (8, 0), (2, 9)):
-            got = with_cache(name, model, config.reset(Fn_compute_blocks=first, Bn_compute_blocks=last), moves=MOVES)
+            idle = config.reset(Fn_compute_blocks=first, Bn_compute_blocks=last)
+            with pytest.warns(IdleCacheWarning, match="nothing can be left out"):
+                got = with_cache(name, model, idle, moves=MOVES)
             same(got, wanted, f"F{first} B{last}")
             assert not any(skipped(model))
-    enable(model, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0, non_prune_block_ids=[1, 2, 3]))
+    with pytest.warns(IdleCacheWarning):
+        enable(model, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0, non_prune_block_ids=[1, 2, 3]))
     same(outputs(name, model), wanted, "no block may be pruned")
 
 

@@ -52,6 +52,7 @@ CASES = [
     Case("flux true cfg", "pipefusion=2 patches=3 warmup=99 cfg=2"),
     Case("flux", "ulysses=3 uaa=true", calibrator=TAYLOR),
     Case("flux", "tensor=2"),
+    Case("flux", "ulysses=2 ring=2 async_ulysses=true"),
     Case(
         "flux",
         "pipefusion=3 patches=2 warmup=99",

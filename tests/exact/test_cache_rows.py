@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ditile import caching
+from ditile.steps.cached import cached
 from ditile.steps.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.steps.report import percentile
 from tests.exact.cases import MAKE, run
 from tests.exact.moves import RUN, calls, enable, skipped, tensors
+from tests.families import noise, packed
 from tests.more_families import EVERY
 
 OTHER_MOVES = ((0, 1.0), (1, 1.0), (1, 1.02), (1, 0.98), (2, 1.0))
@@ -82,6 +84,29 @@ def test_rows_of_every_family(name: str) -> None:
 def near(x: Tensor, y: Tensor) -> bool:
     """Equal but for the sums of other shapes of matrices."""
     return x.shape == y.shape and float((x - y).abs().max()) <= 3e-5 * float(y.abs().max())
+
+
+@torch.no_grad()
+def test_as_many_rows_as_tokens() -> None:
+    """17 of both: the table of positions has no rows, though it is as long. A failure means that a block that runs for
+    some rows is given the positions of some tokens."""
+    model = EVERY["FluxTransformer2DModel"].make()
+    image, text = noise(17, 12, 16), noise(17, 5, 32, seed=1)
+    call = {**packed()(), "timestep": torch.full((17,), 0.5), "pooled_projections": noise(17, 32, seed=2)}
+    now = image.clone()
+    now[1::2] = noise(17, 12, 16, seed=5)[1::2]
+    enable(model, CONFIG)
+    got = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
+    assert [bool(steps) for steps in skipped_now(model)] == [row % 2 == 0 for row in range(17)]
+    caching.disable_cache(model)
+    wanted = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
+    assert near(got[1][1::2], wanted[1][1::2]) and near(got[1][::2], wanted[0][::2])
+
+
+def skipped_now(model: Any) -> list[list[int]]:
+    """In the middle of a picture."""
+    [(_, chain)] = cached(model)._chains
+    return [record.skipped for _, _, _, record in chain.records()]
 
 
 # Images of a pipeline
