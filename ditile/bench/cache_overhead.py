@@ -39,7 +39,9 @@ FIRST = 8  # forwards that are not counted
 class Job:
     """What is measured."""
 
-    blocks: tuple[int, ...] = option((1, 2, 57), "blocks of the transformers; one alone leaves nothing out", metavar="N,N")
+    blocks: tuple[int, ...] = option(
+        (1, 2, 57), "blocks of the transformers; one alone leaves nothing out", metavar="N,N"
+    )
     rounds: int = option(40, "interleaved rounds")
     forwards: int = option(50, "forwards of each transformer in a round")
     out: str | None = option(None, "write the rows as JSON too", metavar="FILE")

@@ -9,7 +9,7 @@ One process, one thread, one picture at a time. Every caption is drawn by all se
 rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time, which is
 what the only thread takes on a machine that does nothing else (wall time is written down too). What was measured is
 added to `--out`, caption by caption, and is not measured again. Without a cache all pipelines draw the same picture, bit
-for bit, which is checked before the first caption.
+for bit, which is checked before the first caption. Masks of fewer steps than are drawn are left out.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def main() -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     try:
-        settings = parsed(job.engines, job.settings)
+        settings = [setting for setting in parsed(job.engines, job.settings) if setting.fits(job.steps)]
         captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
         out = Path(job.out)
         done = {(r["caption"], r["engine"], r["setting"]) for r in read(out, job.model, job.steps)}

@@ -1,7 +1,7 @@
 """Settings of caches that are measured, each one line of text, for our engine and for cache-dit.
 
-    F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
-    F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
+F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
+F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class Setting:
         if isinstance(mask := fields.get("steps_computation_mask"), str):
             fields["steps_computation_mask"] = read(mask)
         return cls(**fields)
+
+    def fits(self, steps: int) -> bool:
+        """Whether its mask, if it has one of bins, is long enough for so many steps."""
+        mask = self.cache.steps_computation_mask
+        return mask is None or isinstance(mask, str) or len(mask) >= steps
 
     @property
     def calibrator(self) -> Calibration | None:

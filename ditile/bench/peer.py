@@ -1,6 +1,6 @@
 """cache-dit, beside which our caches are measured. It is no dependency: benchmarks import it here, if it is there.
 
-    pip install cache-dit==1.5.3
+pip install cache-dit==1.5.3
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def keep_apart(pipe: Any) -> None:
         each.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
 
 
-def enable_for(
-    pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool
-) -> None:
+def enable_for(pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool) -> None:
     """Caches a pipeline that was kept apart.
 
     Args:

@@ -76,7 +76,9 @@ def pareto(files: Sequence[Path], out: Path) -> None:
             if not mine:
                 continue
             axes.scatter([r["speedup"] for r in mine], [r["psnr"] for r in mine], 16, colour, marker, alpha=0.45, lw=0)
-            axes.plot(*zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine)
+            axes.plot(
+                *zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine
+            )
         captions = max(row["captions"] for row in here)
         axes.set_title(f"{model}, {steps} steps, {captions} captions", fontsize=10)
         axes.set_xlabel("speed-up over no cache (times, whole picture)")

@@ -58,7 +58,10 @@ class HandCache:
         start = tokens
         for block in blocks[: self.first]:
             words, tokens = run(block, words, tokens)
-        probe, patches = tokens - start if self.first else tokens, range(len(place.spans)) if place.patch is None else [place.patch]
+        probe, patches = (
+            tokens - start if self.first else tokens,
+            range(len(place.spans)) if place.patch is None else [place.patch],
+        )
         for patch in patches:
             self.probes[place.branch, patch] = probe[:, place.spans[patch]] if place.patch is None else probe
         if self.looking:
