@@ -23,5 +23,5 @@ environment: $(STAMP)
 $(STAMP):
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots,quantize]'
 	touch $@

@@ -17,36 +17,93 @@ from ditile.load import load
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
+    from ditile.caching import disable_cache, enable_cache, refresh_context, strify, summary
+    from ditile.compile_configs import set_compile_configs
     from ditile.lora import load_lora
     from ditile.models import ModelSpec, register
+    from ditile.models.adapter import BlockAdapter, PatchFunctor
+    from ditile.models.block_lists import supported_pipelines
+    from ditile.models.patterns import ForwardPattern
     from ditile.runner import Runner, parallelize
+    from ditile.steps.config import (
+        DBCacheConfig,
+        DBPruneConfig,
+        DMDCalibratorConfig,
+        FoCaCalibratorConfig,
+        ParamsModifier,
+        TaylorSeerCalibratorConfig,
+    )
+    from ditile.steps.config_file import load_configs
+    from ditile.steps.parallelism import ParallelismConfig
+    from ditile.steps.step_mask import steps_mask
+    from ditile.weights.quantize import quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockAdapter",
+    "DBCacheConfig",
+    "DBPruneConfig",
+    "DMDCalibratorConfig",
     "DitileError",
+    "FoCaCalibratorConfig",
+    "ForwardPattern",
     "LoadError",
     "ModelError",
     "ModelSpec",
+    "ParallelismConfig",
+    "ParamsModifier",
+    "PatchFunctor",
     "Plan",
     "PlanError",
     "RankError",
     "Runner",
     "StateError",
+    "TaylorSeerCalibratorConfig",
     "__version__",
+    "disable_cache",
+    "enable_cache",
     "launch",
     "load",
+    "load_configs",
     "load_lora",
     "parallelize",
+    "quantize",
+    "refresh_context",
     "register",
+    "set_compile_configs",
+    "steps_mask",
+    "strify",
+    "summary",
+    "supported_pipelines",
 ]
 
 _LAZY = {
+    "BlockAdapter": "ditile.models.adapter",
+    "DBCacheConfig": "ditile.steps.config",
+    "DBPruneConfig": "ditile.steps.config",
+    "DMDCalibratorConfig": "ditile.steps.config",
+    "FoCaCalibratorConfig": "ditile.steps.config",
+    "ForwardPattern": "ditile.models.patterns",
     "ModelSpec": "ditile.models",
+    "ParallelismConfig": "ditile.steps.parallelism",
+    "ParamsModifier": "ditile.steps.config",
+    "PatchFunctor": "ditile.models.adapter",
     "Runner": "ditile.runner",
+    "TaylorSeerCalibratorConfig": "ditile.steps.config",
+    "disable_cache": "ditile.caching",
+    "enable_cache": "ditile.caching",
+    "load_configs": "ditile.steps.config_file",
     "load_lora": "ditile.lora",
     "parallelize": "ditile.runner",
+    "quantize": "ditile.weights.quantize",
+    "refresh_context": "ditile.caching",
     "register": "ditile.models",
+    "set_compile_configs": "ditile.compile_configs",
+    "steps_mask": "ditile.steps.step_mask",
+    "strify": "ditile.caching",
+    "summary": "ditile.caching",
+    "supported_pipelines": "ditile.models.block_lists",
 }
 
 

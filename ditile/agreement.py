@@ -30,13 +30,13 @@ class LoopClock:
         current: the generation under way.
         steps: of the loop.
         plan: its patches.
-        images: that this rank's replica makes; None where stale keys belong to the whole batch.
+        images: that this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
         begin: called when the first call of a generation comes, with the steps.
     """
 
     def __init__(
-        self, current: Callable[[], Generation], steps: Callable[[], int], plan: Plan, images: int | None,
-        begin: Callable[[int], None],
+        self, current: Callable[[], Generation], steps: Callable[[], int], plan: Plan,
+        images: Callable[[], int | None], begin: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._current, self._steps, self._images, self._begin = current, steps, images, begin
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
@@ -57,7 +57,7 @@ class LoopClock:
         patches = range(self._patches) if patch is None else (patch,)
         return Moment(
             step, now.branch, patches, lambda: [now.part(k).image_tokens for k in patches], lambda: _has_text(now),
-            self._images, whole and now.keeps_keys(step) and not now.is_stale(step),
+            self._images(), whole and now.keeps_keys(step) and not now.is_stale(step),
         )  # fmt: skip
 
     def end_call(self, model: object) -> None:

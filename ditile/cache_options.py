@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -98,8 +99,8 @@ class Cache(Fields):
     )
     lora: str | None = option(None, "a file of LoRA weights", metavar="FILE")
     fuse_lora: bool = option(False, "add the LoRA to the weights")
-    track_memory: bool = option(False, "report the most memory that was in use")
-    perf: bool = option(False, "draw several times, and report times")
+    track_memory: bool = option(False, "report too what stale keys and caches held")
+    perf: bool = option(False, "draw each picture 1 + 3 times, and report the medians of the 3")
     config: str | None = option(None, "a YAML or JSON file for all of it; see load_configs", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -142,6 +143,31 @@ class Cache(Fields):
         if self.quantize:
             found["quantize_config"] = found.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return found
+
+    def settings(self) -> dict[str, Any]:
+        """What of this changes a picture, as JSON types; empty if nothing does."""
+        found, said = self.configs(), {}
+        for name in ("cache_config", "calibrator_config"):
+            if (config := found.get(name)) is not None:
+                said[name] = {"kind": type(config).__name__} | config.values()
+        if "quantize_config" in found:
+            said["quantize_config"] = dict(found["quantize_config"])
+        if self.lora is not None:
+            said |= {"lora": self.lora, "fuse_lora": self.fuse_lora}
+        return said
+
+    def attention(self, own: str | None) -> str | None:
+        """The attention kernel: its own flag's, else that of --config."""
+        found = self._file()
+        config = found.get("parallelism_config")
+        in_file: str | None = found.get("attention_backend") or (config and config.attention_backend)
+        return own or in_file
+
+    @property
+    def cp_plan(self) -> Mapping[str, Any] | None:
+        """What --config says is split over tokens."""
+        config = self._file().get("parallelism_config")
+        return None if config is None else config.cp_plan
 
     def plan_values(self, own: dict[str, Any]) -> dict[str, Any]:
         """The values of a `Plan`: those of its own flags, of --parallel-type, and of --config.

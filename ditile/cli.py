@@ -24,13 +24,13 @@ from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.options import Generate, Proof, Run, check_image
+from ditile.options import Generate, Proof, Run, check_image, check_lora
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ditile.generate import Outcome
+    from ditile.outcome import Outcome
 
 KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof)}
 """The dataclasses whose fields are the flags of a command."""
@@ -116,32 +116,36 @@ def _generate(arguments: argparse.Namespace) -> int:
     cache = Cache(**collect(Cache, arguments))
     plan = _plan(arguments, cache)
     wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
+    run = dataclasses.replace(run, attention=cache.attention(run.attention))
     find(wanted.model)
+    if cache.lora is not None:
+        check_lora(cache.lora)
     if wanted.image is not None:
         check_image(wanted.image)
     if run.out_dir is not None and wanted.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
     if run.dry_run:
-        return _dry_run(wanted, plan)
+        return _dry_run(wanted, plan, cache)
     if env.torchrun() is None and plan.world > (os.cpu_count() or 1):
-        _planned("planned", wanted, plan)  # before very many processes are started to say the same
-    outcome = _draw_lines(wanted, run, plan) if wanted.prompts_file is not None else _draw(wanted, run, plan)
+        _planned("planned", wanted, plan, cache)  # before very many processes are started to say the same
+    draw = _draw_lines if wanted.prompts_file is not None else _draw
+    outcome = draw(wanted, run, plan, cache)
     if outcome is not None:
         _report(outcome, run)
     return 0
 
 
-def _draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
+def _draw(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
     if _writes():
         run.check_outputs(run.images(wanted.num_images))
     if env.torchrun() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
-    outcome: Outcome | None = _on_ranks("draw", plan, run, (wanted, run, plan))
+    outcome: Outcome | None = _on_ranks("draw", plan, run, (wanted, run, plan, cache))
     return outcome
 
 
-def _draw_lines(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
+def _draw_lines(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None:
     """The same of a file of prompts. Where nothing is left to make, no model is loaded."""
     from ditile import prompts
 
@@ -150,12 +154,12 @@ def _draw_lines(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
     if _writes():
         every = prompts.lines(wanted, run)
         run.check_outputs([Path(line.path) for line in every[:1]])
-        left = prompts.left(every, prompts.request(wanted, run, plan, defaults(wanted.model)))
+        left = prompts.left(every, prompts.request(wanted, run, plan, cache, defaults(wanted.model)))
         if not left and env.torchrun() is None:
             from ditile.generate import outcome_of_lines
 
-            return outcome_of_lines(wanted, run, plan, 0, [])
-    outcome: Outcome | None = _on_ranks("draw_lines", plan, run, (wanted, run, plan, left, len(every)))
+            return outcome_of_lines(wanted, run, plan, cache, 0, [])
+    outcome: Outcome | None = _on_ranks("draw_lines", plan, run, (wanted, run, plan, cache, left, len(every)))
     return outcome
 
 
@@ -177,20 +181,21 @@ def _on_ranks(name: str, plan: Plan, run: Run | Proof, args: tuple[Any, ...]) ->
     return result
 
 
-def _dry_run(wanted: Generate, plan: Plan) -> int:
-    print(_planned("report", wanted, plan))
+def _dry_run(wanted: Generate, plan: Plan, cache: Cache) -> int:
+    print(_planned("report", wanted, plan, cache))
     return 0
 
 
-def _planned(name: str, wanted: Generate, plan: Plan) -> Any:
-    """What `ditile.dry_run` says of a call. Raises `PlanError` if the plan does not fit."""
+def _planned(name: str, wanted: Generate, plan: Plan, cache: Cache) -> Any:
+    """What `ditile.dry_run` says of a call. Raises `PlanError` or `ModelError` if something does not fit."""
     from ditile.generate import planned_call, quiet
 
     quiet()
     dry_run = importlib.import_module("ditile.dry_run")
     if wanted.prompts_file is not None:
         wanted = dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
-    return getattr(dry_run, name)(wanted.model, plan, planned_call(wanted, defaults(wanted.model)))
+    call = planned_call(wanted, defaults(wanted.model))
+    return getattr(dry_run, name)(wanted.model, plan, call, cache.configs())
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -210,7 +215,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _report(outcome: Outcome, run: Run) -> None:
-    from ditile.summary import as_dict, as_table
+    from ditile.results import as_dict, as_table
 
     text = json.dumps(as_dict(outcome), indent=2)
     _console(stderr=run.json == "-").print(as_table(outcome))

@@ -28,7 +28,9 @@ from ditile.generation import Generation
 from ditile.layout import Split
 from ditile.memory import AgeChecks
 from ditile.mesh import Mesh
+from ditile.opaque import uncompiled
 from ditile.plan import Plan
+from ditile.quantized import quantized
 from ditile.seams import Exchange, Kernel, Keys, WholeStreams
 from ditile.seats import Core, OneSeat, Seats
 from ditile.shape import Weights
@@ -63,6 +65,7 @@ class Composition:
         kernel: attends; None is what each processor would use.
         splits: what is split in the call at hand, where a table says so.
         checks: asserts the ages of keys, if asked to.
+        compile: whether the blocks are compiled, where the user has not.
         stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
@@ -83,6 +86,7 @@ class Composition:
     kernel: Dispatched | None = None
     splits: Splits | None = None
     checks: AgeChecks | None = None
+    compile: bool = False
     stale_keys: type[StaleKeys] = StaleKeys
 
     @property
@@ -105,7 +109,7 @@ class Composition:
     def caches(self) -> list[Cached]:
         """The caches of the pipeline's models, which may come and go between calls."""
         models = (getattr(self.pipe, name, None) for name in MODELS)
-        return [found for model in models if model is not None and (found := cached(model)) is not None]
+        return [found for model in models if model is not None and (found := cached(uncompiled(model))) is not None]
 
     @contextmanager
     def installed(
@@ -125,28 +129,34 @@ class Composition:
             self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, split_of(self.plan), batch,
             latent_dim=dim, trace=self.trace,
         )  # fmt: skip
-        sequence, traffic = self.mesh.sequence, self.mesh.traffic
+        sequence, traffic, turn = self.mesh.sequence, self.mesh.traffic, torch.tensor(0)
 
         def core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> Core:
             kernel = self.kernel or (Dispatched(backend) if through_dispatch else NATIVE)
             keys = self._keys(loop.current, layer, kernel)
             exchange, splits = self._exchange(loop.current), self.splits
             if splits is not None:
-                source = MasksOfCall(splits)
+                source = MasksOfCall(splits, cached=bool(self.caches))
                 gathered = GatheredMasks(sequence, self.mesh["ulysses"], traffic, source)
-                over = AttentionCore(loop.current, exchange, keys, gathered, joint=joint).over
+                over = AttentionCore(loop.current, exchange, keys, gathered, joint=joint, turn=turn).over
                 return PlannedAttention(splits, over, kernel, gathered, source)
             masks = OwnMasks() if sequence.size == 1 else GatheredMasks(sequence, self.mesh["ulysses"], traffic)
-            return AttentionCore(loop.current, exchange, keys, masks, joint=joint)
+            return AttentionCore(loop.current, exchange, keys, masks, joint=joint, turn=turn)
 
         def handed_over(backend: Any) -> Any:
             return dispatch.backend(backend if self.kernel is None else self.kernel.backend)
 
+        for cache in self.caches:
+            cache.refit()  # before the seats, which lie around the slots
         with ExitStack() as stack:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            stack.enter_context(self.seats.installed(self.pipefusion, self.held, loop.current, core, handed_over))
+            seated = self.seats.installed(
+                self.pipefusion, self.held, loop.current, core, handed_over, pipe=self.pipe,
+                compile_=torch.compile if self.compile else None,
+            )  # fmt: skip
+            stack.enter_context(seated)
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
             if decisions is not None:
                 stack.enter_context(self._cached(loop, batch, decisions))
@@ -163,7 +173,7 @@ class Composition:
         stale = self.plan.num_patches * self.plan.distrifusion > 1
         with ExitStack() as stack:
             for cache in self.caches:
-                images = None if stale else batch.images
+                images = (lambda: None) if stale else (lambda: loop.images)
                 clock = LoopClock(loop.current, lambda: loop.steps, self.plan, images, cache.begin)
                 stack.enter_context(cache.lent(clock, agreement))
             clean = False
@@ -223,7 +233,7 @@ def kernel_of(attention: str | None, transformer: Any, device: torch.device, pla
 
 def compose(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
-    attention: str | None = None, cp_plan: Mapping[str, Any] | None = None,
+    attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
 ) -> Composition:  # fmt: skip
     """Cuts the pipeline's model into stages and keeps this rank's; or splits its calls as a table says.
 
@@ -235,20 +245,11 @@ def compose(
     whole = plan.divides_the_batch_alone and attention is None
     planned = {} if whole else models.planned(pipe, cp_plan)
     if planned:
-        return _compose_planned(pipe, plan, mesh, device, planned, attention, keep_weights, text_after)
+        return _compose_planned(pipe, plan, mesh, device, planned, attention, keep_weights, text_after, compile)
     spec = models.support(pipe, plan)  # says no before anything is touched
     model = models.model_of(pipe)
-    if attention is not None and not spec.blocks:
-        raise ModelError(
-            f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
-            "choose the kernel with set_attention_backend"
-        )
     seats = (OneSeat if whole else Seats)(model, spec)
-    if seats.is_cut() and seats.loaded is None:
-        raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
-    reason = seats.refuse(range(len(seats.chain)))
-    if reason:
-        raise ModelError(reason)
+    _refuse(pipe, plan, seats, attention, compile)
     stages = stages_of(seats, plan)
     kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(
@@ -259,7 +260,7 @@ def compose(
     tensor, loaded = mesh["tensor"], seats.loaded is not None
     crew = _crew(seats, stages, plan, mesh)  # while all blocks are whole
     weights = seats.take(held(stages, mesh.stage, plan.crew), keep=keep_weights, shard=(tensor.index, tensor.size))
-    sharded = _shard(pipe, plan, mesh, spec, loaded=loaded, keep=keep_weights)
+    sharded = _shard(pipe, model, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
     trace = Trace()
@@ -267,24 +268,51 @@ def compose(
     pipefusion.connect(device)
     return Composition(
         pipe, plan, mesh, device, model, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace,
-        encoders, kernel,
+        encoders, kernel, compile=compile,
     )  # fmt: skip
+
+
+def _refuse(pipe: Any, plan: Plan, seats: Seats, attention: str | None, compile: bool) -> None:
+    """Says no to a model that cannot be divided so, before anything is touched."""
+    model = seats.transformer
+    if attention is not None and not seats.spec.blocks:
+        raise ModelError(
+            f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
+            "choose the kernel with set_attention_backend"
+        )
+    if compile and not seats.chain:
+        raise ModelError(
+            f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
+            "whole: pipe.transformer = torch.compile(pipe.transformer)"
+        )
+    if seats.is_cut() and seats.loaded is None:
+        raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
+    reason = seats.refuse(range(len(seats.chain)))
+    if reason:
+        raise ModelError(reason)
+    if plan.tensor > 1 and seats.loaded is None and (names := quantized(model)):
+        raise ModelError(
+            f"tensor={plan.tensor} cuts plain weights, and {names[0]} is quantized; quantize the pipeline after "
+            "parallelize, when each rank has its share"
+        )
 
 
 def _compose_planned(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, planned: dict[str, Mapping[str, Any]],
-    attention: str | None, keep: bool, text_after: After,
+    attention: str | None, keep: bool, text_after: After, compile: bool,
 ) -> Composition:  # fmt: skip
     """For models that have a table of splits: all weights on every rank, one stage, one patch."""
-    transformers = {name: getattr(pipe, name) for name in planned}
-    model = models.model_of(pipe) if plan.cfg * plan.data > 1 else pipe.transformer
+    transformers = {name: uncompiled(getattr(pipe, name)) for name in planned}
+    model = models.model_of(pipe) if plan.cfg * plan.data > 1 else uncompiled(pipe.transformer)
     kind = type(model).__name__
+    if compile:
+        raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
     plan.check_planned(kind)
     splits = None
     if mesh.sequence.size > 1:
         splits = Splits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
     tables = list(planned.values())
-    seats = PlannedSeats(transformers, tables, splits, redirect.seat, counts=plan.cfg > 1)
+    seats = PlannedSeats(transformers, tables, splits, redirect.seat)
     for heads in seats.heads:
         plan.check_heads(kind, heads)
     kernel = kernel_of(attention, model, device, plan)
@@ -313,12 +341,14 @@ def _crew(seats: Seats, stages: list[range], plan: Plan, mesh: Mesh) -> Crew | N
     return Crew(mesh, seats, stages, plan.pipefusion, lender)
 
 
-def _shard(pipe: Any, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool) -> Sharded:
+def _shard(
+    pipe: Any, model: torch.nn.Module, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool
+) -> Sharded:
     """Leaves this rank its share of the weights of every block, and makes the pipeline refuse what needs whole ones."""
     if plan.tensor == 1:
         return Sharded(Cuts({}, 0, 1), keep=True)
-    table = table_of(pipe.transformer, spec)
+    table = table_of(model, spec)
     sequence = spec.tensor_tokens if plan.split_scheme == "sequence" else None
-    sharded = shard(pipe.transformer, table, mesh["tensor"], mesh.traffic, sequence=sequence, loaded=loaded, keep=keep)
+    sharded = shard(model, table, mesh["tensor"], mesh.traffic, sequence=sequence, loaded=loaded, keep=keep)
     sharded.guard(pipe)
     return sharded

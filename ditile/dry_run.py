@@ -16,32 +16,36 @@ from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.load import find
 from ditile.models import spec_of
+from ditile.models.block_lists import block_lists
 from ditile.plan import Plan
 from ditile.seats import Seats
 from ditile.shape import Shape, filled_call
+from ditile.steps.build import cached_transformer
+from ditile.steps.step_mask import resolve
 from ditile.table import describe
 
 STEPS_SHOWN = 2
 
 
-def report(model: str, plan: Plan, call: Mapping[str, Any]) -> str:
+def report(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> str:
     """What a call of a model under a plan would look like.
 
     Args:
         model: a bundled model, a folder or a hub id (of which only configs are fetched).
         plan: the plan.
         call: the call's arguments; the pipeline's own defaults fill the gaps.
+        configs: the keyword arguments of `enable_cache`.
 
     Raises:
-        LoadError, ModelError, PlanError: if the model is not there, has no spec, or does not fit the plan.
+        LoadError, ModelError, PlanError: if the model is not there, has no spec, or does not fit the plan or the cache.
     """
-    job = planned(model, plan, call)
+    job = planned(model, plan, call, configs)
     table = describe(model, job, ["as found"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
     return f"{table}\n\n{as_text(job.schedule, shown, job.calls(1))}"
 
 
-def planned(model: str, plan: Plan, call: Mapping[str, Any]) -> Job:
+def planned(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
     pipeline, transformer, vae_scale = _skeleton(find(model))
     spec = spec_of(transformer)
@@ -50,7 +54,18 @@ def planned(model: str, plan: Plan, call: Mapping[str, Any]) -> Job:
     shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
     plan.check(shape.facts(type(transformer).__name__, len(seats.chain)))
     stages = divide(seats, plan)
+    _check_cache(transformer, configs, shape.steps)
     return Job(plan=plan, spec=spec, shape=shape, weights=seats.weights(), stages=stages)
+
+
+def _check_cache(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
+    """Raises `ModelError` for a cache that can never leave anything out."""
+    if (config := configs["cache_config"]) is None:
+        return
+    resolve(config.steps_computation_mask, steps)
+    for context in cached_transformer(transformer, block_lists(transformer), config).contexts:
+        if context.idle is not None:
+            raise ModelError(context.idle)
 
 
 def _skeleton(source: Path | str) -> tuple[type, nn.Module, int]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile import env
-from ditile.errors import ModelError
+from ditile.cache_options import Cache
+from ditile.errors import DitileError, ModelError
 from ditile.load import defaults, load
 from ditile.options import Generate, Run
+from ditile.outcome import MEASURED, Outcome, left_out, medians, summed
 from ditile.plan import Plan
 from ditile.prompts import Line, request
 from ditile.prompts import lines as all_lines
@@ -28,53 +31,43 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ditile.runner import Runner
+    from ditile.steps.report import ContextReport
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What came out of a run: the files, and every rank's report in rank order.
-
-    Attributes:
-        images: all pictures, those that were there before included.
-        skipped: how many were there before.
-        reports: of all calls together; empty if there was none to make.
-    """
-
-    plan: str
-    model: str
-    seed: int
-    images: list[str]
-    reports: list[dict[str, Any]]
-    skipped: int = 0
-
-
-def draw(wanted: Generate, run: Run, plan: Plan) -> Outcome | None:
+def draw(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None:
     """Runs this rank's part. Rank 0 returns the outcome, the others None.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):  # the standard output is for the summary alone
-        pipe, runner = _prepared(wanted, run, plan)
+        pipe, runner = _prepared(wanted, run, plan, cache)
         seed = _agreed_seed(wanted.seed, runner.mesh.everyone)
         call = arguments(pipe, wanted, defaults(wanted.model))
-        result = runner(**call, **_objects(wanted, range(seed, seed + wanted.num_images)), output="first")
+        _check_mask(cache, call)
+        drawn = _drawn(runner, lambda: call | _objects(wanted, range(seed, seed + wanted.num_images)), cache)
         if run.trace is not None:
             runner.write_trace(run.trace)
-        reports = runner.reports()
-        if result is None:
+        if drawn.result is None:
             return None
-        files = [str(path) for path in run.images(len(result.images))]
-        for k, (image, path) in enumerate(zip(result.images, files, strict=True)):
-            _write(image, path, _texts(wanted, plan, call) | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
-        return Outcome(plan=str(plan), model=wanted.model, seed=seed, images=files, reports=reports)
+        files = [str(path) for path in run.images(len(drawn.result.images))]
+        texts = _texts(wanted, plan, cache, call)
+        for k, (image, path) in enumerate(zip(drawn.result.images, files, strict=True)):
+            _write(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
+        return Outcome(
+            plan=str(plan), model=wanted.model, seed=seed, images=files, reports=drawn.reports,
+            settings=cache.settings(), left_out=left_out([drawn.saved]), totals=drawn.totals,
+            tracks_memory=cache.track_memory,
+        )  # fmt: skip
 
 
-def draw_lines(wanted: Generate, run: Run, plan: Plan, todo: Sequence[Line], total: int) -> Outcome | None:
+def draw_lines(
+    wanted: Generate, run: Run, plan: Plan, cache: Cache, todo: Sequence[Line], total: int
+) -> Outcome | None:
     """Makes the pictures of some lines, as many at once as there are replicas. Rank 0 returns the outcome, others None.
 
     Args:
-        wanted, run, plan: as in `draw`.
+        wanted, run, plan, cache: as in `draw`.
         todo: the lines; rank 0's count.
         total: lines of the file.
 
@@ -82,45 +75,127 @@ def draw_lines(wanted: Generate, run: Run, plan: Plan, todo: Sequence[Line], tot
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        pipe, runner = _prepared(wanted, run, plan)
+        pipe, runner = _prepared(wanted, run, plan, cache)
         pipe.set_progress_bar_config(disable=True)
         everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
         todo = [Line(*line) for line in gather_json(list(todo), everyone)[0]]
         base = arguments(pipe, wanted, defaults(wanted.model))
-        texts = _texts(wanted, plan, base) | {"request": request(wanted, run, plan, defaults(wanted.model))}
-        reports: list[list[dict[str, Any]]] = []
+        _check_mask(cache, base)
+        asked = request(wanted, run, plan, cache, defaults(wanted.model))
+        texts = _texts(wanted, plan, cache, base) | {"request": asked}
+        every: list[Drawn] = []
         with _bar(total, total - len(todo), shown=first) as advance:
             for start in range(0, len(todo), plan.data):
                 lines = todo[start : start + plan.data]
-                result = runner(**_of_lines(base, lines, wanted, plan), output="first")
-                reports.append(runner.reports())
-                for line, image in zip(lines, result.images if result is not None else [], strict=first):
+                drawn = _drawn(runner, functools.partial(_of_lines, base, lines, wanted, plan), cache)
+                every.append(drawn._replace(result=None))
+                for line, image in zip(lines, drawn.result.images if drawn.result is not None else [], strict=first):
                     _write(image, line.path, texts | {"prompt": line.prompt, "seed": str(line.seed)})
                 advance(len(lines))
         if run.trace is not None and todo:
             runner.write_trace(run.trace)
-    return outcome_of_lines(wanted, run, plan, len(todo), _summed(reports)) if first else None
+    return outcome_of_lines(wanted, run, plan, cache, len(todo), every) if first else None
 
 
-def outcome_of_lines(wanted: Generate, run: Run, plan: Plan, made: int, reports: list[dict[str, Any]]) -> Outcome:
+def outcome_of_lines(
+    wanted: Generate, run: Run, plan: Plan, cache: Cache, made: int, every: Sequence[Drawn]
+) -> Outcome:
     """The outcome of a file of prompts of which some pictures were made now."""
     files = [line.path for line in all_lines(wanted, run)]
     return Outcome(
-        plan=str(plan), model=wanted.model, seed=wanted.seed or 0, images=files, reports=reports,
-        skipped=len(files) - made,
+        plan=str(plan), model=wanted.model, seed=wanted.seed or 0, images=files,
+        reports=summed([drawn.reports for drawn in every]), skipped=len(files) - made, settings=cache.settings(),
+        left_out=left_out([drawn.saved for drawn in every]), totals=[t for drawn in every for t in drawn.totals],
+        tracks_memory=cache.track_memory,
     )  # fmt: skip
 
 
-def _prepared(wanted: Generate, run: Run, plan: Plan) -> tuple[Any, Runner]:
+class Drawn(NamedTuple):
+    """A call of a runner: its result on rank 0, the reports of all ranks, what caches saved, seconds of --perf."""
+
+    result: Any
+    reports: list[dict[str, Any]]
+    saved: list[ContextReport]
+    totals: list[float]
+
+
+def _drawn(runner: Runner, make: Callable[[], dict[str, Any]], cache: Cache) -> Drawn:
+    """Calls a runner with arguments that are made anew for each call: once, or as often as --perf wants."""
+    reports = []
+    for _ in range(1 + MEASURED if cache.perf else 1):
+        result = runner(**make(), output="first")
+        reports.append(runner.reports())
+    saved = ditile.summary(runner, logging=False) if cache.configs()["cache_config"] is not None else []
+    if not cache.perf:
+        return Drawn(result, reports[0], saved, [])
+    return Drawn(result, medians(reports[1:]), saved, [of_rank[0]["seconds"]["total"] for of_rank in reports[1:]])
+
+
+def _prepared(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Any, Runner]:
     quiet()
     if run.threads is not None:
         _set_threads(run.threads)
-    pipe: Any = load(wanted.model, dtype=run.dtype, plan=plan)
+    whole = cache.lora is not None and plan.tensor > 1  # whose factors are cut with the weights
+    pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if whole else plan)
     if wanted.image is not None:
         pipe = image_to_image(pipe)
-    runner = ditile.parallelize(pipe, plan, device=run.device, attention=run.attention)
+    if cache.lora is not None:
+        _add_lora(pipe, cache.lora, fuse=cache.fuse_lora)
+    if run.compile:
+        ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+    runner = ditile.parallelize(
+        pipe, plan, device=run.device, attention=run.attention, cp_plan=cache.cp_plan, compile=run.compile
+    )
     runner.trace = run.trace is not None
+    _do_less(runner, cache)
     return pipe, runner
+
+
+def _add_lora(pipe: Any, source: str, *, fuse: bool) -> None:
+    """Loads a LoRA into what this rank holds, and fuses it if that is wanted."""
+    import safetensors
+
+    path = Path(source)
+    place = {"weight_name": path.name} if path.is_file() else {}
+    try:
+        ditile.load_lora(pipe, str(path.parent) if place else source, **place)
+        if fuse:
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
+    except DitileError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
+        raise ModelError(f"lora={source!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+
+def _do_less(runner: Runner, cache: Cache) -> None:
+    """Quantizes what this rank holds, and leaves blocks out.
+
+    Raises:
+        ModelError: also if nothing could be left out, of which the API warns.
+    """
+    from ditile.steps.build import IdleCacheWarning
+
+    wanted = cache.configs()
+    wanted.pop("attention_backend", None)  # the runner has it
+    if wanted["cache_config"] is None and "quantize_config" not in wanted:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", IdleCacheWarning)
+            ditile.enable_cache(runner, **wanted)
+    except IdleCacheWarning as warning:
+        raise ModelError(str(warning)) from warning
+
+
+def _check_mask(cache: Cache, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a step mask that is too short, before a step is made."""
+    from ditile.steps.step_mask import resolve
+
+    config = cache.configs()["cache_config"]
+    if config is not None and "num_inference_steps" in call:
+        steps = call["num_inference_steps"]
+        resolve(config.steps_computation_mask, max(1, min(steps, int(steps * call.get("strength", 1)))))
 
 
 def _of_lines(base: dict[str, Any], lines: Sequence[Line], wanted: Generate, plan: Plan) -> dict[str, Any]:
@@ -132,20 +207,6 @@ def _of_lines(base: dict[str, Any], lines: Sequence[Line], wanted: Generate, pla
     if "negative_prompt" in base:
         call["negative_prompt"] = [base["negative_prompt"]] * len(lines)
     return call
-
-
-def _summed(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The reports of several calls as one, for each rank."""
-    found = []
-    for of_rank in zip(*reports, strict=True):
-        whole = dict(of_rank[-1])
-        whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
-        for name in ("steps", "bytes_sent"):
-            whole[name] = sum(r[name] for r in of_rank)
-        whole["synchronous"] = [step for r in of_rank for step in r["synchronous"]]
-        whole["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in of_rank)
-        found.append(whole)
-    return found
 
 
 @contextlib.contextmanager
@@ -258,12 +319,13 @@ def _objects(wanted: Generate, seeds: Sequence[int], *, alone: bool | None = Non
     return call
 
 
-def _texts(wanted: Generate, plan: Plan, call: dict[str, Any]) -> dict[str, str]:
+def _texts(wanted: Generate, plan: Plan, cache: Cache, call: dict[str, Any]) -> dict[str, str]:
     """What a picture says about how it was made, its prompt and seed apart."""
+    settings = cache.settings()
     return {
         "Software": f"ditile {ditile.__version__}", "model": wanted.model, "plan": str(plan),
         "settings": json.dumps(call),
-    }  # fmt: skip
+    } | ({"cache": json.dumps(settings)} if settings else {})  # fmt: skip
 
 
 def _write(image: Image.Image, path: str, texts: dict[str, str]) -> None:

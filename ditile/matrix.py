@@ -74,6 +74,7 @@ METHODS = (
     Method("DistriFusion", "--distrifusion", _attention),
     Method("tensor", "--tensor", _tensor),
     Method("parallel VAE", "--vae rows", _vae),
+    Method("cache", "--cache", _blocks),
     Method("text", "", _text),
 )
 
@@ -121,7 +122,8 @@ _END = """
 Any product of the degrees of a row works: data x cfg x (PipeFusion x ring | DistriFusion) x Ulysses x tensor. What
 excludes each other is little: DistriFusion takes the place of ring and PipeFusion, whose staleness it spends. What a
 plan asks of a model and a size is said before anything runs, with the degrees that would do; `ditile verify` proves a
-plan on your machine.
+plan on your machine. A cache goes with every plan that a family has, on the rungs PipeFusion and caches, and on
+a transformer of your own whose blocks are read off its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
 Refused in every family under stale keys, because they need the whole fresh prediction: `guidance_rescale`,
 `thresholding=True`, ControlNets in the loop, in-painting, IP-adapters, and SD3's skip-layer guidance."""

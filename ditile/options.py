@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ditile.errors import ModelError
 from ditile.flags import option
-from ditile.load import DTYPES
+from ditile.load import DTYPES, HUB_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +79,7 @@ class Run:
     )
     device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     attention: str | None = option(None, "attention kernel: native, flash, sage, ..; the model's own", metavar="NAME")
+    compile: bool = option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
     threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
     stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
     trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")
@@ -158,6 +159,12 @@ def check_image(path: str) -> None:
             image.verify()
     except (OSError, SyntaxError) as error:
         raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
+
+
+def check_lora(source: str) -> None:
+    """Raises `ModelError` unless `source` is there, or may be on the hub."""
+    if not Path(source).exists() and not HUB_ID.fullmatch(source):
+        raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
 def _check_counts(options: Any, *names: str) -> None:

@@ -10,6 +10,10 @@ from torch import nn
 
 _ABSENT = object()
 
+HOOKED = "_old_forward"
+"""Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after
+each call and puts new ones on: what lies outside of them is gone then."""
+
 
 def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute on an instance until the stack is closed."""
@@ -23,6 +27,16 @@ def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
             vars(owner)[name] = before
 
     stack.callback(undo)
+
+
+def forward_at(module: nn.Module) -> str:
+    """The attribute of a module that holds its forward, inside of hooks that come and go."""
+    return HOOKED if HOOKED in vars(module) else "forward"
+
+
+def found_at(module: nn.Module, mine: object) -> str | None:
+    """The same for what was laid around the forward: hooks may have moved it. None if it is not there any more."""
+    return next((name for name in ("forward", HOOKED) if vars(module).get(name) is mine), None)
 
 
 def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile import png
+from ditile.cache_options import Cache
 from ditile.errors import ModelError
 from ditile.options import Generate, Run
 from ditile.plan import Plan
@@ -59,7 +60,7 @@ def lines(wanted: Generate, run: Run) -> list[Line]:
     return [Line(prompt, seed + k, str(run.numbered(f"{k:0{digits}}"))) for k, prompt in enumerate(prompts)]
 
 
-def request(wanted: Generate, run: Run, plan: Plan, defaults: Mapping[str, Any]) -> str:
+def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapping[str, Any]) -> str:
     """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`."""
     asked = {name: value for name, value in dataclasses.asdict(wanted).items() if name not in NOT_OF_A_PICTURE}
     also = {
@@ -68,6 +69,8 @@ def request(wanted: Generate, run: Run, plan: Plan, defaults: Mapping[str, Any])
         "plan": str(replace(plan, data=1)),
         "defaults": dict(defaults),
     }
+    settings = cache.settings()
+    also |= {"cache": settings} if settings else {}
     return json.dumps(asked | also, sort_keys=True)
 
 

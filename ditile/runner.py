@@ -30,6 +30,7 @@ from ditile.legal import Facts
 from ditile.memory import AgeChecks
 from ditile.mesh import build, pick_device
 from ditile.plan import Plan
+from ditile.quantized import quantized
 from ditile.shape import Shape, filled_call
 from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
@@ -49,6 +50,7 @@ class Report:
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values held at the end of the last step.
+        cache_bytes: held by caches at the end of the last step.
         text_tokens: in the sequence of joint attention; None where no block was looked into.
     """
 
@@ -58,6 +60,7 @@ class Report:
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
+    cache_bytes: int
     text_tokens: int | None
 
     @property
@@ -86,7 +89,7 @@ class Runner:
         self.trace = False
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._loras = self._lora_state()
+        self._loras, self._quantized = self._lora_state(), quantized(composition.model)
         self._restored = self._running = False
         held = sum(p.numel() for p in composition.model.parameters())
         everyone = gather_json([str(composition.device), held], self.mesh.everyone)
@@ -94,6 +97,7 @@ class Runner:
         self._advised: str | None = None
         self._decisions: Groups | None = None
         self._call: dict[str, Any] = {}
+        self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
@@ -135,7 +139,7 @@ class Runner:
 
         Raises:
             StateError: if the weights of other stages or the text encoders were freed, or LoRAs were loaded, scaled
-                or fused since.
+                or fused since, or the model was quantized.
         """
         if self._restored:
             return
@@ -150,6 +154,11 @@ class Runner:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
+            )
+        if self.plan.divides_weights and quantized(self._parts.model) != self._quantized:
+            raise StateError(
+                "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
+                "quantize it before"
             )
         self._parts.sharded.undo()
         self._parts.seats.refill()
@@ -206,7 +215,9 @@ class Runner:
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self.pipe(**call)  # the first rank of each replica decodes its images, or every rank its rows
+            result = self._kind.__call__(
+                self.pipe, **call
+            )  # the first rank of each replica decodes its images, or every rank its rows
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report(loop.synchronous_steps)
@@ -276,7 +287,8 @@ class Runner:
 def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
-    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, checks: AgeChecks | None = None,
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
+    checks: AgeChecks | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -291,6 +303,7 @@ def parallelize(
             has it.
         cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
             class, where it has no `ModelSpec`.
+        compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
 
     Raises:
@@ -301,8 +314,9 @@ def parallelize(
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
     composition = compose(
-        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention, cp_plan=cp_plan
-    )
+        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
+        cp_plan=cp_plan, compile=compile,
+    )  # fmt: skip
     if checks is None and env.checks():
         checks = AgeChecks()
     composition = replace(composition, checks=checks)
@@ -350,7 +364,8 @@ class _Watch:
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
         sent = dict(self._parts.mesh.traffic.bytes)
-        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, self._text)
+        held = sum(cache.kept_bytes for cache in self._parts.caches)
+        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text)
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

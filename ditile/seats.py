@@ -18,10 +18,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ditile.compiled import Compile, compiler_of, seat_around, seat_block, set_aside
 from ditile.errors import StateError
 from ditile.generation import Generation
 from ditile.hollow import Parts, StandIn, hollow, is_hollow, refill
 from ditile.layout import Grid
+from ditile.memo import Memo
 from ditile.overrides import matching, override
 from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
@@ -216,7 +218,7 @@ class Seats:
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any],
+        dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats the policy for the length of a call.
 
@@ -226,19 +228,27 @@ class Seats:
             current: the generation under way.
             core: (layer, backend, joint) -> the attention of a layer.
             dispatch: the name of the attention backend that hands over to a core, given the one that was named.
+            pipe: whose model this is; it may have compiled it.
+            compile_: compiles the forward of each block, where the user did not.
         """
-        memo = _Memo(self.spec, current)
+        memo = Memo(self.spec, current)
+        compile_ = compiler_of(pipe, self.transformer) or compile_
         with ExitStack() as stack:
+            set_aside(stack, pipe, self.transformer)
             self._seat_forward(stack, policy, current)
+            compiled = []
             for seat in self.chain:
-                override(stack, seat.block, "forward", self._seat_block(seat, policy, current))
+                varying = functools.partial(_varying, seat.io, current)
+                wrap = functools.partial(self._seat_block, seat, policy, current)
+                if seat_block(stack, seat.block, compile_ if seat.index in owned else None, wrap, varying):
+                    compiled.append(seat.name)
                 if seat.index in owned:
                     self._seat_attention(stack, seat, core, dispatch)
                 elif seat.index in self.stand_ins:
                     stand_in = replace(seat, block=self.stand_ins[seat.index].block)
                     self._seat_attention(stack, stand_in, core, dispatch)
             self._seat_output(stack, policy)
-            memo.install(stack, self.transformer, first=0 in owned or bool(self.stand_ins))
+            memo.install(stack, self.transformer, first=0 in owned or bool(self.stand_ins), compiled=compiled)
             yield
 
     def _seat_forward(self, stack: ExitStack, policy: Policy, current: Callable[[], Generation]) -> None:
@@ -264,8 +274,10 @@ class Seats:
 
         override(stack, self.transformer, "forward", called)
 
-    def _seat_block(self, seat: Seat, policy: Policy, current: Callable[[], Generation]) -> Callable[..., Any]:
-        forward: Callable[..., Any] = self.stand_ins.get(seat.index) or seat.block.forward
+    def _seat_block(
+        self, seat: Seat, policy: Policy, current: Callable[[], Generation], own: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        forward: Callable[..., Any] = self.stand_ins.get(seat.index) or own
         io, names = seat.io, _parameters(seat.block)
         streams = "text" in io.returns
 
@@ -321,52 +333,26 @@ class OneSeat(Seats):
 
     @contextmanager
     def installed(
-        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any
-    ) -> Iterator[None]:
+        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any,
+        *, pipe: Any = None, compile_: Compile | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """Seats nothing but the count."""
-        forward = self.transformer.forward
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            now = current()
-            result = forward(*args, **kwargs)
-            now.end_call()
-            return result
+        def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                now = current()
+                result = forward(*args, **kwargs)
+                now.end_call()
+                return result
+
+            return functools.update_wrapper(called, forward)
 
         with ExitStack() as stack:
-            override(stack, self.transformer, "forward", functools.update_wrapper(called, forward))
+            if compile_ is not None and compiler_of(pipe, self.transformer) is None:
+                for seat in self.chain:
+                    seat_block(stack, seat.block, compile_, lambda forward: forward)
+            seat_around(stack, pipe, self.transformer, counted)
             yield
-
-
-class _Memo:
-    """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
-
-    def __init__(self, spec: ModelSpec, current: Callable[[], Generation]) -> None:
-        self._spec, self._current = spec, current
-
-    def install(self, stack: ExitStack, transformer: nn.Module, *, first: bool) -> None:
-        """Off the first stage the embedded latents are never read, and so are as good as constant."""
-        constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
-        for patterns, wrap in ((constant, self._constant), (self._spec.per_step, self._of_step)):
-            for pattern in patterns:
-                for name, module in matching(transformer, pattern):
-                    override(stack, module, "forward", wrap(name, module.forward))
-
-    def _constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(*args: Any, **kwargs: Any) -> Any:
-            now = self._current()
-            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            return now.memory.constant((name, now.branch, now.piece, shapes), lambda: forward(*args, **kwargs))
-
-        return remembered
-
-    def _of_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(*args: Any, **kwargs: Any) -> Any:
-            now = self._current()
-            if now.micro.patch is None:
-                return forward(*args, **kwargs)
-            return now.memory.of_step((name, now.branch), lambda: forward(*args, **kwargs))
-
-        return remembered
 
 
 def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -390,6 +376,11 @@ def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
         if (value := call.get(name)) is not None:
             make = functools.partial(cut, value, View(now.layout, now.part(patch)))
             call[name] = now.memory.sliced((name, now.branch, patch), value, make)
+
+
+def _varying(io: BlockIO, current: Callable[[], Generation]) -> Sequence[str]:
+    """The arguments of a block that have another number of tokens from patch to patch."""
+    return ("hidden_states", "encoder_hidden_states", *io.tokens) if current().layout.patches > 1 else ()
 
 
 def _span(blocks: range) -> str:

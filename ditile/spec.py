@@ -66,7 +66,7 @@ class BlockList(NamedTuple):
     """
 
     name: str
-    blocks: nn.ModuleList | Sequence[nn.Module]
+    blocks: Sequence[nn.Module]
     flow: Flow
 
 

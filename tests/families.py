@@ -6,6 +6,7 @@ same whenever they are made.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ TOKENS = GRID[0] * GRID[1]
 
 
 class Family(NamedTuple):
-    """A family: its class by name, a tiny config, and the arguments of a forward (None where only its lists are looked at)."""
+    """A family: its class by name, a tiny config, and the arguments of a forward; None where only its lists matter."""
 
     name: str
     config: dict[str, Any]
@@ -31,6 +32,12 @@ class Family(NamedTuple):
         """The transformer, with random weights that are the same every time."""
         torch.manual_seed(0)
         return randomise(class_of(self.name)(**self.config), gain=1.0)
+
+    def call(self, model: nn.Module) -> Any:
+        """What the transformer returns first."""
+        tuples = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+        out = model(**self.inputs(), **tuples)
+        return out[0] if tuples else out
 
     def on_meta(self) -> nn.Module:
         """The transformer without weights."""
@@ -161,7 +168,10 @@ ROWS = [
     ),
     Family(
         "QwenImageTransformer2DModel",
-        HEADS | {"in_channels": 16, "out_channels": 4, "num_layers": 4, "joint_attention_dim": WIDTH, "axes_dims_rope": (2, 2, 4)},
+        HEADS | {
+            "in_channels": 16, "out_channels": 4, "num_layers": 4, "joint_attention_dim": WIDTH,
+            "axes_dims_rope": (2, 2, 4),
+        },
         lambda: {
             "hidden_states": noise(BATCH, TOKENS, 16), "encoder_hidden_states": noise(BATCH, TEXT, WIDTH, seed=1),
             "encoder_hidden_states_mask": MASK, "timestep": time(), "img_shapes": [[(1, *GRID)]] * BATCH,
@@ -212,7 +222,7 @@ ROWS = [
         "AnyFlowTransformer3DModel", WAN,
         lambda: {
             "hidden_states": noise(BATCH, 2, 4, 8, 8), "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1),
-            "timestep": time(5.0).unsqueeze(1), "r_timestep": time(1.0).unsqueeze(1),
+            "timestep": torch.full((BATCH, 2), 5.0), "r_timestep": torch.ones(BATCH, 2),
         },
     ),
     Family(

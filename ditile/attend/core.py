@@ -16,6 +16,7 @@ from ditile.generation import Generation, Tokens
 from ditile.keymask import Extra, KeyMask, of_keys, refuse_masks
 from ditile.layout import joined
 from ditile.memory import AgeChecks
+from ditile.opaque import Hidden
 from ditile.seams import Exchange, Gather, Kernel, Keys, Make, Masks
 
 
@@ -26,16 +27,18 @@ class AttentionCore:
         current: the generation under way.
         exchange, keys, masks: see there.
         joint: whether the layer sees the text too.
+        turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
         overlaps: whether it gains by q, k and v that are made one after the other.
     """
 
     def __init__(
-        self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, masks: Masks, *, joint: bool
-    ) -> None:
+        self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, masks: Masks, *, joint: bool,
+        turn: Tensor,
+    ) -> None:  # fmt: skip
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._joint = joint
+        self._joint, self._hidden = joint, Hidden(self._made, turn)
         self.overlaps = exchange.overlaps
 
     def __call__(
@@ -45,7 +48,12 @@ class AttentionCore:
         return self.of(lambda: q, lambda: k, lambda: v, mask=mask, scale=scale)
 
     def of(self, q: Make, k: Make, v: Make, *, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-        """The same for tensors yet to be made, so that each can travel while the next is computed."""
+        """The same for tensors yet to be made, so that each can travel while the next is computed.
+
+        In a compiled block they are made before any travels.
+        """
+        if torch.compiler.is_compiling():
+            return self._hidden(q(), k(), v(), mask, scale=scale)
         return self.over(self._current().tokens(joint=self._joint), (q, k, v), mask=mask, scale=scale)
 
     def over(
@@ -76,6 +84,10 @@ class AttentionCore:
             return out
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
         return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
+
+    def _made(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None) -> Tensor:
+        tokens = self._current().tokens(joint=self._joint)
+        return self.over(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
 
     def _masked(self, mask: Tensor, batch: int, tokens: Tokens, heads: int) -> KeyMask:
         return self._masks.gather(of_keys(mask, batch)[..., tokens.real], mask, tokens, heads)

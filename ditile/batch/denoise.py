@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ditile.batch.cfg import Cfg, Span, narrow
 from ditile.batch.data import Data, Receivers
 from ditile.batch.split import Rows, prediction_of, with_prediction
+from ditile.compiled import seat_around
 from ditile.errors import ModelError, StateError
 from ditile.generation import Generation
 from ditile.mesh import Mesh
-from ditile.overrides import override
 from ditile.rows import take_rows
 from ditile.transport import Ballot, gather_json
 
@@ -54,11 +54,6 @@ class SharedBatch:
         return self._data.idle
 
     @property
-    def images(self) -> int:
-        """How many this rank makes."""
-        return len(self._data.images)
-
-    @property
     def by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
         return self._by_calls and self._current().micro.step > 0
@@ -75,9 +70,11 @@ class SharedBatch:
         if self._data.size == self._cfg.size == 1:
             return
         self._current = current
-        forward = self._model.forward
-        seated = functools.update_wrapper(functools.partial(self._called, forward), forward)
-        override(stack, self._model, "forward", seated)
+
+        def seated(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return functools.update_wrapper(functools.partial(self._called, forward), forward)
+
+        seat_around(stack, pipe, self._model, seated)
         to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
         self._data.seat_decode(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 

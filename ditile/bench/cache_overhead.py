@@ -4,7 +4,8 @@
     python -m ditile.bench.cache_overhead --blocks 2,57 --rounds 40 --out overhead.json
 
 Microseconds of CPU time of one forward, one thread, medians over interleaved rounds; cache-dit beside ours
-where it is installed. Blocks pass on two streams of a few numbers, and the first one doubles the image, so that there is something to measure.
+where it is installed. Blocks pass on two streams of a few numbers, and the first one doubles the image, so that there
+is something to measure.
 Four states: off (threshold 0), measured (a threshold that no step falls below), measured and left out (one that all
 fall below: the first block runs alone), and left out without a look (1).
 """

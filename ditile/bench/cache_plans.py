@@ -2,9 +2,9 @@
 
     python -m ditile.bench.cache_plans --plan "pipefusion=2 patches=2" --setting "F=1 W=3 R=1 MC=2 taylor=1"
 
-A bundled model, ranks of one thread each, wall time. Every caption is drawn by one rank alone, by one rank with the cache,
-by all ranks, and by all ranks with the cache, in turn; speed-ups are medians over captions of the ratio to the first.
-Efficiency is that of both over the product of the two. PSNR is to the picture of one rank without a cache.
+A bundled model, ranks of one thread each, wall time. Every caption is drawn by one rank alone, by one rank with the
+cache, by all ranks, and by all ranks with the cache, in turn; speed-ups are medians over captions of the ratio to the
+first. Efficiency is that of both over the product of the two. PSNR is to the picture of one rank without a cache.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 sooner they are there. cache-dit beside ours, where it is installed.
 
     python -m ditile.bench.cache_quality --model shapes-pixart --captions 100 --out pixart.jsonl
-    python -m ditile.bench.cache_quality --model shapes-flux --steps 50 --settings "F=1 W=4 R=0.2 MC=4" --out flux.jsonl
+    python -m ditile.bench.cache_quality --model shapes-flux --steps 50 --settings "F=1 W=4 R=0.2" --out flux.jsonl
     python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl docs/images/cache-quality.png
 
 One process, one thread, one picture at a time. Every caption is drawn by all settings in turn, in an order that
-rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time, which is
-what the only thread takes on a machine that does nothing else (wall time is written down too). What was measured is
-added to `--out`, caption by caption, and is not measured again. Without a cache all pipelines draw the same picture, bit
-for bit, which is checked before the first caption. Masks of fewer steps than are drawn are left out.
+rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time,
+which is what the only thread takes on a machine that does nothing else (wall time is written down too). What was
+measured is added to `--out`, caption by caption, and is not measured again. Without a cache all pipelines draw the same
+picture, bit for bit, which is checked before the first caption. Masks of fewer steps than are drawn are left out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Painter:
 
     def __init__(self, job: Job, setting: Setting) -> None:
         self._job, self.setting = job, setting
-        self._pipe: Any = load(job.model)
+        pipe: Any = load(job.model)
+        self._pipe = pipe
         self._pipe.set_progress_bar_config(disable=True)
         self._call = defaults(job.model)
         if setting.engine == THEIRS:

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from ditile.errors import ModelError
 from ditile.hollow import twin
 from ditile.mesh import Mesh
+from ditile.quantized import quantized
 from ditile.seats import Seats
 from ditile.transport import Pending, gather_json, start_broadcast
 
@@ -63,7 +64,7 @@ class Lender:
         stand_ins: by block, for all that this stage does not own.
 
     Raises:
-        ModelError: if a block is not what the model's config says, and was not loaded here.
+        ModelError: if the model is quantized, or a block is not what its config says, and was not loaded here.
     """
 
     def __init__(self, seats: Seats, stages: Sequence[range], mesh: Mesh) -> None:
@@ -73,6 +74,10 @@ class Lender:
         self._blocks = [seat.block for seat in seats.chain]
         self._names = [seat.name for seat in seats.chain]
         self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
+        if any(gather_json(bool(quantized(seats.transformer)), mesh.everyone)):
+            raise ModelError(
+                "warmup_mode=sequence lends plain weights, and this model is quantized; use another warmup_mode"
+            )
         self._entries = _agreed([_entries(self._blocks[index]) for index in stages[mesh.stage]], stages, mesh)
         made = Seats(twin(seats.transformer), seats.spec).chain if seats.is_cut() else seats.chain
         self._buffers: list[Tensor] = []
@@ -101,7 +106,7 @@ class Lender:
                     f"{name} has LoRA layers, and warmup_mode=sequence lends plain weights to the others; fuse them "
                     "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
                 )
-            if _entries(block) != self._entries[index]:
+            if quantized(block) or _entries(block) != self._entries[index]:
                 return (
                     f"the weights of {name} have other names, shapes or types than when the pipeline was divided, and "
                     "warmup_mode=sequence lends them as they were; divide the pipeline anew, or use another warmup_mode"

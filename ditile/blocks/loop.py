@@ -144,6 +144,11 @@ class Loop:
         return self._schedule.steps
 
     @property
+    def images(self) -> int | None:
+        """Images of this replica; None before the first step ended."""
+        return None if self._latents is None else int(self._batch.own(self._latents).shape[0])
+
+    @property
     def synchronous_steps(self) -> list[int]:
         """The steps of the last generation that were synchronous."""
         return [step for step in range(self._schedule.steps) if self._schedule.synchronous(step)]

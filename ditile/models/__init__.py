@@ -18,9 +18,11 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.layout import Grid
+from ditile.models.dit_table import TABLE, class_of
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
+from ditile.opaque import uncompiled
 from ditile.plan import Plan
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
@@ -45,7 +47,7 @@ UNKNOWN = ModelSpec(
 """The lowest rung: a call, of which nothing is known but that its tensors have rows."""
 
 
-_PLAIN = re.compile(r"(Video)?Transformer(2D|3D)?Model$")
+_PLAIN = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
     if inside:
         raise ModelError(
             f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
-            "(peft: get_base_model(), which keeps its LoRAs; torch.compile: _orig_mod)"
+            "(peft: get_base_model(), which keeps its LoRAs)"
         )
     known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
     raise ModelError(
@@ -105,18 +107,29 @@ def families() -> list[Family]:
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
-    classes = [getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name]
+    classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
+    plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
+    lists = [name for name in sorted(TABLE) if not TABLE[name].refusal and class_of(name) not in (None, *_SPECS)]
     tables = [
-        Family(_PLAIN.sub("", cls.__name__), cls.__name__, (), "ulysses, ring", "diffusers has a _cp_plan of it")
-        for cls in classes
-        if getattr(cls, "_cp_plan", None) and cls not in _SPECS
+        Family(_PLAIN.sub("", name), name, (), *_rung(name, planned=name in plans))
+        for name in [*plans, *(name for name in lists if name not in plans)]
     ]
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
+def _rung(name: str, *, planned: bool) -> tuple[str, str]:
+    """The rung of a transformer without a `ModelSpec`, and why it is on it."""
+    row = TABLE.get(name)
+    caches = row is not None and not row.refusal
+    rungs = (("ulysses, ring",) if planned else ()) + (("caches",) if caches else ())
+    why = (("diffusers has a _cp_plan of it",) if planned else ()) + (("its blocks are listed",) if caches else ())
+    note = (row.note,) if row is not None and row.note else ()
+    return ", ".join(rungs), "; ".join((*why, *note))
+
+
 def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The model that a pipeline calls in its loop: its transformer, or its U-Net.
+    """The model that a pipeline calls in its loop: its transformer, or its U-Net; the module itself, if compiled.
 
     Raises:
         ModelError: if it has neither, or two of them in turns.
@@ -126,7 +139,7 @@ def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
         if isinstance(model, nn.Module):
             if getattr(pipe, f"{name}_2", None) is not None:
                 raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
-            return model
+            return uncompiled(model)
     raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
 
 
@@ -169,6 +182,7 @@ def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None
         transformer = getattr(pipe, name, None)
         if not isinstance(transformer, nn.Module):
             continue
+        transformer = uncompiled(transformer)
         known = any(cls in _SPECS for cls in type(transformer).__mro__)
         table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
         if table is not None:

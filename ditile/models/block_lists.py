@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import diffusers
 from torch import nn
@@ -29,14 +29,36 @@ def block_lists(transformer: nn.Module) -> list[BlockList]:
     Raises:
         ModelError: if its blocks may not be left out, no list is found, or it cannot be told how blocks pass tokens on.
     """
+    return known_lists(transformer) or discovered(transformer)
+
+
+def known_lists(transformer: nn.Module) -> list[BlockList]:
+    """The lists that a `ModelSpec` or the table has of a transformer; empty if neither knows it.
+
+    Raises:
+        ModelError: if its blocks may not be left out.
+    """
     model = inner(transformer)
-    row = row_of(type(model))
     for cls in type(model).__mro__:
         if cls in specs():
             return _of_spec(model, specs()[cls])
-    if row is not None:
-        return _of_row(model, row)
-    return discovered(model)
+    row = row_of(type(model))
+    return _of_row(model, row) if row is not None else []
+
+
+def flow_in_list(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
+    """How blocks of a list pass tokens on, as table or source have it; None if they differ, or it cannot be told."""
+    model = inner(transformer)
+    for each in known_lists(model):
+        if each.name == name:
+            return each.flow
+    return _read(blocks, calls_of(model).get(name))
+
+
+def _read(blocks: Iterable[nn.Module], call: Call | None) -> Flow | None:
+    """What the sources say of the blocks of a list."""
+    flows = {flow_of(block, call) for block in {type(inner(block)): block for block in blocks}.values()}
+    return flows.pop() if len(flows) == 1 else None
 
 
 def row_of_model(transformer: nn.Module) -> Row:
@@ -63,12 +85,11 @@ def discovered(transformer: nn.Module) -> list[BlockList]:
 def candidates(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, Call | None]]:
     """The lists of a transformer that can hold its chain of blocks, in order of execution, and how they are called."""
     calls = calls_of(transformer)
-    lists = {name: child for name, child in transformer.named_children() if _holds_blocks(child)}
-    order = [name for name in calls if name in lists] or list(lists)
-    for name in order:
-        call = calls.get(name)
-        if not _prepares(name, lists[name], call):
-            yield name, lists[name], call  # type: ignore[misc]
+    children = transformer.named_children()
+    lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _holds_blocks(child)}
+    for name in [name for name in calls if name in lists] or list(lists):
+        if not _prepares(name, lists[name], calls.get(name)):
+            yield name, lists[name], calls.get(name)
 
 
 def supported_pipelines() -> tuple[int, list[str]]:
@@ -103,7 +124,7 @@ def _of_spec(model: nn.Module, spec: ModelSpec) -> list[BlockList]:
         parameters = parameters_of(blocks[0]) if len(blocks) else []
         image = image_of(parameters)
         text = next((text for text in TEXTS if text in parameters and text != image), None)
-        lists.append(BlockList(name, blocks, Flow(io.returns, image, text)))
+        lists.append(BlockList(name, tuple(blocks), Flow(io.returns, image, text)))
     return lists
 
 
@@ -116,7 +137,7 @@ def _of_row(model: nn.Module, row: Row) -> list[BlockList]:
     for name, flow in row.lists.items():
         blocks = list_at(model, name)
         apart = int(getattr(model, row.apart[name])) if name in row.apart else 0
-        lists.append(BlockList(name, blocks[: len(blocks) - apart] if apart else blocks, flow))
+        lists.append(BlockList(name, tuple(blocks)[: len(blocks) - apart], flow))
     return [each for each in lists if len(each.blocks)]
 
 
@@ -142,25 +163,21 @@ def _told(model: nn.Module, name: str, blocks: nn.ModuleList, call: Call | None)
             f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
             "run it without a cache"
         )
-    kinds = {type(inner(block)): block for block in blocks}
-    flows = {flow_of(block, call) for block in kinds.values()}
-    flow = flows.pop()
-    if flow is None or flows:
-        classes = ", ".join(sorted(cls.__name__ for cls in kinds))
+    flow = _read(blocks, call)
+    if flow is None:
+        classes = ", ".join(sorted({type(inner(block)).__name__ for block in blocks}))
         raise ModelError(
-            f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return image "
-            "and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern.Pattern_...)"
+            f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return "
+            "image and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern....)"
         )
-    return BlockList(name, blocks, flow)
+    return BlockList(name, tuple(blocks), flow)
 
 
-def _holds_blocks(child: nn.Module) -> bool:
-    """Whether a child is a list of modules that are more than PyTorch's own layers."""
-    if not isinstance(child, nn.ModuleList) or not len(child):
-        return False
-    kinds = [type(inner(block)) for block in child]
+def _holds_blocks(modules: nn.ModuleList) -> bool:
+    """Whether a list holds modules that are more than PyTorch's own layers."""
+    kinds = {type(inner(module)): module for module in modules}
     own = all(not cls.__module__.startswith("torch.") and cls.forward is not nn.Module.forward for cls in kinds)
-    return own and all(parameters_of(block) for block in child)
+    return bool(kinds) and own and all(parameters_of(module) for module in kinds.values())
 
 
 def _prepares(name: str, blocks: nn.ModuleList, call: Call | None) -> bool:

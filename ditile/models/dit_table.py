@@ -30,6 +30,7 @@ class Row:
         apart: path of such a list -> the attribute of the transformer that says how many of its last blocks are called
             on another stream, and so are not in the chain.
         mirrored: whether the last blocks read what the first ones returned, the last that of the first.
+        has_rows: whether the first dimension of the tokens is the batch, and that of all that goes with them.
         note: what else a cache must know.
         refusal: why no block may be left out; empty where they may.
     """
@@ -37,6 +38,7 @@ class Row:
     lists: Mapping[str, Flow] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     mirrored: bool = False
+    has_rows: bool = True
     note: str = ""
     refusal: str = ""
 
@@ -72,11 +74,15 @@ TABLE: Mapping[str, Row] = {
     "CogView3PlusTransformer2DModel": one(IMAGE_TEXT),
     "CogView4Transformer2DModel": one(IMAGE_TEXT),
     "ConsisIDTransformer3DModel": one(IMAGE_TEXT, note=_BETWEEN),
-    "Cosmos3OmniTransformer": one(Flow(("text", "image"), "gen_seq", "und_seq"), "layers", "tokens have no batch"),
+    "Cosmos3OmniTransformer": Row(
+        lists={"layers": Flow(("text", "image"), "gen_seq", "und_seq")}, has_rows=False, note="tokens have no batch"
+    ),
     "CosmosTransformer3DModel": one(IMAGE),
     "DiTTransformer2DModel": one(JOINT),
     "EasyAnimateTransformer3DModel": one(IMAGE_TEXT),
-    "ErnieImageTransformer2DModel": one(Flow(image="x", text=None), "layers", "tokens are [S, B, C]"),
+    "ErnieImageTransformer2DModel": Row(
+        lists={"layers": Flow(image="x", text=None)}, has_rows=False, note="tokens are [S, B, C]"
+    ),
     "Flux2Transformer2DModel": two(TEXT_IMAGE, JOINT, _KEYS),
     "Flux3Transformer2DModel": one(TEXT_IMAGE, "single_transformer_blocks"),
     "GlmImageTransformer2DModel": one(IMAGE_TEXT, note=_KEYS),
@@ -121,7 +127,9 @@ TABLE: Mapping[str, Row] = {
     "OvisImageTransformer2DModel": two(TEXT_IMAGE, TEXT_IMAGE),
     "PRXTransformer2DModel": one(IMAGE, "blocks"),
     "PriorTransformer": one(JOINT),
-    "QwenImage21Transformer2DModel": one(JOINT, note=_KEYS),
+    "QwenImage21Transformer2DModel": Row(
+        lists={"transformer_blocks": JOINT}, has_rows=False, note=f"modulation has a row more than tokens; {_KEYS}"
+    ),
     "QwenImageTransformer2DModel": one(TEXT_IMAGE),
     "RFD4ProteinaTransformer": Row(refusal="features of pairs are updated between blocks from what these return"),
     "SanaTransformer2DModel": one(IMAGE),

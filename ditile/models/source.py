@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -84,7 +85,7 @@ def flow_of(block: nn.Module, call: Call | None = None) -> Flow | None:
 def returns_of(block: nn.Module) -> list[tuple[str, ...]]:
     """The names that each return statement of a block's forward gives back; "" for what has no name."""
     forward = inspect.unwrap(type(inner(block)).forward)
-    function = next(iter(_functions(forward)), None)
+    function = _parsed(forward)
     if function is None:
         return []
     found = [node.value for node in _own(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -94,14 +95,14 @@ def returns_of(block: nn.Module) -> list[tuple[str, ...]]:
 def calls_of(transformer: nn.Module) -> dict[str, Call]:
     """List -> how the transformer calls its blocks, in the order of its source; empty if that cannot be read."""
     found: dict[str, Call] = {}
-    for cls in type(transformer).__mro__:
-        if cls is nn.Module:
-            break
-        for function in _functions(cls):
-            if function.name != "__init__":
-                for name, call in _loops(function):
-                    if name not in found or not found[name].results:
-                        found[name] = call
+    overridden = {"__init__"}
+    lists = {name for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
+    for cls in type(transformer).__mro__[: type(transformer).__mro__.index(nn.Module)]:
+        functions = [function for function in _methods(cls, lists) if function.name not in overridden]
+        overridden |= {function.name for function in functions}
+        for name, call in (each for function in functions for each in _loops(function)):
+            if name not in found or not found[name].results:
+                found[name] = call
     return found
 
 
@@ -144,15 +145,25 @@ def _names(value: ast.expr) -> tuple[str, ...]:
     return ("*",)
 
 
-def _functions(owner: object) -> Iterator[ast.FunctionDef]:
-    """The functions in the source of a class or function; none if there is no source."""
+def _methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
+    """The methods of a class that name one of its lists; none if there is no source."""
+    for member in vars(cls).values():
+        function: Any = inspect.unwrap(member) if inspect.isfunction(member) else None
+        if function is not None and lists & set(function.__code__.co_names):
+            yield from filter(None, [_parsed(function)])
+
+
+def _parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """A function as its source has it; None if there is no source."""
     try:
-        source = textwrap.dedent(inspect.getsource(owner))  # type: ignore[arg-type]
+        source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        return
-    body = ast.parse(source).body[0]
-    members = body.body if isinstance(body, ast.ClassDef) else [body]
-    yield from (member for member in members if isinstance(member, ast.FunctionDef))
+        return None
+    try:
+        body = ast.parse(source).body[0]
+    except SyntaxError:  # a lambda in the middle of something
+        return None
+    return body if isinstance(body, ast.FunctionDef) else None
 
 
 def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
@@ -206,15 +217,24 @@ def _call(loop: ast.For, block: str, *, alone: bool) -> Call:
             continue
         for part in ast.walk(node.value):
             if isinstance(part, ast.Call) and _attribute(part.func, "id") in (block, f"{block}_"):
-                results = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets[:1]
                 starred = any(isinstance(argument, ast.Starred) for argument in part.args)
                 return Call(
-                    results=() if starred else tuple(_attribute(result, "id") for result in results),
+                    results=() if starred else _results(node, part),
                     positional=() if starred else tuple(_argument(argument) for argument in part.args),
                     named={word.arg: _argument(word.value) for word in part.keywords if word.arg},
                     alone=alone,
                 )
     return Call(alone=alone)
+
+
+def _results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
+    """The names that the result of a call is given to; "" if it is changed on the way."""
+    value, target = assigned.value, assigned.targets[0]
+    if isinstance(value, ast.Subscript) and value.value is call:
+        return ()
+    if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
+        return tuple(_attribute(name, "id") for name in (target.elts if isinstance(target, ast.Tuple) else [target]))
+    return ("",)
 
 
 def _argument(value: ast.expr) -> str:

@@ -23,6 +23,10 @@ from ditile.steps.slots import Slot
 from ditile.steps.step_mask import resolve
 
 
+class IdleCacheWarning(UserWarning):
+    """A cache was asked for that can never leave anything out."""
+
+
 def cached_transformer(
     transformer: torch.nn.Module, lists: Sequence[BlockList], config: DBCacheConfig,
     calibrator: Calibration | None = None, modifiers: Sequence[ParamsModifier] = (),
@@ -47,25 +51,44 @@ def cached_transformer(
             f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each"
         )
     slots: list[Slot] = []
-    of_list: list[list[Slot]] = []
+    of_list: dict[str, list[Slot]] = {}
     for found in lists:
         start = len(slots)
-        of_list.append([Slot(start + k, block, found.flow) for k, block in enumerate(found.blocks)])
-        slots += of_list[-1]
-    if len(modifiers) < 2:
-        whole = modifiers[0].over(config, calibrator) if modifiers else (config, calibrator)
-        name = "+".join(found.name for found in lists)
-        return Cached(transformer, slots, [_context(name, slots, *whole)])
-    contexts = [
-        _context(found.name, own, *modifier.over(config, calibrator))
-        for found, own, modifier in zip(lists, of_list, modifiers, strict=True)
-    ]
-    return Cached(transformer, slots, contexts)
+        made = [Slot(start + k, block, found.flow) for k, block in enumerate(found.blocks)]
+        of_list[found.name] = of_list.get(found.name, []) + made
+        slots += made
+
+    def contexts(changed: DBCacheConfig) -> list[Context]:
+        if len(modifiers) < 2:
+            whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
+            return [_context("+".join(of_list), slots, *whole)]
+        pairs = zip(of_list.items(), modifiers, strict=True)
+        return [_context(name, own, *modifier.over(changed, calibrator)) for (name, own), modifier in pairs]
+
+    return Cached(transformer, slots, contexts, config)
 
 
 def _context(name: str, slots: Sequence[Slot], config: DBCacheConfig, calibrator: Calibration | None) -> Context:
     make = partial(_chain, slots, config, calibrator)
-    return Context(name, len(slots), make, config.couple, strify(config, calibrator))
+    idle = _idle(name, len(slots), config)
+    return Context(name, len(slots), make, config.couple, strify(config, calibrator), idle)
+
+
+def _idle(name: str, blocks: int, config: DBCacheConfig) -> str | None:
+    """Why settings leave no block of so many to be left out, and what would work; None if they do."""
+    first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
+    never = config.non_prune_block_ids if isinstance(config, DBPruneConfig) else ()
+    if any(k not in never for k in range(first, blocks - last)):
+        return None
+    said = f"Fn_compute_blocks={first}" + (f" and Bn_compute_blocks={last}" if last else "")
+    said += f" and non_prune_block_ids={list(never)}" if first + last < blocks else ""
+    if blocks < 2:
+        hint = "there is nothing that a cache could do here"
+    elif first + last < blocks:
+        hint = "name fewer of them"
+    else:
+        hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}" + (" and Bn_compute_blocks=0" if last else "")
+    return f"{said}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
 
 
 def _chain(

@@ -13,11 +13,18 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ditile.compiled import Compile
 from ditile.errors import StateError
+from ditile.opaque import opaque
+from ditile.overrides import forward_at, found_at
 from ditile.seams import Agreement, Clock, Moment
+from ditile.steps.config import DBCacheConfig
 from ditile.steps.judge import Call, units_of
 from ditile.steps.rules import Record
 from ditile.steps.slots import Slot
+
+PARTIAL = ("skip_layers",)
+"""Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
 
 _CACHED = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
@@ -48,7 +55,9 @@ class Watch(Clock, Protocol):
 
     def remove(self) -> None: ...
 
-    def refresh(self, steps: int) -> None: ...
+    def refresh(self, steps: int | None) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 class Context(NamedTuple):
@@ -60,6 +69,7 @@ class Context(NamedTuple):
         make: (steps, agreement) -> the method for one generation; None if nothing is ever left out.
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
+        idle: why nothing can ever be left out, in one line; None if something can.
     """
 
     name: str
@@ -67,6 +77,7 @@ class Context(NamedTuple):
     make: Callable[[int, Agreement], Chain | None]
     couple: str
     text: str
+    idle: str | None = None
 
 
 class Alone:
@@ -120,15 +131,21 @@ class Cached:
     Args:
         transformer: whose blocks they are.
         slots: around all blocks of all contexts.
-        contexts: what is decided apart.
+        contexts: (settings) -> what is decided apart.
+        config: the settings.
 
     Attributes:
+        contexts: what is decided apart.
         traces: of the last generation, one for each context.
         kept_bytes: what was remembered when it ended.
     """
 
-    def __init__(self, transformer: nn.Module, slots: Sequence[Slot], contexts: Sequence[Context]) -> None:
-        self.transformer, self._slots, self.contexts = transformer, slots, contexts
+    def __init__(
+        self, transformer: nn.Module, slots: Sequence[Slot], contexts: Callable[[DBCacheConfig], list[Context]],
+        config: DBCacheConfig,
+    ) -> None:  # fmt: skip
+        self.transformer, self._slots, self._make, self._config = transformer, slots, contexts, config
+        self.contexts = contexts(config)
         self.traces: list[Trace] = []
         self.kept_bytes = 0
         self._clock: Clock | None = None
@@ -136,15 +153,26 @@ class Cached:
         self._chains: list[tuple[Context, Chain]] = []
         self._loop_step, self._step, self._steps = -1, -1, 0
 
-    def install(self, clock: Watch) -> None:
-        """Lays the slots around the blocks."""
+    def install(self, clock: Watch, compiler: Callable[[], Compile | None] = lambda: None) -> None:
+        """Lays the slots around the blocks.
+
+        Args:
+            clock: says where the pipeline is.
+            compiler: what the user compiled the whole model with, which then compiles its blocks.
+        """
         self._clock = self._own_clock = clock
+        self._compiler = compiler
         for slot in self._slots:
             slot.install()
-        forward = self.transformer.forward
-        self._before = vars(self.transformer).get("forward")
-        called = functools.partial(self._called, forward)
-        self._mine = vars(self.transformer)["forward"] = functools.update_wrapper(called, forward)
+        name = forward_at(self.transformer)
+        forward = getattr(self.transformer, name)
+        self._before, self._stock = vars(self.transformer).get(name), forward
+
+        @opaque
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return self._called(forward, *args, **kwargs)
+
+        self._mine = vars(self.transformer)[name] = functools.update_wrapper(called, forward)
         vars(self.transformer)[_CACHED] = self
 
     def remove(self) -> None:
@@ -154,22 +182,35 @@ class Cached:
         self._clock = None
         for slot in self._slots:
             slot.remove()
-        if vars(self.transformer).get("forward") is self._mine:
-            if self._before is None:
-                del vars(self.transformer)["forward"]
-            else:
-                vars(self.transformer)["forward"] = self._before
+        name = found_at(self.transformer, self._mine)
+        if name == "forward" and self._before is None:
+            del vars(self.transformer)["forward"]
+        elif name is not None:
+            vars(self.transformer)[name] = self._stock
         vars(self.transformer).pop(_CACHED, None)
 
-    def refresh(self, steps: int) -> None:
-        """A new picture of so many steps follows."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        name = type(self.transformer).__name__
+        raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
+
+    def refresh(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
+        """A new picture follows: of so many steps if they are given, and with other settings if some are."""
+        self._config = (config or self._config).reset(**changes)
+        self.contexts = self._make(self._config)
         self._own_clock.refresh(steps)
+
+    def refit(self) -> None:
+        """Blocks may have been compiled since the slots were laid around them; before anything else is."""
+        compile_ = self._compiler()
+        for slot in self._slots:
+            slot.refit(compile_)
 
     @contextmanager
     def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
         """Somebody else says where the pipeline is, and which ranks decide."""
         alone = self._agreement
         self._own_clock.remove()
+        self.traces, self.kept_bytes = [], 0  # a replica without an image has nothing to say
         self._clock, self._agreement = clock, agreement
         try:
             yield
@@ -181,6 +222,8 @@ class Cached:
     def begin(self, steps: int) -> None:
         """A generation of so many steps begins: nothing is remembered yet."""
         self.end()
+        if self._clock is self._own_clock:
+            self.refit()
         self.traces, self.kept_bytes = [], 0
         self._steps, self._loop_step, self._step = steps, -1, -1
         made = ((context, context.make(steps, self._agreement)) for context in self.contexts)
@@ -211,11 +254,15 @@ class Cached:
             return forward(*args, **kwargs)
         moment = clock.begin_call(self)
         if self._chains:
-            if moment is None:
+            if moment is None or any(kwargs.get(name) for name in PARTIAL):
                 self._rest()
             else:
                 self._begin_call(moment, args, kwargs)
-        result = forward(*args, **kwargs)
+        try:
+            result = forward(*args, **kwargs)
+        except BaseException:
+            self._own_clock.drop()  # there is no more of this picture
+            raise
         clock.end_call(self)
         return result
 
@@ -223,10 +270,10 @@ class Cached:
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        rows = _rows(args, kwargs)
+        rows, shapes = _rows(args, kwargs), _shapes(args, kwargs)
         for context, chain in self._chains:
             units = units_of(rows, moment.images, context.couple)
-            chain.begin(Call(moment, self._step, units, rows), self._agreement)
+            chain.begin(Call(moment, self._step, units, rows, shapes), self._agreement)
 
     def _rest(self) -> None:
         for _, chain in self._chains:
@@ -242,3 +289,8 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
     found: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
     return int(found.shape[0]) if isinstance(found, Tensor) else len(found)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Of all tensors that a call brings: one with others is another kind of call, and remembers for itself."""
+    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

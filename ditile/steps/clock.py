@@ -1,15 +1,19 @@
 """Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
 
-The scheduler is overridden on the instance. Its steps and the model's calls between them are all that a cache must
-know: a step of two calls has two branches of guidance, one of a single call has one, whatever the model's name.
+It ends with the pipeline's call too, however that ends. Scheduler and pipeline are overridden on the instances, of
+which the latter gets a class of its own, since Python looks `__call__` up there. The scheduler's steps and the model's
+calls between them are all that a cache must know: a step of two calls has two branches of guidance, one of a single
+call has one, whatever the model's name.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ditile.errors import StateError
@@ -19,13 +23,32 @@ from ditile.seams import Moment
 MANY = 32  # calls of a model in one step that no guidance needs
 
 
+class Watched:
+    """A method of a scheduler, with somebody watching. A copy of the scheduler has the plain method, of its own.
+
+    Args:
+        watch: called in its place, with it.
+        stock: the method.
+    """
+
+    def __init__(self, watch: Callable[..., Any], stock: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, stock)
+        self._watch, self._stock = watch, stock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch(self._stock, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._stock, memo)
+
+
 class SchedulerClock:
     """The clock of one pipeline, and of all the models that it calls.
 
     Args:
         pipe: the pipeline; the scheduler is the one that it has at the time.
         begun: called when a generation begins, with its steps.
-        ended: called when it is over, or was left by an error and the next one begins.
+        ended: called when it is over, or was left by an error.
     """
 
     def __init__(self, pipe: Any, begun: Callable[[int], None], ended: Callable[[], None]) -> None:
@@ -36,25 +59,19 @@ class SchedulerClock:
         self._images: int | None = None
         self._calls: dict[object, int] = {}
         self._thread: int | None = None
+        self._busy, self._depth = threading.RLock(), 0
 
     def install(self) -> None:
-        """Watches the scheduler, and the end of the pipeline's call."""
+        """Watches the scheduler, and the pipeline's call."""
         if self._scheduler is self._pipe.scheduler:
             return
         self._stack.close()
         self._scheduler = self._pipe.scheduler
         for name, mine in (("set_timesteps", self._set_timesteps), ("step", self._stepped)):
-            stock = getattr(self._scheduler, name)
-            seated = functools.update_wrapper(functools.partial(mine, stock), stock)
-            override(self._stack, self._scheduler, name, seated)
-        free = getattr(self._pipe, "maybe_free_model_hooks", None)
-        if free is not None:
-
-            def freed(*args: Any, **kwargs: Any) -> Any:
-                self.drop()
-                return free(*args, **kwargs)
-
-            override(self._stack, self._pipe, "maybe_free_model_hooks", functools.update_wrapper(freed, free))
+            override(self._stack, self._scheduler, name, Watched(mine, getattr(self._scheduler, name)))
+        names = list(inspect.signature(self._scheduler.step).parameters)
+        self._sample_at = names.index("sample") if "sample" in names else len(names)
+        self._watch_call()
 
     def remove(self) -> None:
         """Leaves scheduler and pipeline as they were."""
@@ -68,7 +85,7 @@ class SchedulerClock:
             self._live = False
             self._ended()
 
-    def refresh(self, steps: int) -> None:
+    def refresh(self, steps: int | None) -> None:
         """A new picture follows. Its steps are the scheduler's."""
         self.drop()
 
@@ -96,8 +113,37 @@ class SchedulerClock:
         """It returns."""
         self._calls[model] = self._calls.get(model, 0) + 1
 
+    def _watch_call(self) -> None:
+        """A pipeline's call is one picture, and one at a time."""
+        pipe, kind = self._pipe, type(self._pipe)
+        if not callable(pipe):
+            return
+
+        @functools.wraps(kind.__call__)
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._inside() if this is pipe else ExitStack():
+                return kind.__call__(this, *args, **kwargs)
+
+        names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        pipe.__class__ = type(kind.__name__, (kind,), names)
+        self._stack.callback(setattr, pipe, "__class__", kind)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise self._two_threads()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.drop()
+            self._busy.release()
+
     def _set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
+        with self._inside() if self._depth else ExitStack():
+            result = stock(*args, **kwargs)
         self._begin()
         return result
 
@@ -113,7 +159,7 @@ class SchedulerClock:
         result = stock(*args, **kwargs)
         if not self._live or not self._calls:
             return result
-        sample = kwargs["sample"] if "sample" in kwargs else args[2] if len(args) > 2 else None
+        sample = kwargs.get("sample", args[self._sample_at] if len(args) > self._sample_at else None)
         self._images = None if sample is None else int(sample.shape[0])
         self._step += 1
         self._calls.clear()
@@ -123,10 +169,13 @@ class SchedulerClock:
 
     def _check_thread(self) -> None:
         if self._thread != threading.get_ident():
-            raise StateError(
-                f"two threads run one cached {type(self._pipe).__name__} at the same time; give each a pipeline of its "
-                "own (from_pipe shares the weights), or one call after the other"
-            )
+            raise self._two_threads()
+
+    def _two_threads(self) -> StateError:
+        return StateError(
+            f"two threads run one cached {type(self._pipe).__name__} at the same time, and its blocks remember one "
+            "picture; give each thread a pipeline and a transformer of its own, or make one call after the other"
+        )
 
 
 class CallClock:
@@ -144,10 +193,10 @@ class CallClock:
         self._begun, self._ended, self._of_step = begun, ended, calls
         self._count, self._steps, self._live = 0, steps, False
 
-    def refresh(self, steps: int) -> None:
-        """A new picture of so many steps follows."""
+    def refresh(self, steps: int | None) -> None:
+        """A new picture follows, of so many steps; of as many as the last one if that is not said."""
         self.drop()
-        self._steps, self._count = steps, 0
+        self._steps, self._count = steps or self._steps, 0
 
     def install(self) -> None:
         """Nothing."""

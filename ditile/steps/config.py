@@ -61,7 +61,7 @@ class DBCacheConfig(Fields):
             in place of residual_diff_threshold; None does not.
         important_condition_threshold: above 0 the difference is the mean over those tokens alone whose own relative
             difference is more.
-        downsample_factor: the difference is that of every n-th token.
+        downsample_factor: the difference is that of every n-th channel.
         couple: what decides for itself: each row of the batch, each image with all its rows of guidance, or the whole
             batch.
         store: what is kept of a computed step: what the middle blocks added, or what they returned.

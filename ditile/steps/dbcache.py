@@ -4,8 +4,8 @@ Probe (F blocks, always run), middle (run or forecast), tail (B blocks, always r
 first-block caching. The probe is what the first F blocks add to the image tokens; it is compared with that of the last
 step that was computed, and so is the residual of the middle: both are renewed only when the middle runs.
 
-With F = 0 nothing is run to decide: the probe is what comes into the first block, and where the rules alone decide (a static
-mask, a threshold of 1) all blocks are left out.
+With F = 0 nothing is run to decide: the probe is what comes into the first block, and where the rules alone decide (a
+static mask, a threshold of 1) all blocks are left out.
 """
 
 from __future__ import annotations

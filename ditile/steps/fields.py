@@ -31,7 +31,7 @@ class Fields:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), self.values(), self._given)
+        return _remade, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
 
     @property
     def given(self) -> frozenset[str]:

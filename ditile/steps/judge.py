@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ def units_of(rows: int, images: int | None, couple: str) -> list[Unit]:
     return [Unit(k, images, slice(k, None, images)) for k in range(images)]
 
 
+class Key(NamedTuple):
+    """Whose memory it is."""
+
+    branch: int
+    shapes: tuple[Any, ...]
+    patch: int
+    place: int
+    among: int
+
+
 class Call(NamedTuple):
     """One call of the model.
 
@@ -57,12 +67,14 @@ class Call(NamedTuple):
         step: steps since the blocks were first called, from 0.
         units: what is decided apart.
         rows: in the batch.
+        shapes: of all that the model was given.
     """
 
     moment: Moment
     step: int
     units: list[Unit]
     rows: int
+    shapes: tuple[Any, ...] = ()
 
     def cut(self, image: Tensor) -> list[tuple[int, Tensor]]:
         """Image tokens by patch: those that a later step may decide on apart."""
@@ -71,9 +83,9 @@ class Call(NamedTuple):
             return [(patches[0], image)]
         return list(zip(patches, image.split(list(self.moment.sizes()), dim=1), strict=True))
 
-    def keys(self, patch: int, unit: Unit) -> tuple[int, int, int, int, int]:
+    def keys(self, patch: int, unit: Unit) -> Key:
         """Names what is remembered of a unit's patch."""
-        return (self.moment.branch, self.rows, patch, unit.place, unit.among)
+        return Key(self.moment.branch, self.shapes, patch, unit.place, unit.among)
 
 
 @dataclass(slots=True)
@@ -105,7 +117,7 @@ class Judge:
         self, rules: Rules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
     ) -> None:
         self.rules, self._difference, self._dtype, self._shares = rules, difference, dtype, shares
-        self._cells: dict[tuple[int, int, int, int, int], Cell] = {}
+        self._cells: dict[Key, Cell] = {}
 
     def judge(
         self, probe: Tensor, call: Call, agreement: Agreement, thresholds: Sequence[float] | None = None
@@ -155,8 +167,8 @@ class Judge:
 
     def records(self) -> Iterator[tuple[int, int, int, Record]]:
         """(branch, patch, unit, record) of everything that was decided on."""
-        for (branch, _, patch, unit, _), cell in self._cells.items():
-            yield branch, patch, unit, cell.record
+        for key, cell in self._cells.items():
+            yield key.branch, key.patch, key.place, cell.record
 
     @property
     def bytes(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-from ditile.steps.cached import Trace
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ditile.steps.cached import Trace
 
 PERCENTILES = (0, 25, 50, 75, 95, 100)
 
@@ -97,6 +97,37 @@ class ContextReport:
         return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
 
 
+def of_ranks(found: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
+    """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
+
+    Args:
+        found: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided alike;
+            halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
+    """
+    merged = []
+    for stage in sorted({place[2] for place, _ in found}):
+        own = {(place[0], place[1]): reports for place, reports in reversed(found) if place[2] == stage}
+        count = max(map(len, own.values()))
+        whole = {half: reports for half, reports in sorted(own.items()) if len(reports) == count}
+        merged += [_merged(stage, {half: reports[k] for half, reports in whole.items()}) for k in range(count)]
+    return merged
+
+
+def _merged(stage: int, of_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
+    """One context of one stage, by replica and half of guidance."""
+    decisions: list[Decisions] = []
+    units = 0
+    for replica in sorted({replica for replica, _ in of_half}):
+        halves = [report.decisions for (of, _), report in of_half.items() if of == replica]
+        for branch in sorted({each.branch for half in halves for each in half}):
+            own = [[each for each in half if each.branch == branch] for half in halves]
+            best = max(own, key=lambda each: (sum(len(d.skipped) + len(d.differences) for d in each), len(each)))
+            decisions += [replace(each, unit=units + each.unit) for each in best]
+        units = 1 + max((each.unit for each in decisions), default=units - 1)
+    kept = max(report.kept_bytes for report in of_half.values())
+    return replace(next(iter(of_half.values())), stage=stage, kept_bytes=kept, decisions=decisions)
+
+
 def percentile(numbers: Sequence[float], percent: float) -> float:
     """Of ascending numbers, between neighbours in proportion."""
     at = (len(numbers) - 1) * percent / 100
@@ -118,20 +149,20 @@ def table(reports: Iterable[ContextReport], *, details: bool) -> Table:
         if not details:
             found = report.differences
             median = f"{percentile(found, 50):.3f}" if found else "-"
-            made.add_row(*head, _steps(report.cached_steps), f"{report.saved:.0%}", median)
+            made.add_row(*head, steps_text(report.cached_steps), f"{report.saved:.0%}", median)
             continue
         for each in report.decisions:
             found = sorted(difference for _, difference in each.differences)
             saved = len(each.skipped) / max(report.steps, 1) * report.middle / report.blocks
             place = [str(each.branch), str(each.patch), str(each.unit)]
             numbers = [f"{percentile(found, percent):.3f}" if found else "-" for percent in PERCENTILES]
-            made.add_row(*head, _steps(each.skipped), f"{saved:.0%}", *place, *numbers)
+            made.add_row(*head, steps_text(each.skipped), f"{saved:.0%}", *place, *numbers)
             head = ["", "", ""]
     return made
 
 
-def _steps(steps: Sequence[int]) -> str:
-    """Steps with runs written as `4-6`."""
+def steps_text(steps: Sequence[int]) -> str:
+    """How many steps, and which, with runs written as `4-6`."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and runs[-1][-1] == step - 1:

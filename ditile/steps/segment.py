@@ -19,8 +19,8 @@ from ditile.steps.judge import Call
 from ditile.steps.residuals import Residuals
 from ditile.steps.slots import Handle, Slot
 
-TABLES = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope", "img_ids", "txt_ids")
-"""Arguments of blocks that belong to tokens, whatever their length."""
+TABLES = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
+"""Arguments of blocks that belong to tokens: as `[tokens, channels]` they have no rows, whatever their length."""
 
 
 class Segment:
@@ -96,7 +96,8 @@ class Segment:
         if slot is self._first:
             self._start = state
         index = self._index.to(state.image.device)
-        cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), TABLES)
+        tables = [name for name in TABLES if name in named and _is_flat(named[name])]
+        cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), tables)
         ran = slot.unpack(slot.forward(**cut))
         out = State(
             _put(state.image, ran.image, index), None if ran.text is None else _put(state.text, ran.text, index)
@@ -131,6 +132,14 @@ class Segment:
     def _is_real(self, stream: str) -> bool:
         """Dummy text passes through."""
         return stream == "image" or self._call.moment.has_text()
+
+
+def _is_flat(table: Any) -> bool:
+    """Whether a table, or each of those within dicts, lists and tuples, is `[tokens, channels]`."""
+    if isinstance(table, Tensor):
+        return table.ndim < 3
+    parts = table.values() if isinstance(table, dict) else table if isinstance(table, tuple | list) else ()
+    return all(map(_is_flat, parts))
 
 
 def _put(whole: Tensor | None, rows: Tensor, index: Tensor) -> Tensor:

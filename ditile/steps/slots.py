@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ditile.compiled import CALL, Compile, own_call, steady
 from ditile.errors import ModelError
+from ditile.overrides import forward_at, found_at
 from ditile.seats import State
 from ditile.spec import Flow
 
@@ -33,11 +35,6 @@ class Slot:
         forward: the block's own.
     """
 
-    __slots__ = (
-        "_at", "_forward_before", "_image", "_image_at", "_image_out", "_is_tuple", "_text", "_text_at", "_text_first",
-        "_text_out", "block", "flow", "forward", "handle", "has_text", "index",
-    )  # fmt: skip
-
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:
         self.index, self.block, self.flow = index, block, flow
         self.handle: Handle | None = None
@@ -49,34 +46,63 @@ class Slot:
         self._text = flow.text if self.has_text else None
         self._text_at = self._at.get(flow.text or "", -1)
         self._text_first = flow.returns[0] == "text"
-        self._image_out, self._text_out = (
-            flow.returns.index("image"),
-            flow.returns.index("text") if self.has_text else -1,
-        )
+        self._image_out = flow.returns.index("image")
+        self._text_out = flow.returns.index("text") if self.has_text else -1
+        self._name, self._before, self._is_compiled = "", None, False
+        self._mine: Any = None
+        self._stock: Any = None
 
-    def install(self) -> None:
-        """Lays the slot around the block."""
-        self._forward_before = vars(self.block).get("forward")
-        self.forward = forward = self.block.forward
+    def install(self, compile_: Compile | None = None) -> None:
+        """Lays the slot around the block, where its compiled call is if it has one.
+
+        Args:
+            compile_: compiles the block's forward, where the block was not compiled by itself.
+        """
+        self.remove()
+        name = forward_at(self.block) if own_call(self.block) is None else CALL
+        self._name, self._before = name, vars(self.block).get(name)
+        inner = self._stock = getattr(self.block, name)
+        if name == CALL or compile_ is not None:
+            inner = steady(inner if compile_ is None or name == CALL else compile_(inner))
+        self.forward: Callable[..., Any] = inner
 
         def slotted(*args: Any, **kwargs: Any) -> Any:
             handle = self.handle
             if handle is None:
-                return forward(*args, **kwargs)
+                return self.forward(*args, **kwargs)
             return handle(self, args, kwargs)
 
-        slotted._ditile_slot = self  # type: ignore[attr-defined]
-        vars(self.block)["forward"] = slotted
+        slotted.compiled_with = self._compiled_with  # type: ignore[attr-defined]
+        self._mine = vars(self.block)[name] = slotted
+
+    def refit(self, compile_: Compile | None) -> None:
+        """The block, or the whole model, may have been compiled since, or be so no more."""
+        around = self._mine if self._name == CALL else None
+        is_known = own_call(self.block) is around and compile_ is None and not self._is_compiled
+        if not is_known and self._found_at() is not None:
+            self.install(compile_)
+            self._is_compiled = compile_ is not None
 
     def remove(self) -> None:
         """Takes it away; where something else lies around it by now, it stays and does nothing."""
         self.handle = None
-        if getattr(vars(self.block).get("forward"), "_ditile_slot", None) is not self:
+        name = self._found_at() if self._name else None
+        if name is None:
             return
-        if self._forward_before is None:
-            del vars(self.block)["forward"]
+        if name == self._name and self._before is None:
+            del vars(self.block)[name]
         else:
-            vars(self.block)["forward"] = self._forward_before
+            vars(self.block)[name] = self._stock
+        self._name = ""
+
+    def _found_at(self) -> str | None:
+        return CALL if vars(self.block).get(CALL) is self._mine else found_at(self.block, self._mine)
+
+    def _compiled_with(self, compile_: Compile) -> Any:
+        """For who compiles what lies in the block: the slot is not to be traced."""
+        self.install(compile_)
+        self._is_compiled = True
+        return self._mine
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The tokens that a call brings."""
@@ -90,9 +116,11 @@ class Slot:
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if not self._is_tuple:
             return image
-        if self._text is None:
+        if not self.has_text:
             return (image,)
-        text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
+        text = None
+        if self._text is not None:
+            text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
         return (text, image) if self._text_first else (image, text)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> State:

@@ -26,11 +26,12 @@ class Over(Protocol):
 class MasksOfCall:
     """Says what the masks of one layer follow from: those that the transformer was given, and the turn within a call.
 
-    Processors make their masks anew in every layer, from masks that the pipeline makes once.
+    Processors make their masks anew in every layer, from masks that the pipeline makes once. A cache leaves layers and
+    rows out, so that turns do not say which mask it is: then nothing is known.
     """
 
-    def __init__(self, splits: Splits) -> None:
-        self._splits, self._call, self._turn = splits, 0, 0
+    def __init__(self, splits: Splits, *, cached: bool) -> None:
+        self._splits, self._cached, self._call, self._turn = splits, cached, 0, 0
 
     def turn(self) -> None:
         """The layer attends."""
@@ -38,7 +39,7 @@ class MasksOfCall:
         self._call = self._splits.calls
 
     def __call__(self, mask: Tensor) -> tuple[object, ...] | None:
-        return (self._turn, *self._splits.masks) if self._splits.masks else None
+        return (self._turn, *self._splits.masks) if self._splits.masks and not self._cached else None
 
 
 class PlannedAttention:

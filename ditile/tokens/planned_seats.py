@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from ditile.compiled import Compile, set_all_aside
 from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
@@ -19,6 +21,7 @@ from ditile.spec import Conditioning, ModelSpec
 from ditile.tokens import cp_plan
 from ditile.tokens.cp_plan import Entries, Splits, Table
 
+LOG = logging.getLogger("ditile")
 PLANNED = ModelSpec(
     name="a model with a table of splits",
     blocks={},
@@ -53,7 +56,6 @@ class PlannedSeats(Seats):
         tables: of each.
         splits: what is split in the call at hand; None where one rank has all tokens.
         redirect: reaches attention that does not go through diffusers' dispatch.
-        counts: whether calls of the model are told apart within a step.
 
     Raises:
         PlanError: if a table does not fit its transformer.
@@ -61,11 +63,10 @@ class PlannedSeats(Seats):
     """
 
     def __init__(
-        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect, *,
-        counts: bool,
-    ) -> None:  # fmt: skip
+        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect
+    ) -> None:
         super().__init__(next(iter(transformers.values())), PLANNED)
-        self.splits, self._redirect, self._counts = splits, redirect, counts
+        self.splits, self._redirect = splits, redirect
         self._all = [
             Planned(name, transformer, cp_plan.read(transformer, table))
             for (name, transformer), table in zip(transformers.items(), tables, strict=True)
@@ -94,11 +95,13 @@ class PlannedSeats(Seats):
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any],
+        dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """Seats splits, gathers and attention; see `Seats.installed`."""
+        """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
         with ExitStack() as stack:
             for name, transformer, entries in self._all:
+                if set_all_aside(stack, pipe, transformer):
+                    LOG.warning("%s runs uncompiled: its tokens are split in the midst of it", name)
                 if self.splits is not None:
                     self._seat(stack, name, transformer, core, dispatch)
                     cp_plan.install(stack, transformer, entries, self.splits)
@@ -129,8 +132,7 @@ class PlannedSeats(Seats):
         def called(*args: Any, **kwargs: Any) -> Any:
             now = current()
             result = forward(*args, **kwargs)
-            if self._counts:
-                now.end_call()
+            now.end_call()
             return result
 
         override(stack, transformer, "forward", functools.update_wrapper(called, forward))

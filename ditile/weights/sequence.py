@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ditile.errors import ModelError, StateError
 from ditile.layout import share
 from ditile.mesh import Axis
+from ditile.opaque import opaque
 from ditile.overrides import matching
 from ditile.weights.collectives import Collectives
 from ditile.weights.cuts import Cuts
@@ -107,7 +108,7 @@ def _gather(path: str, collectives: Collectives, tokens: Tokens, stream: str) ->
             )
         return collectives.gather(x, lengths)
 
-    return gather
+    return opaque(gather)
 
 
 def _before(module: nn.Module, gather: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[..., Any]:

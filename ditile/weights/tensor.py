@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from ditile.errors import ModelError, StateError
 from ditile.mesh import Axis
+from ditile.opaque import opaque
 from ditile.overrides import override
 from ditile.seams import Streams, WholeStreams
 from ditile.spec import ModelSpec
@@ -97,6 +98,11 @@ class Sharded:
         self._fused.clear()
 
 
+def is_sharded(transformer: nn.Module) -> bool:
+    """Whether a model holds a share of its weights."""
+    return _MARK in vars(transformer)
+
+
 def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
     """The tensor table of a model: its spec's, else diffusers' own.
 
@@ -132,7 +138,7 @@ def shard(
         PlanError: if the degree does not divide its heads or features; the message names those that do.
         StateError: if it is cut already.
     """
-    if _MARK in vars(transformer):
+    if is_sharded(transformer):
         raise StateError(
             f"this {type(transformer).__name__} holds a share of its weights already; undo that, or reload it"
         )
@@ -155,9 +161,9 @@ def shard(
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             if style.kind == "rms_norm":
-                override(stack, module, "forward", _norm(module, cuts.size, collectives))
+                override(stack, module, "forward", _norm(module, cuts.size, opaque(collectives.reduce)))
             if style.kind == "rowwise":
-                _sum(stack, module, scatters.get(path, collectives.reduce))
+                _sum(stack, module, opaque(scatters.get(path, collectives.reduce)))
             sharded.watch(path, module)
             if not loaded:
                 _cut(stack, path, module, cuts, keep=keep)
@@ -219,12 +225,12 @@ def _row(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[
     return forward
 
 
-def _norm(norm: Any, size: int, collectives: Collectives) -> Callable[[Tensor], Tensor]:
+def _norm(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
 
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
-        squares = collectives.reduce(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
+        squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         out = wide * torch.rsqrt(squares + eps)
         if norm.weight is None:

@@ -20,6 +20,7 @@ from transformers.utils.generic import ModelOutput
 from ditile.errors import ModelError, StateError
 from ditile.hollow import Parts, hollow, refill
 from ditile.mesh import Axis
+from ditile.opaque import opaque
 from ditile.overrides import override
 from ditile.transport import Traffic, broadcast, gather_json
 from ditile.weights.encoder import (
@@ -123,7 +124,7 @@ class Encoders:
                 elif self._place.mode == "split":
                     _Split(encoder, self._place, self._channel).install(stack)
             if self._after != "keep":
-                stack.callback(denoiser.register_forward_pre_hook(lambda *_: self._leave()).remove)
+                stack.callback(denoiser.register_forward_pre_hook(opaque(lambda *_: self._leave())).remove)
             yield
 
     def _first(self, encoder: nn.Module) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     found = []
     for kind in MASKS:
         whole = mask_of(kind, heads)
-        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False)  # type: ignore[arg-type, return-value]
+        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
         mask = None if whole is None else whole[..., mine]
         got = core.over(tokens, [lambda x=x: x[:, mine] for x in (q, k, v)], mask=mask, scale=0.3)  # type: ignore[misc]
         wanted = NATIVE(q, k, v, mask=None if whole is None else of_keys(whole, BATCH), scale=0.3)

@@ -154,7 +154,7 @@ def test_masks_matter(name: str) -> None:
 def test_the_rungs() -> None:
     """A failure means that `ditile models` hides what would run, or that a table is preferred to a ModelSpec."""
     rungs = {family.transformer: family.rung for family in families()}
-    assert rungs["QwenImageTransformer2DModel"] == rungs["WanTransformer3DModel"] == "ulysses, ring"
+    assert rungs["QwenImageTransformer2DModel"] == rungs["WanTransformer3DModel"] == "ulysses, ring, caches"
     assert rungs["FluxTransformer2DModel"] == "PipeFusion"
     assert planned(tiny.flux(), None) == {} and set(planned(wan_pipeline()[0], None)) == {
         "transformer",

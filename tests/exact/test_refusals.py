@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from diffusers import (
     DiffusionPipeline,
@@ -87,7 +86,6 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (_instead(tiny.pixart, _unknown),
                 "DiTTransformer2DModel has no ModelSpec.*FluxTransformer2DModel.*ditile.register"),
     "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
-    "compiled": (_instead(tiny.flux, torch.compile), "OptimizedModule wraps a FluxTransformer2DModel.*_orig_mod"),
     "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
             r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),
     "IP-adapter": (_with_processor(tiny.flux, "transformer_blocks.1.attn", _ip_adapter), "unload the IP-adapter"),

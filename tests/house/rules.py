@@ -10,9 +10,32 @@ from functools import cached_property
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 AXES = {"attend", "tokens", "blocks", "batch", "weights", "steps", "decode", "models"}
-JOINED = {"compose", "caching", "cost", "planner"}
-CALLED = {"runner", "launch", "callbacks", "table", "supervise", "load", "portion", "options", "cache_options"}
-TOP = {"cli", "bench", "generate", "matrix", "prompts", "summary", "dry_run", "server", "__main__", "__init__"}
+JOINED = {"compose", "cost", "planner"}
+CALLED = {
+    "runner",
+    "caching",
+    "launch",
+    "callbacks",
+    "table",
+    "supervise",
+    "load",
+    "portion",
+    "options",
+    "cache_options",
+}
+TOP = {
+    "cli",
+    "bench",
+    "generate",
+    "matrix",
+    "outcome",
+    "prompts",
+    "results",
+    "dry_run",
+    "server",
+    "__main__",
+    "__init__",
+}
 BROAD = {"Exception", "BaseException"}
 MAY_PICKLE = {"ditile/launch.py", "ditile/supervise.py"}  # pipes between a parent and the ranks that it started
 MAY_CATCH_ALL = {"ditile/launch.py"}  # whatever ends a rank must be reported to its parent

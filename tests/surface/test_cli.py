@@ -220,7 +220,10 @@ def test_help_names_every_flag() -> None:
                vae warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
                ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
                tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
-               dry-run"""
+               dry-run cache prune Fn Bn rdt max-warmup-steps w warmup-interval wi max-cached-steps mc
+               max-continuous-cached-steps mcc taylorseer taylorseer-order foca dmd steps-mask steps-policy quantize
+               quantize-type parallel-type parallel disable-compute-comm-overlap dcco lora fuse-lora track-memory perf
+               config prompt model-path attn ulysses-anything"""
     for flag in flags.split():
         assert f"--{flag}" in text
     assert "plan, with the flags of xDiT" in text
@@ -251,7 +254,7 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Pipeline", "shapes-flux"):
         assert word in out
-    for word in ("PipeFusion", "two calls", "batched", "row, sequence"):
+    for word in ("PipeFusion", "caches", "two calls", "batched", "row, sequence"):
         assert word in out
 
 

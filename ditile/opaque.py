@@ -1,0 +1,81 @@
+"""What `torch.compile` sees of us: nothing. Where the pipeline is, and what travels, is never traced and never guarded.
+
+Two ways, for two places.
+
+- `opaque(fn)`: dynamo runs it as it is and breaks the graph around it. For what lies between blocks.
+- `Hidden(fn)`: tensors in, one tensor out, within a compiled block. It is an operator in the graph, which so stays
+  whole: a break inside attention makes four graphs of a block, each with guards to check at every call.
+
+An operator takes tensors and numbers. That of `Hidden` finds its function by a number that is itself a tensor: its
+value is data, so one graph serves all layers. The table of functions is the one thing here that belongs to the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+_COUNT = itertools.count()
+_HIDDEN: WeakValueDictionary[int, Hidden] = WeakValueDictionary()
+_LIBRARY = torch.library.Library("ditile", "DEF")
+_LIBRARY.define(
+    "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
+)
+
+
+def opaque(fn: F) -> F:
+    """A function that is not compiled, nor what it calls, unless that is compiled by itself."""
+    hidden: F = torch.compiler.disable(fn)
+    return hidden
+
+
+class Hidden:
+    """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
+
+    Args:
+        fn: `(*tensors, scale) -> tensor`.
+        turn: an integer that hidden calls add 1 to; those that share one keep their order when compiled.
+    """
+
+    def __init__(self, fn: Callable[..., Tensor], turn: Tensor) -> None:
+        self.fn, self.turn = fn, turn
+        number = next(_COUNT)
+        self.number = torch.tensor(number)
+        _HIDDEN[number] = self
+
+    def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
+        """Calls the function: as an operator where it is compiled."""
+        if not torch.compiler.is_compiling():
+            return self.fn(*tensors, scale=scale)
+        out: Tensor = torch.ops.ditile.hidden(tensors, self.number, self.turn, scale)
+        return out
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, where `torch.compile` made another around it."""
+    inner = vars(module)["_modules"].get("_orig_mod")
+    return module if inner is None else uncompiled(inner)
+
+
+def _call(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    out = _HIDDEN[int(number)].fn(*tensors, scale=scale).contiguous()
+    turn.add_(1)
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    return out.clone() if out.untyped_storage().data_ptr() in given else out
+
+
+def _shape(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    first = tensors[0]
+    assert first is not None
+    return first.new_empty(first.shape)
+
+
+_LIBRARY.impl("hidden", _call, "CompositeExplicitAutograd")
+torch.library.register_fake("ditile::hidden", _shape, lib=_LIBRARY)

@@ -1,0 +1,60 @@
+"""examples/run_flux_cp.py with the command lines of cache-dit's guides, as processes, on a FLUX of ten blocks.
+
+A failure would mean that a command line which people know is refused, or leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.surface.test_cache_dit_scripts import flux
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "flux"
+    flux(2, 8).save_pretrained(path)
+    call = {"height": 32, "width": 24, "num_inference_steps": 12, "max_sequence_length": 12}
+    (path / "generation.json").write_text(json.dumps(call))
+    return str(path)
+
+
+def script(path: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """The example as a process. Nothing is compiled: what inductor makes of blocks has tests of its own."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}") if ranks > 1 else ()
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "run_flux_cp.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=path)
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "says"),
+    [
+        ("--cache --Fn 8 --Bn 0 --rdt 0.08 --track-memory --perf", 1, "DBCache_F8B0_W8I1M0MC0_R0.08"),
+        ("--cache --quantize --quantize-type float8_weight_only --prompt cat --negative-prompt dog", 1, "DBCache_F8B0"),
+        ("--cache --parallel-type ulysses --uaa --dcco --attn native", 2, "under ulysses=2 uaa=True"),
+        ("--cache --quantize --compile --Fn 1 --Bn 0 --steps 10 --height 16 --width 16", 1, "DBCache_F1B0"),
+        ("--cache --taylorseer --taylorseer-order 1 --Fn 1", 1, "_T1O1"),
+    ],
+)
+def test_the_command_lines_of_the_example(tmp_path: Path, folder: str, line: str, ranks: int, says: str) -> None:
+    done = script(tmp_path, "--model-path", folder, *line.split(), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout and "what the cache left out" in done.stdout
+    assert ("peak memory" in done.stdout) == ("--track-memory" in line)
+    assert (tmp_path / "flux.png").exists()
+
+
+def test_the_example_without_flash_attention(tmp_path: Path, folder: str) -> None:
+    done = script(tmp_path, "--model-path", folder, "--cache", "--attn", "flash")
+    assert done.returncode == 1 and not (tmp_path / "flux.png").exists()
+    assert re.search(r"^run_flux_cp.py: attention=flash cannot run on cpu .*; try native$", done.stderr, re.MULTILINE)
