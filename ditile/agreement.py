@@ -126,7 +126,7 @@ class StageAgreement:
     def add(self, sums: Tensor) -> Tensor:
         """Every rank adds the same numbers up in the same order."""
         group = self._groups.by_calls if self._by_calls() else self._groups.by_rows
-        return gather_numbers(sums, group, self._mesh.traffic, KIND).sum(dim=0)
+        return gather_numbers(sums.double(), group, self._mesh.traffic, KIND).sum(dim=0)
 
     def tell(self, skips: Sequence[bool]) -> None:
         """To the next stage."""

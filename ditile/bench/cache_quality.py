@@ -9,7 +9,7 @@ One process, one thread, one picture at a time. Every caption is drawn by all se
 rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time,
 which is what the only thread takes on a machine that does nothing else (wall time is written down too). What was
 measured is added to `--out`, caption by caption, and is not measured again. Without a cache all pipelines draw the same
-picture, bit for bit, which is checked before the first caption.
+picture, bit for bit, which is checked before the first caption. Masks of fewer steps than are drawn are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.bench import peer
-from ditile.bench.cache_settings import COMMON, ENGINES, THEIRS, Setting, parsed
+from ditile.bench.cache_settings import COMMON, ENGINES, OWN, THEIRS, Setting, parsed
 from ditile.bench.captions import check
 from ditile.bench.fidelity import Pictures, psnr, ssim
 from ditile.caching import enable_cache, summary
@@ -40,6 +40,7 @@ from ditile.flags import add_arguments, collect, option
 from ditile.load import ASSETS, defaults, load
 
 PLAIN = Setting("", "no cache")
+PROOF = 2  # steps of the picture that proves pipelines equal before they are cached
 Row = dict[str, Any]
 
 
@@ -51,7 +52,7 @@ class Job:
     captions: int = option(100, "captions of the held-out list")
     steps: int = option(20, "denoising steps")
     engines: str = option(",".join(ENGINES), "engines that are given the settings")
-    settings: str = option("; ".join(COMMON), "settings, with ; between them", metavar="SETTINGS")
+    settings: str = option("; ".join(COMMON + OWN), "settings, with ; between them", metavar="SETTINGS")
     out: str = option("cache_quality.jsonl", "lines of JSON, one for each picture", metavar="FILE")
 
 
@@ -87,7 +88,7 @@ class Painter:
         pipe: Any = load(job.model)
         self._pipe = pipe
         self._pipe.set_progress_bar_config(disable=True)
-        self._call = defaults(job.model) | {"num_inference_steps": job.steps}
+        self._call = defaults(job.model)
         if setting.engine == THEIRS:
             peer.keep_apart(self._pipe)
         self._is_cached = False
@@ -104,13 +105,14 @@ class Painter:
         elif self.setting.engine:
             enable_cache(self._pipe, self.setting.cache, self.setting.calibrator)
 
-    def draw(self, place: int, caption: str) -> tuple[Pictures, Row]:
-        """The picture `[1, H, W, 3]` of a caption, and what it took."""
+    def draw(self, place: int, caption: str, steps: int | None = None) -> tuple[Pictures, Row]:
+        """The picture `[1, H, W, 3]` of a caption, in so many steps if not in all, and what it took."""
         for watch in (self._whole, self._outside):
             watch.cpu = watch.wall = 0.0
         generator = torch.Generator().manual_seed(place)
         call = self._whole.around(self._pipe)
-        result = call(caption, output_type="np", generator=generator, **self._call)
+        options = self._call | {"num_inference_steps": steps or self._job.steps}
+        result = call(caption, output_type="np", generator=generator, **options)
         took = {
             "cpu_s": self._whole.cpu, "wall_s": self._whole.wall, "outside_cpu_s": self._outside.cpu,
             "outside_wall_s": self._outside.wall,
@@ -141,14 +143,13 @@ def measure(job: Job, settings: list[Setting], captions: list[str], done: set[tu
     if not wanted:
         return
     plain = Painter(job, PLAIN)
-    first, _ = plain.draw(0, captions[0])
+    first, _ = plain.draw(0, captions[0], PROOF)
     painters = [plain]
     for setting in wanted:
         painters.append(Painter(job, setting))
-        if not np.array_equal(painters[-1].draw(0, captions[0])[0], first):
+        if not np.array_equal(painters[-1].draw(0, captions[0], PROOF)[0], first):
             raise StateError(f"a pipeline for {setting} draws another picture before it is cached")
         painters[-1].cache()
-        painters[-1].draw(0, captions[0])  # the first one pays for what is made once
     for place, caption in enumerate(captions):
         todo = [p for p in painters[1:] if (place, p.setting.engine, p.setting.text) not in done]
         if not todo:
@@ -180,7 +181,7 @@ def means(rows: Iterable[Row]) -> list[Row]:
     of_setting: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         of_setting.setdefault((row["model"], row["steps"], row["engine"], row["setting"]), []).append(row)
-    made = []
+    made: list[Row] = []
     for (model, steps, engine, setting), found in of_setting.items():
         denoised = [(r["plain_cpu_s"] - r["plain_outside_cpu_s"]) / (r["cpu_s"] - r["outside_cpu_s"]) for r in found]
         made.append({
@@ -234,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     try:
-        settings = parsed(job.engines, job.settings)
+        settings = [setting for setting in parsed(job.engines, job.settings) if setting.fits(job.steps)]
         captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
         out = Path(job.out)
         done = {(r["caption"], r["engine"], r["setting"]) for r in read(out, job.model, job.steps)}

@@ -36,16 +36,25 @@ CALIBRATORS: dict[str, tuple[type[Calibration], str | None]] = {
 }
 
 COMMON = (
-    "F=1 W=4 R=0.04", "F=1 W=4 R=0.08", "F=1 W=4 R=0.12", "F=1 W=4 R=0.16 MC=3", "F=1 W=4 R=0.2 MC=4",
-    "F=1 W=4 R=0.24 MC=6", "F=1 W=8 I=2 R=0.8 MC=8", "F=1 W=8 I=4 R=0.8 MC=10", "F=1 W=4 R=0.08 taylor=1",
-    "F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.16 MC=3 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=1",
-    "F=1 W=4 R=0.24 MC=6 taylor=1", "F=1 W=8 I=2 R=0.8 MC=8 taylor=1", "F=1 W=8 I=4 R=0.8 MC=10 taylor=1",
-    "F=1 W=4 R=0.2 MC=4 taylor=2", "F=1 W=4 R=0.2 MC=4 foca", "F=1 W=4 R=0.2 MC=4 dmd=6", "F=2 W=4 R=0.12 MC=4",
-    "F=2 B=1 W=4 R=0.2 MC=4 taylor=1", "F=4 W=4 R=0.2 MC=4", "F=1 mask=slow policy=static taylor=1",
+    "F=1 W=4 R=0.08", "F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4", "F=1 W=4 R=0.24 MC=6", "F=1 W=8 I=2 R=0.8 MC=8",
+    "F=1 W=8 I=4 R=0.8 MC=10", "F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=1",
+    "F=1 W=4 R=0.24 MC=6 taylor=1", "F=1 W=8 I=4 R=0.8 MC=10 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=2",
+    "F=1 W=4 R=0.2 MC=4 foca", "F=1 W=4 R=0.2 MC=4 dmd=6", "F=2 B=1 W=4 R=0.2 MC=4 taylor=1", "F=4 W=4 R=0.2 MC=4",
     "F=1 mask=medium policy=static taylor=1", "F=1 mask=fast policy=static taylor=1",
-    "F=1 mask=ultra policy=static taylor=1", "F=1 mask=fast policy=dynamic R=0.3 taylor=1",
+    "F=1 mask=ultra policy=static taylor=1", "F=1 W=3 R=1 MC=1 taylor=1", "F=1 W=3 R=1 MC=2 taylor=1",
+    "F=1 W=3 R=1 MC=4 taylor=1", "F=1 W=2 R=1 MC=6 taylor=1", "F=1 W=2 R=1 MC=6", "F=1 W=1 R=1 MC=8",
+    "F=1 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
+    "F=1 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
 )  # fmt: skip
-"""What both engines are given."""
+"""What both engines are given: the published settings for 57 blocks, and our best ones as far as both have them."""
+
+OWN = (
+    "F=0 W=4 R=1 MC=1 taylor=1", "F=0 W=3 R=1 MC=1 taylor=1", "F=0 W=3 R=1 MC=2 taylor=1", "F=0 W=2 R=1 MC=3 taylor=1",
+    "F=0 W=2 R=1 MC=4 taylor=1", "F=0 W=2 R=1 MC=6 taylor=1", "F=0 W=3 R=1 MC=2", "F=0 W=2 R=1 MC=4",
+    "F=0 W=2 R=1 MC=6", "F=0 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
+    "F=0 mask=2,1,1,1,1,1/2,2,3,3,3 policy=static taylor=1", "F=0 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
+)  # fmt: skip
+"""What only ours has: no block runs to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,11 @@ class Setting:
             fields["steps_computation_mask"] = read(mask)
         return cls(**fields)
 
+    def fits(self, steps: int) -> bool:
+        """Whether its mask, if it has one of bins, is long enough for so many steps."""
+        mask = self.cache.steps_computation_mask
+        return mask is None or isinstance(mask, str) or len(mask) >= steps
+
     @property
     def calibrator(self) -> Calibration | None:
         """The calibrator; None if there is none.
@@ -90,7 +104,7 @@ class Setting:
 
 
 def parsed(engines: str, lines: str) -> list[Setting]:
-    """Settings with ; between them, for each of some engines; the checked product of both.
+    """Settings with ; between them, for each of some engines.
 
     Raises:
         ModelError: if an engine or a setting is not known.
@@ -101,7 +115,7 @@ def parsed(engines: str, lines: str) -> list[Setting]:
     made = [Setting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
     for setting in made:
         _ = setting.cache, setting.calibrator
-    return made
+    return [setting for setting in made if setting.engine == OURS or setting.cache.Fn_compute_blocks > 0]
 
 
 def _pairs(text: str) -> list[tuple[str, Any]]:

@@ -23,19 +23,23 @@ class Difference:
     important: float = 0.0
     every: int = 1
 
-    def sums(self, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
 
         They are added up in fp32 (in fp64 of fp64), and are numbers of that type.
+
+        Args:
+            size: that of `before`, if it is known; it is only where all tokens count.
         """
         if self.every > 1:
             before, now = before[..., :: self.every], now[..., :: self.every]
         if before.dtype != now.dtype:
             before = before.to(now.dtype)
-        kind, size = self.kind(now), torch.linalg.vector_norm
+        kind, norm = self.kind(now), torch.linalg.vector_norm
         if self.important <= 0:
-            return size(now - before, ord=1, dtype=kind), size(before, ord=1, dtype=kind)
-        changes, sizes = size(now - before, ord=1, dim=-1, dtype=kind), size(before, ord=1, dim=-1, dtype=kind)
+            change = norm(now - before, ord=1, dtype=kind)
+            return change, norm(before, ord=1, dtype=kind) if size is None else size
+        changes, sizes = norm(now - before, ord=1, dim=-1, dtype=kind), norm(before, ord=1, dim=-1, dtype=kind)
         counted = changes > self.important * sizes
         return (changes * counted).sum(), (sizes * counted).sum()
 

@@ -90,10 +90,17 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    """What is remembered of one unit and patch."""
+    """What is remembered of one unit and patch.
+
+    Attributes:
+        record: what was decided.
+        probe: of the last computed step.
+        size: what its absolute values add up to, once that is known.
+    """
 
     record: Record = field(default_factory=Record)
     probe: Tensor | None = None
+    size: Tensor | None = None
 
 
 class Judge:
@@ -151,7 +158,8 @@ class Judge:
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
                     kept = tokens[unit.rows].clone() if unit.among > 1 else tokens
-                    self._cell(call, patch, unit).probe = kept if self._dtype is None else kept.to(self._dtype)
+                    cell = self._cell(call, patch, unit)
+                    cell.probe, cell.size = kept if self._dtype is None else kept.to(self._dtype), None
 
     def last_differences(self, call: Call) -> list[float | None]:
         """What was just measured, of each unit."""
@@ -192,11 +200,14 @@ class Judge:
         for unit, cells, verdict in zip(call.units, of_units, verdicts, strict=True):
             for (_, tokens), cell in zip(call.cut(probe), cells, strict=True):
                 if verdict is Verdict.MEASURE and cell.probe is not None:
-                    found += self._difference.sums(cell.probe, unit.of(tokens))
+                    change, size = self._difference.sums(cell.probe, unit.of(tokens), cell.size)
+                    cell.size = size if self._difference.important <= 0 else None
+                    found += change, size
                 else:
                     found += probe.new_zeros(2, dtype=self._difference.kind(probe))
-        sums = torch.stack(found).double().view(len(verdicts), -1, 2)
-        sums = sums[:, 0] if len(call.moment.patches) == 1 else sums.sum(dim=1)
+        sums = torch.stack(found).view(len(verdicts), -1)
+        if sums.shape[1] > 2:
+            sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
         numbers = agreement.add(Departure(sums).wait()).tolist()
         return [ratio(*n) if verdict is Verdict.MEASURE else None for verdict, n in zip(verdicts, numbers, strict=True)]
 

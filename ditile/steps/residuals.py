@@ -5,7 +5,7 @@ Kept is what they add to the tokens (or, `store="hidden"`, the tokens behind the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -90,12 +90,9 @@ class Residuals:
         """Bytes held."""
         return sum(forecast.bytes for forecast in self._kept.values())
 
-    def _cut(self, stream: str, call: Call, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _cut(self, stream: str, call: Call, tokens: Tensor) -> list[tuple[int, Tensor]]:
         """By patch; text belongs to the first one."""
-        if stream == "image":
-            yield from call.cut(tokens)
-        else:
-            yield call.moment.patches[0], tokens
+        return call.cut(tokens) if stream == "image" else [(call.moment.patches[0], tokens)]
 
     def _of(self, stream: str, call: Call, patch: int, unit: Unit) -> Forecast:
         key = self._key(stream, call, patch, unit)

@@ -46,10 +46,8 @@ class Slot:
         self._text = flow.text if self.has_text else None
         self._text_at = self._at.get(flow.text or "", -1)
         self._text_first = flow.returns[0] == "text"
-        self._image_out, self._text_out = (
-            flow.returns.index("image"),
-            flow.returns.index("text") if self.has_text else -1,
-        )
+        self._image_out = flow.returns.index("image")
+        self._text_out = flow.returns.index("text") if self.has_text else -1
         self._name, self._before, self._is_compiled = "", None, False
         self._mine: Any = None
         self._stock: Any = None
