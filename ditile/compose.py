@@ -263,7 +263,7 @@ def compose(
     sharded = _shard(pipe, model, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
     pipe.to(device)
-    trace = Trace()
+    trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams, crew)
     pipefusion.connect(device)
     return Composition(
@@ -321,7 +321,7 @@ def _compose_planned(
     weights = seats.weights()
     encoders.take()
     pipe.to(device)
-    trace = Trace()
+    trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeStreams())
     whole = Sharded(Cuts({}, 0, 1), keep=True)
     return Composition(

@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +52,8 @@ class Report:
         key_bytes: bytes of stale keys and values held at the end of the last step.
         cache_bytes: held by caches at the end of the last step.
         text_tokens: in the sequence of joint attention; None where no block was looked into.
+        step_seconds: of each step on this rank's device; empty unless the call was traced.
+        waited: how many of them it waited for messages and computed nothing, by kind; empty unless traced.
     """
 
     seconds: dict[str, float]
@@ -62,6 +64,8 @@ class Report:
     key_bytes: int
     cache_bytes: int
     text_tokens: int | None
+    step_seconds: list[float] = field(default_factory=list)
+    waited: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def bytes_sent(self) -> int:
@@ -180,7 +184,7 @@ class Runner:
         """
         if not self.trace:
             raise StateError("no trace was recorded; set runner.trace = True before the call")
-        events = gather_json(self._parts.trace.events(), self.mesh.everyone)
+        events = gather_json(self._parts.trace.events() + self._parts.trace.waits(), self.mesh.everyone)
         if self.mesh.rank == 0:
             write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
 
@@ -339,10 +343,12 @@ class _Watch:
     def begun(self) -> None:
         """The loop begins."""
         self._loop_began = self._ended = time.perf_counter()
+        self._parts.trace.mark()
 
     def step_ended(self, key_bytes: int, text: int | None) -> None:
         """A step ended."""
         self._ended = time.perf_counter()
+        self._parts.trace.mark()
         self._steps += 1
         self._key_bytes, self._text = key_bytes, text
 
@@ -365,7 +371,10 @@ class _Watch:
         )
         sent = dict(self._parts.mesh.traffic.bytes)
         held = sum(cache.kept_bytes for cache in self._parts.caches)
-        return Report(seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text)
+        step_seconds, waited = self._parts.trace.waited()
+        return Report(
+            seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text, step_seconds, waited
+        )
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

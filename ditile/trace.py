@@ -1,14 +1,15 @@
 """Trace: when each op of the schedule ran on this rank, for Chrome's trace viewer (chrome://tracing, Perfetto).
 
-On CUDA the times are those of the GPU's own events, read after the call, so that tracing never synchronises.
+On CUDA the times are those of the GPU's own events, read after the call, so that tracing never synchronises. The
+transport adds every wait for a message, whatever the method: `waited` says how long each step did nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,18 +27,48 @@ class Event(NamedTuple):
     end: float
 
 
+class Wait(NamedTuple):
+    """A time in which this rank waited for messages of a kind and computed nothing, in seconds as above."""
+
+    kind: str
+    start: float
+    end: float
+
+
+_NOTHING = nullcontext()
+
+
 class Trace:
     """Records the ops of one generation; costs nothing while it is off."""
 
     def __init__(self) -> None:
         self.on = False
         self._events: list[tuple[str, int, int | None, int, Any, Any]] = []
+        self._waits: list[tuple[str, int, Any, Any]] = []
+        self._marks: list[Any] = []
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def clear(self) -> None:
         """Forgets what was recorded."""
         self._events.clear()
+        self._waits.clear()
+        self._marks.clear()
         self._origin = None
+
+    def mark(self) -> None:
+        """The first step begins, or a step ended."""
+        if self.on:
+            self._marks.append(self.now())
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Records that this rank waits for messages of a kind within."""
+        return self._waiting(kind) if self.on else _NOTHING
+
+    @contextmanager
+    def _waiting(self, kind: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self._waits.append((kind, len(self._marks) - 1, start, self.now()))
 
     @contextmanager
     def span(self, kind: str, step: int, patch: int | None, branch: int = 0) -> Iterator[None]:
@@ -65,6 +96,19 @@ class Trace:
         """What was recorded. Waits for the GPU."""
         return [Event(*event[:4], self._seconds(event[4]), self._seconds(event[5])) for event in self._events]
 
+    def waits(self) -> list[Event]:
+        """The waits, as events. Waits for the GPU."""
+        return [
+            Event(f"wait {kind}", step, None, 0, self._seconds(start), self._seconds(end))
+            for kind, step, start, end in self._waits
+        ]
+
+    def waited(self) -> tuple[list[float], dict[str, list[float]]]:
+        """The seconds of each step, and how many of them this rank waited, by kind. Waits for the GPU."""
+        marks = [self._seconds(mark) for mark in self._marks]
+        waits = [Wait(kind, self._seconds(start), self._seconds(end)) for kind, _, start, end in self._waits]
+        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)], waited(waits, marks)
+
     def _seconds(self, point: Any) -> float:
         if isinstance(point, float):
             return point
@@ -72,6 +116,23 @@ class Trace:
         wall, origin = self._origin
         point.synchronize()
         return wall + float(origin.elapsed_time(point)) / 1e3
+
+
+def waited(waits: Sequence[Wait], marks: Sequence[float]) -> dict[str, list[float]]:
+    """Seconds of waiting in each step, by kind. Pure.
+
+    Args:
+        waits: in any order. Where two overlap, the time is that of the one which began first.
+        marks: when the first step began, and when each one ended; what lies outside does not count.
+    """
+    found: dict[str, list[float]] = {}
+    until = marks[0] if marks else 0.0
+    for kind, start, end in sorted(waits, key=lambda wait: (wait.start, wait.end)):
+        start, until = max(start, until), max(end, until)
+        for step, (begin, stop) in enumerate(zip(marks, marks[1:], strict=False)):
+            if (seconds := min(end, stop) - max(start, begin)) > 0:
+                found.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds
+    return found
 
 
 def write_chrome(path: str | Path, events_of_rank: list[list[Event]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,13 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ditile.trace import Trace
+
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that this rank has sent, by kind."""
+    """Bytes and messages that this rank has sent, by kind; and when it waited for others, while `trace` is on."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    trace: Trace = field(default_factory=Trace, compare=False)
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Around all that waits for messages of a kind."""
+        return self.trace.waiting(kind)
 
     def count(self, kind: str, size: int) -> None:
         """Adds one message."""
@@ -90,12 +98,14 @@ class Wire:
         receipt = self._posted.popleft()
         if receipt.key != key:
             raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
-        return receipt.wait()
+        with self._traffic.waiting(self._kind):
+            return receipt.wait()
 
     def flush(self) -> None:
         """Waits until all that was sent is gone."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        with self._traffic.waiting(self._kind):
+            while self._sending:
+                self._sending.popleft()[0].wait()
 
     def abandon(self) -> None:
         """Forgets what is under way, after an error that ends the run."""
@@ -106,14 +116,15 @@ class Wire:
 class Ballot:
     """A vote that is open: the largest value that any rank of the group has cast."""
 
-    def __init__(self, group: dist.ProcessGroup | None, value: int) -> None:
-        self._value = torch.tensor([value], dtype=torch.int64)
+    def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
+        self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
         self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
 
     def result(self) -> int:
         """Waits for all ranks and returns the largest value."""
         if self._work is not None:
-            self._work.wait()
+            with self._traffic.waiting("control"):
+                self._work.wait()
             self._work = None
         return int(self._value)
 
@@ -122,7 +133,7 @@ class Tally:
     """A count that is open: the sums over the ranks of the group of some whole numbers."""
 
     def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
-        self._values = torch.tensor(list(values), dtype=torch.int64)
+        self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
         self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.SUM, group, async_op=True)
         if group is not None:
             traffic.count("control", 8 * len(values))
@@ -130,7 +141,8 @@ class Tally:
     def result(self) -> list[int]:
         """Waits for all ranks and returns the sums."""
         if self._work is not None:
-            self._work.wait()
+            with self._traffic.waiting("control"):
+                self._work.wait()
             self._work = None
         return [int(value) for value in self._values]
 
@@ -143,16 +155,22 @@ class Pending:
         received: what has arrived then, where the transport put it.
         device: where the caller wants it.
         sent: kept until it is gone.
+        traffic, kind: where the wait is recorded, and as what.
     """
 
-    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Any) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Any, traffic: Traffic,
+        kind: str,
+    ) -> None:  # fmt: skip
         self._works, self._received, self._device, self._sent = works, received, device, sent
+        self._traffic, self._kind = traffic, kind
 
     def wait(self) -> list[Tensor]:
         """What arrived, in order."""
-        for work in self._works:
-            work.wait()
-        return [x.to(self._device) for x in self._received]
+        with self._traffic.waiting(self._kind):
+            for work in self._works:
+                work.wait()
+            return [x.to(self._device) for x in self._received]
 
 
 def start_all_to_all(
@@ -166,7 +184,7 @@ def start_all_to_all(
     received = staged.new_empty(sum(receives))
     work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
     traffic.count(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
-    return Pending([_real(work)], [received], flat.device, staged)
+    return Pending([_real(work)], [received], flat.device, staged, traffic, kind)
 
 
 def start_exchange(
@@ -175,10 +193,10 @@ def start_exchange(
 ) -> Pending:  # fmt: skip
     """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
     if group is None:
-        return Pending([], [], like.device, None)
+        return Pending([], [], like.device, None, traffic, kind)
     for _, message in sends:
         traffic.count(kind, message.numel() * message.element_size())
-    return _start_messages(sends, receives, like, group)
+    return _start_messages(sends, receives, like, group, traffic, kind)
 
 
 def start_gather(
@@ -189,16 +207,16 @@ def start_gather(
     Counted as one message of what a rank sends: `x`, to each other one.
     """
     if group is None:
-        return Pending([], [x], x.device, None)
+        return Pending([], [x], x.device, None, traffic, kind)
     own = dist.get_rank(group)
     traffic.count(kind, (len(shapes) - 1) * x.numel() * x.element_size())
     if len(set(shapes)) == 1:
         staged = _stageable(x.contiguous(), group)
         everyone = [torch.empty_like(staged) for _ in shapes]
         work = dist.all_gather(everyone, staged, group=group, async_op=True)
-        return Pending([_real(work)], everyone, x.device, staged)
+        return Pending([_real(work)], everyone, x.device, staged, traffic, kind)
     others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own]
-    under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group)
+    under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
     under_way._received.insert(own, x)
     return under_way
 
@@ -211,7 +229,7 @@ def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traff
 
 def _start_messages(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup, traffic: Traffic, kind: str,
 ) -> Pending:  # fmt: skip
     """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
     staged = [(peer, _stageable(x.contiguous(), group)) for peer, x in sends if x.numel()]
@@ -222,7 +240,7 @@ def _start_messages(
         for (peer, _), buffer in zip(receives, received, strict=True)
         if buffer.numel()
     ]
-    return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged)
+    return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged, traffic, kind)
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
@@ -231,13 +249,14 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
     work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
     if dist.get_rank(group) == source:
         traffic.count(kind, (group.size() - 1) * x.numel() * x.element_size())
-    return Pending([_real(work)], [staged], x.device, staged)
+    return Pending([_real(work)], [staged], x.device, staged, traffic, kind)
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
     """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
     staged = _stageable(tensor.contiguous(), group)
-    dist.broadcast(staged, group=group, group_src=source)
+    with traffic.waiting(kind):
+        dist.broadcast(staged, group=group, group_src=source)
     if dist.get_rank(group) == source:
         traffic.count(kind, staged.numel() * staged.element_size())
     return staged.to(tensor.device)
@@ -248,7 +267,8 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
     if group is None:
         return numbers[None]
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
-    dist.all_gather(everyone, numbers.contiguous(), group=group)
+    with traffic.waiting(kind):
+        dist.all_gather(everyone, numbers.contiguous(), group=group)
     traffic.count(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
     return torch.stack(everyone)
 

@@ -142,7 +142,7 @@ class SharedBatch:
         self._results.clear()
         if not by_calls:
             return
-        ballot = Ballot(self._mesh.control, 0 if hole is None else int(hole))
+        ballot = Ballot(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
         self._mesh.traffic.count("control", 8)
         if ballot.result():
             raise StateError(

@@ -215,7 +215,7 @@ class Loop:
         synchronous.
         """
         assert self._generation is not None
-        self._ballots.append(Ballot(self._voters, int(self._stop_wanted)))
+        self._ballots.append(Ballot(self._voters, int(self._stop_wanted), self._mesh.traffic))
         if self._voters is not None:
             self._mesh.traffic.count("control", 8)
         if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:

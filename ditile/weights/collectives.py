@@ -17,6 +17,8 @@ from ditile.layout import share
 from ditile.mesh import Axis
 from ditile.transport import Traffic
 
+KIND = "tensor"
+
 # Newer releases of torch renamed them, and warn of the old names.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -42,7 +44,8 @@ class Collectives:
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
         staged = self._staged(x.contiguous())
-        dist.all_reduce(staged, group=self._group)
+        with self._traffic.waiting(KIND):
+            dist.all_reduce(staged, group=self._group)
         self._count(2 * x.numel() * x.element_size())
         return staged.to(x.device)
 
@@ -54,10 +57,12 @@ class Collectives:
         packed = self._staged(self._pack(x, streams))
         if packed.is_cuda:
             summed = torch.empty_like(packed[0])
-            _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
+            with self._traffic.waiting(KIND):
+                _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
         else:  # gloo's own sends everything to everyone
             received = torch.empty_like(packed)
-            dist.all_to_all_single(received, packed, group=self._group)
+            with self._traffic.waiting(KIND):
+                dist.all_to_all_single(received, packed, group=self._group)
             summed = received.sum(0)
         self._count(x.numel() * x.element_size())
         return summed[:, : self.own(streams)].to(x.device)
@@ -71,7 +76,8 @@ class Collectives:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
         mine = self._staged(mine)
         received = mine.new_empty(self._size, batch, longest, width)
-        _gather(received.flatten(0, 1), mine, group=self._group)
+        with self._traffic.waiting(KIND):
+            _gather(received.flatten(0, 1), mine, group=self._group)
         whole = self._unpack(received, streams)
         self._count(whole.numel() * whole.element_size())
         return whole.to(x.device)
@@ -111,4 +117,4 @@ class Collectives:
         return x.cpu() if x.is_cuda and not self._nccl else x
 
     def _count(self, size: int) -> None:
-        self._traffic.count("tensor", size * (self._size - 1) // self._size)
+        self._traffic.count(KIND, size * (self._size - 1) // self._size)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ditile
 from ditile.blocks.schedule import Kind, Schedule
 from ditile.errors import StateError
-from ditile.trace import Event, Trace, write_chrome
+from ditile.trace import Event, Trace, Wait, waited, write_chrome
 from tests import tiny
 from tests.pool import Pool
 
@@ -58,10 +58,15 @@ def test_complete(slices: list[list[dict[str, Any]]], kind: str) -> None:
 
 
 def test_well_formed(slices: list[list[dict[str, Any]]]) -> None:
-    """Times are from the first event on, lengths are not negative, and a rank does one thing at a time."""
+    """Times are from the first event on, lengths are not negative, and a rank does one thing at a time.
+
+    Waits lie within what waits, such as the receipt of a patch.
+    """
     assert min(e["ts"] for of_stage in slices for e in of_stage) == 0
     for of_stage in slices:
         assert all(e["dur"] >= 0 and e["pid"] == 0 for e in of_stage)
+        assert any(e["cat"].startswith("wait") for e in of_stage)
+        of_stage = [e for e in of_stage if not e["cat"].startswith("wait")]
         ends = [e["ts"] + e["dur"] for e in of_stage]
         assert all(end <= e["ts"] + 0.01 for end, e in zip(ends, of_stage[1:], strict=False))
 
@@ -83,9 +88,52 @@ def test_steps_overlap(slices: list[list[dict[str, Any]]]) -> None:
 def test_off_records_nothing() -> None:
     """A trace that is off costs nothing and keeps nothing."""
     trace = Trace()
-    with trace.span("compute", 0, None):
-        pass
-    assert trace.events() == []
+    with trace.span("compute", 0, None), trace.waiting("ring"):
+        trace.mark()
+    assert trace.events() == [] == trace.waits() and trace.waited() == ([], {})
+    assert trace.waiting("ring") is trace.waiting("tensor"), "not even an object is made"
+
+
+def test_waits_by_hand() -> None:
+    """Two steps, from 1 to 3 and from 3 to 6. What is outside does not count, and nothing counts twice.
+
+    A failure means that the share of exposed communication of every method is wrong.
+    """
+    waits = [
+        Wait("ring", 0.0, 1.5),  # half a second of step 0
+        Wait("ring", 2.5, 4.0),  # half a second of step 0, one of step 1
+        Wait("control", 3.5, 4.5),  # half of it is ring's already
+        Wait("ring", 4.0, 4.25),  # all of it is control's already
+        Wait("result", 5.5, 9.0),
+    ]
+    assert waited(waits[::-1], [1.0, 3.0, 6.0]) == {"ring": [1.0, 1.0], "control": [0.0, 0.5], "result": [0.0, 0.5]}
+    assert waited(waits, []) == {} == waited([], [1.0, 3.0])
+
+
+def test_a_rank_that_waits_for_another_says_for_what(pool: Pool) -> None:
+    """Rank 1 is slow, so that rank 0 waits in every kind of exchange. A failure means that a method is not covered."""
+    for plan, kind in ((plan, kind) for kind, plans in WAITS.items() for plan in plans):
+        fast, _ = pool.run(waiting, 2, plan)
+        assert len(fast["step_seconds"]) == 3 and all(len(each) == 3 for each in fast["waited"].values()), plan
+        assert sum(fast["waited"][kind]) > 0.02, (plan, fast)  # of 3 x 0.05 s
+        assert sum(map(sum, fast["waited"].values())) < sum(fast["step_seconds"])
+
+
+WAITS = {
+    "ulysses": ["ulysses=2", "ulysses=2 async_ulysses=true"], "ring": ["ring=2"], "distrifusion": ["distrifusion=2"],
+    "tensor": ["tensor=2", "tensor=2 split_scheme=sequence"], "cfg": ["cfg=2"], "latents": ["pipefusion=2 patches=2"],
+}  # fmt: skip
+
+
+def waiting(plan: str) -> dict[str, Any]:
+    pipe = tiny.pixart()
+    if dist.get_rank() == 1:
+        pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    runner = ditile.parallelize(pipe, ditile.Plan.parse(plan))
+    runner.trace = True
+    runner(**tiny.arguments("pixart", num_inference_steps=3))
+    assert runner.report is not None
+    return runner.report.to_dict()
 
 
 def test_chrome_by_hand(tmp_path: Path) -> None:
