@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
 from ditile import cache_options, env, xdit_flags
+from ditile.bench.options import Comparison, Workload
 from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
 
     from ditile.outcome import Outcome
 
-KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof)}
+KINDS: dict[str, tuple[type, ...]] = {
+    "generate": (Generate, Plan, Run, Cache),
+    "verify": (Plan, Proof),
+    "bench": (Comparison, Workload),
+}
 """The dataclasses whose fields are the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {"generate": _generate, "verify": _verify, "models": _models}
+    commands = {"generate": _generate, "verify": _verify, "bench": _bench, "models": _models}
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)
@@ -63,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    titles: dict[type, str] = {Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof"}
+    titles: dict[type, str] = {
+        Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof", Comparison: "comparison",
+        Workload: "workload",
+    }  # fmt: skip
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
         (
@@ -71,11 +79,17 @@ def parser() -> argparse.ArgumentParser:
             "prove a plan on this machine",
             "Prove a plan on this machine: exact where it says so, and at rest.",
         ),
+        (
+            "bench",
+            "measure plans side by side",
+            "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
+        ),
     ):
         command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
         for kind in KINDS[name]:
             add_arguments(command, kind, title=titles[kind])
-        xdit_flags.add_arguments(command)
+        if Plan in KINDS[name]:
+            xdit_flags.add_arguments(command)
         if Cache in KINDS[name]:
             cache_options.add_arguments(command)
     models = commands.add_parser(
@@ -99,7 +113,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _flags(command: str) -> list[str]:
     kinds = KINDS.get(command, ())
     known = cache_options.names() if Cache in kinds else []
-    return ["--help", *(name for kind in kinds for name in names(kind)), *xdit_flags.names(), *known]
+    known += xdit_flags.names() if Plan in kinds else []
+    return ["--help", *(name for kind in kinds for name in names(kind)), *known]
 
 
 def _plan(arguments: argparse.Namespace, cache: Cache | None = None) -> Plan:
@@ -212,6 +227,24 @@ def _verify(arguments: argparse.Namespace) -> int:
 
         _console(stderr=False).print(as_table(verdict))
     return 0 if verdict.ok else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    compared, work = Comparison(**collect(Comparison, arguments)), Workload(**collect(Workload, arguments))
+    if not work.model.startswith("random-"):
+        find(work.model)
+    measured = importlib.import_module("ditile.bench.command").bench(compared, work)
+    if env.torchrun() is not None:
+        importlib.import_module("ditile.mesh").part()
+    if measured is not None:
+        from ditile.bench.tables import table
+
+        console = _console(stderr=False)
+        console.print(table(measured.rows))
+        if measured.left_out:
+            console.print(f"do not fit the model, and were left out: {'; '.join(measured.left_out)}")
+        console.print(f"written: {', '.join(map(str, measured.files))}", soft_wrap=True)
+    return 0
 
 
 def _report(outcome: Outcome, run: Run) -> None:

@@ -48,6 +48,18 @@ def report(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str
 def planned(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
     pipeline, transformer, vae_scale = _skeleton(find(model))
+    return job_of(pipeline, transformer, vae_scale, plan, call, configs)
+
+
+def job_of(
+    pipeline: type, transformer: nn.Module, vae_scale: int, plan: Plan, call: Mapping[str, Any],
+    configs: Mapping[str, Any],
+) -> Job:  # fmt: skip
+    """The same of a pipeline's class and its transformer, which may be on the meta device.
+
+    Raises:
+        ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.
+    """
     spec = spec_of(transformer)
     seats = Seats(transformer, spec)
     config: Any = transformer.config

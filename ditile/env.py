@@ -34,6 +34,11 @@ def torchrun() -> Torchrun | None:
     return Torchrun(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
 
 
+def master() -> str:
+    """The address of the first rank: torchrun's, or this machine."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
 def progress_fd() -> int | None:
     """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")

@@ -99,7 +99,7 @@ def build(plan: Plan) -> Mesh:
     """
     place = env.torchrun()
     if not dist.is_initialized() and place is not None and place.world > 1:
-        _join(place)
+        join(place)
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan.check_world(world)
     if world == 1:
@@ -198,7 +198,7 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
     return device
 
 
-def _join(place: env.Torchrun) -> None:
+def join(place: env.Torchrun) -> None:
     """Joins the group that torchrun's variables describe."""
     gpu_each = torch.cuda.is_available() and torch.cuda.device_count() > place.local_rank
     if gpu_each:

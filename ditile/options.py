@@ -47,7 +47,7 @@ class Generate:
             raise ModelError("the prompt is empty; say what to draw")
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
-        _check_counts(self, "steps", "height", "width", "num_images")
+        check_counts(self, "steps", "height", "width", "num_images")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:
@@ -87,7 +87,7 @@ class Run:
     dry_run: bool = option(False, "show how the work would be divided, without reading weights")
 
     def __post_init__(self) -> None:
-        _check_counts(self, "threads")
+        check_counts(self, "threads")
         if not self.stall_timeout > 0:
             raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
         if Path(self.out).suffix.lower() not in ("", ".png"):
@@ -143,7 +143,7 @@ class Proof:
     stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
-        _check_counts(self, "steps", "height", "width", "threads")
+        check_counts(self, "steps", "height", "width", "threads")
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
         if not self.stall_timeout > 0:
@@ -167,7 +167,8 @@ def check_lora(source: str) -> None:
         raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
-def _check_counts(options: Any, *names: str) -> None:
+def check_counts(options: Any, *names: str) -> None:
+    """Raises `ModelError` unless these fields are None or whole numbers of at least 1."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:

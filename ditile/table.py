@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -91,13 +92,15 @@ def traffic(sizes: Mapping[str, int]) -> str:
 
 def speed_up(job: Job) -> str:
     """The bound: that of the stages, times the degrees that divide every step; replicas make more images at a time."""
-    parts = {"pipefusion": job.schedule.bound(job.calls(1))} if job.plan.pipefusion > 1 else {}
-    parts |= {name: float(getattr(job.plan, name)) for name in EXACT if getattr(job.plan, name) > 1}
-    total = 1.0
-    for bound in parts.values():
-        total *= bound
+    parts = bounds(job)
     named = " x ".join(f"{name} {bound:.2f}".removesuffix(".00") for name, bound in parts.items())
-    return f"{total:.2f}x" + (f" ({named})" if len(parts) > 1 else "")
+    return f"{math.prod(parts.values()):.2f}x" + (f" ({named})" if len(parts) > 1 else "")
+
+
+def bounds(job: Job) -> dict[str, float]:
+    """The bound on each axis that is used; their product is that of the plan."""
+    parts = {"pipefusion": job.schedule.bound(job.calls(1))} if job.plan.pipefusion > 1 else {}
+    return parts | {name: float(getattr(job.plan, name)) for name in EXACT if getattr(job.plan, name) > 1}
 
 
 def amount(count: float) -> str:

@@ -40,8 +40,7 @@ def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
     Raises:
         PlanError: if this needs root or iproute2, or the rate is none.
     """
-    if os.geteuid() or shutil.which("ip") is None or shutil.which("tc") is None:
-        raise PlanError("links between two hosts need root and iproute2 (ip, tc); run as root, or leave --links out")
+    check_allowed()
     burst = _burst(rate)
     with ExitStack() as stack:
         hosts = []
@@ -76,13 +75,26 @@ def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
         yield hosts[0], hosts[1]
 
 
-def _burst(rate: str | None) -> int:
-    if rate is None:
-        return 0
+def checked_rate(rate: str) -> int:
+    """Bits per second of a rate such as 100mbit.
+
+    Raises:
+        PlanError: if it is none.
+    """
     found = _RATE.fullmatch(rate)
-    if found is None:
+    if found is None or not int(found[1]):
         raise PlanError(f"link {rate!r} is no rate; write it as 100mbit, 1gbit or 10gbit")
-    return max(64 * 1024, 2 * int(found[1]) * _BITS[found[2]] // 8 // _TIMER_HZ)
+    return int(found[1]) * _BITS[found[2]]
+
+
+def check_allowed() -> None:
+    """Raises `PlanError` unless this process can make network namespaces."""
+    if os.geteuid() or shutil.which("ip") is None or shutil.which("tc") is None:
+        raise PlanError("links between two hosts need root and iproute2 (ip, tc); run as root, or leave --links out")
+
+
+def _burst(rate: str | None) -> int:
+    return 0 if rate is None else max(64 * 1024, 2 * checked_rate(rate) // 8 // _TIMER_HZ)
 
 
 def _run(*command: str) -> None:

@@ -1,0 +1,87 @@
+"""A session over a link: two ranks, each on a host of its own, which are network namespaces of this machine.
+
+    measure_across(task, "100mbit")
+
+needs root. The ranks are started as torchrun would start them on two hosts; one that fails ends the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ditile import env, errors
+from ditile.bench.links import two_hosts
+from ditile.bench.session import Task, run
+from ditile.errors import DitileError, RankError
+from ditile.launch import die_with_parent
+
+RANKS, PATIENCE = 2, 5.0
+"""Ranks; seconds that a rank has to end by itself when the other has failed."""
+
+
+def measure_across(task: Task, rate: str) -> None:
+    """Runs a session with the ranks at both ends of a link.
+
+    Raises:
+        PlanError: if this needs root.
+        DitileError: what a rank raised; `RankError` for anything that is no word of ours.
+    """
+    with two_hosts(rate) as hosts, tempfile.TemporaryDirectory(prefix="ditile-") as folder:
+        notes = [Path(folder, f"error-{rank}") for rank in range(RANKS)]
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "ditile.bench.across", task.to_json(), str(note)],
+                env=env.for_host(rank, RANKS, hosts[0].address, host.interface),
+            )
+            for rank, (host, note) in enumerate(zip(hosts, notes, strict=True))
+        ]
+        try:
+            _wait(ranks)
+        finally:
+            _end(ranks)
+        for note in notes:
+            if note.exists():
+                kind, message = json.loads(note.read_text("utf-8"))
+                raise getattr(errors, kind)(message)
+        for rank, process in enumerate(ranks):
+            if process.returncode:
+                raise RankError(rank, "exit", f"ended with code {process.returncode} across {rate}")
+
+
+def main() -> None:
+    """What the rank on one host does."""
+    die_with_parent()
+    text, note = sys.argv[1:]
+    try:
+        run(Task.from_json(text))
+    except DitileError as error:
+        Path(note).write_text(json.dumps([type(error).__name__, str(error)]), "utf-8")
+        raise SystemExit(2) from None
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed."""
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            return
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends what still runs."""
+    until = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""`ditile bench`: measures plans side by side, and writes rows and figures. Resumes what a folder has already."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ditile import env
+from ditile.bench import machine, runs, sweeps
+from ditile.bench.across import RANKS, measure_across
+from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
+from ditile.bench.links import check_allowed
+from ditile.bench.options import Comparison, Workload
+from ditile.bench.runs import Predicted, Row
+from ditile.bench.session import Task, run
+from ditile.bench.subjects import Subject, subject_of
+from ditile.bench.worlds import cores
+from ditile.errors import ModelError, PlanError
+from ditile.generate import quiet
+from ditile.launch import launch
+from ditile.table import bounds
+
+PLANS = "plans"
+"""What stands for a sweep where plans were given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What came of it.
+
+    Attributes:
+        rows: of what was asked for, in its order; the plain pipeline's first.
+        left_out: of a sweep: plans that do not fit the model.
+        files: that were written.
+    """
+
+    rows: list[Row]
+    left_out: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+
+def bench(compared: Comparison, work: Workload, predicted: Predicted | None = None) -> Measured | None:
+    """Measures what is not there yet. None on torchrun's other ranks.
+
+    Args:
+        compared, work: what.
+        predicted: seconds that were foretold, by cell; a column of their own beside what was measured.
+
+    Raises:
+        DitileError: if something does not fit; nothing was measured or written then.
+    """
+    quiet()
+    _check_figures(compared)
+    subject, place = subject_of(work), env.torchrun()
+    ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
+    wanted = {name: _at(compared, cells) for name, cells in _wanted(compared, work, subject, ranks).items()}
+    cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
+    found = {cell: _bound(subject, cell) for cell in cells}  # says no before anything is started
+    most = _most(cells, compared)
+    threads = work.threads or max(1, len(cores() or range(os.cpu_count() or 1)) // most)
+    task = _task(compared, replace(work, threads=threads), subject, found)
+    if place is None or place.rank == 0:
+        done = runs.counted(runs.read(compared.out))
+        todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
+        task = replace(task, todo=[(cell, left) for cell, left in todo if left > 0])
+    _measure(task, most)
+    if place is not None and place.rank:
+        return None
+    rows = runs.rows(runs.read(compared.out), predicted)
+    files = [runs.write(compared.out, rows)]
+    of_key = {row["key"]: row for row in rows}
+    shown = {name: _rows(some, task.keys, of_key) for name, some in wanted.items()}
+    if not compared.no_figures:
+        from ditile.bench import figures
+
+        files += figures.draw(shown, Path(compared.out))
+    left_out = _left_out(compared, work, subject, ranks, cells)
+    return Measured(rows=_rows(cells, task.keys, of_key), left_out=left_out, files=files)
+
+
+def _wanted(compared: Comparison, work: Workload, subject: Subject, ranks: int) -> dict[str, list[Cell]]:
+    """The cells of each sweep, before links."""
+    size = (work.height, work.width)
+    if compared.plans is not None:
+        return {PLANS: [cell._replace(height=size[0], width=size[1]) for cell in cells_of(compared.plans)]}
+    found = {}
+    for name in compared.sweeps:
+        sizes = _sizes(compared, work, subject) if name == "resolution" else [size]
+        fits = sweeps.fits_by(lambda plan, at=sizes[0]: subject.job(Cell(str(plan), "", "", *at)))  # type: ignore[misc]
+        found[name] = sweeps.cells(name, RANKS if name == "links" else ranks, sizes, fits)
+        if not found[name]:
+            raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
+    return found
+
+
+def _sizes(compared: Comparison, work: Workload, subject: Subject) -> list[tuple[int | None, int | None]]:
+    """Squares, smallest first."""
+    if compared.sizes is not None:
+        return [(side, side) for side in sorted(set(compared.sizes))]
+    side = work.height or subject.side()
+    if side is None:
+        raise ModelError(f"the size of {subject.name} is not known; give --sizes, such as 1024,2048")
+    return [(k * side, k * side) for k in (1, 2, 4)]
+
+
+def _at(compared: Comparison, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells on each link."""
+    return [cell._replace(link=rate) for rate in compared.rates or [""] for cell in cells]
+
+
+def _bound(subject: Subject, cell: Cell) -> float | None:
+    """Of the speed-up, where it is known; a cache has none."""
+    job = subject.job(cell)
+    return None if job is None or cell.cache else math.prod(bounds(job).values())
+
+
+def _most(cells: Sequence[Cell], compared: Comparison) -> int:
+    """Ranks that must be started."""
+    most, place = max(by_world(cells)), env.torchrun()
+    if compared.rates:
+        if place is not None:
+            raise PlanError("--links make hosts of their own on this machine; start ditile bench without torchrun")
+        if others := [cell for cell in cells if cell.world != RANKS]:
+            raise PlanError(
+                f"links join two hosts of one rank each, and {others[0].label!r} needs {others[0].world} rank(s); give "
+                "plans of 2"
+            )
+        check_allowed()
+    if place is not None and most > place.world:
+        raise PlanError(f"a plan needs {most} ranks and torchrun started {place.world}; start {most}, or fewer --ranks")
+    return most
+
+
+def _task(compared: Comparison, work: Workload, subject: Subject, found: Mapping[Cell, float | None]) -> Task:
+    job = {
+        "model": subject.name, "prompt": work.prompt, "steps": subject.steps(), "output": work.output,
+        "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.facts(work.device),
+    }  # fmt: skip
+    every = dict.fromkeys([*found, *(cell.one_rank for cell in found)])
+    return Task(
+        work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in every},
+        bounds={cell: bound for cell, bound in found.items() if bound is not None},
+        out=compared.out, threads=work.threads or 1, cores=cores(),
+    )  # fmt: skip
+
+
+def _measure(task: Task, most: int) -> None:
+    """On torchrun's ranks, on new ones, or on those at both ends of each link."""
+    rates = dict.fromkeys(cell.link for cell, _ in task.todo)
+    if env.torchrun() is not None:
+        run(task)
+        return
+    for rate in rates:
+        here = [(cell, left) for cell, left in task.todo if cell.link == rate]
+        some = replace(task, todo=here, title=rate or task.title)
+        if rate:
+            measure_across(some, rate)
+        else:
+            world = max(by_world(cell for cell, _ in here))
+            launch(run, world, (some,), threads=task.threads, stall_timeout=task.work.stall_timeout)
+
+
+def _rows(cells: Sequence[Cell], keys: Mapping[Cell, str], of_key: Mapping[str, Row]) -> list[Row]:
+    """Those of some cells, each size's one rank first."""
+    every = dict.fromkeys(one for cell in cells for one in (cell.one_rank, cell))
+    return [of_key[keys[cell]] for cell in every if keys[cell] in of_key]
+
+
+def _left_out(compared: Comparison, work: Workload, subject: Subject, ranks: int, cells: Sequence[Cell]) -> list[str]:
+    """Plans of the sweeps that do not fit the model."""
+    there = {cell.plan for cell in cells} | {ONE_RANK}
+    size = (work.height, work.width)
+    fits = sweeps.fits_by(lambda plan: subject.job(Cell(str(plan), "", "", *size)))
+    every = [plan for name in compared.sweeps for plan in sweeps.plans(name, ranks, fits)]
+    return [str(plan) for plan in dict.fromkeys(every) if str(plan) not in there and plan.world > 1]
+
+
+def _check_figures(compared: Comparison) -> None:
+    if not compared.no_figures and find_spec("matplotlib") is None:
+        raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")

@@ -1,0 +1,3 @@
+"""x"""
+def draw(shown, folder):
+    return []

@@ -1,0 +1,41 @@
+"""The facts of a machine that belong to a measurement."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+import ditile
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def facts(device: str | None) -> dict[str, Any]:
+    """What was measured on: processor or GPUs, and versions.
+
+    Args:
+        device: that was asked for.
+    """
+    gpu = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
+    count = torch.cuda.device_count() if gpu else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "processor": processor(), "cores": cores, "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
+        "system": f"{platform.system()} {platform.machine()}", "torch": torch.__version__,
+        "diffusers": diffusers.__version__, "ditile": ditile.__version__,
+    }  # fmt: skip
+
+
+def processor() -> str:
+    """The processor's name, as well as the system tells it."""
+    if CPUINFO.exists():
+        for line in CPUINFO.read_text("utf-8", "replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

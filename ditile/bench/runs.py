@@ -1,0 +1,149 @@
+"""Runs: every run is a line of JSON in a folder, under the key of its job; rows are made of them.
+
+A line is {"key": {...}, "seconds": .., "one_rank_s": ..} of a counted run, or {"key": {...}, "memory": [..]}. What has
+another key is another job and kept apart; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ditile.bench.cells import ONE_RANK, Cell
+from ditile.errors import LoadError
+
+RUNS, ROWS = "runs.jsonl", "rows.jsonl"
+Run = dict[str, Any]
+Row = dict[str, Any]
+Predicted = Mapping[Cell, float]
+"""Seconds that were foretold for a cell, by whoever can."""
+
+
+def key_of(job: Mapping[str, Any], cell: Cell) -> str:
+    """The key of a cell's runs, as text: everything that could change what they take."""
+    one = {"plan": cell.plan, "cache": cell.cache, "link": cell.link, "height": cell.height, "width": cell.width}
+    return json.dumps(dict(job) | one, sort_keys=True)
+
+
+def append(folder: str, key: str, record: Mapping[str, Any]) -> None:
+    """Adds a line."""
+    path = Path(folder, RUNS)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"key": json.loads(key)} | dict(record)) + "\n")
+
+
+def read(folder: str) -> list[Run]:
+    """All lines. One that was cut short, because the run was ended in its midst, is taken out of the file.
+
+    Raises:
+        LoadError: if a line is something else.
+    """
+    path = Path(folder, RUNS)
+    if not path.exists():
+        return []
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from error
+    whole, _, rest = text.rpartition("\n")
+    if rest:
+        path.write_text(whole + "\n" if whole else "", "utf-8")
+    try:
+        runs = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    except ValueError as error:
+        raise LoadError(f"{path} has a line that is no JSON ({error}); mend it, or give another --out") from error
+    if not all(isinstance(run, dict) and isinstance(run.get("key"), dict) for run in runs):
+        raise LoadError(f"{path} has lines that are no runs of ditile bench; give another --out")
+    return runs
+
+
+def counted(runs: Iterable[Run]) -> dict[str, int]:
+    """How many runs are there, by key."""
+    found: dict[str, int] = {}
+    for run in runs:
+        if "seconds" in run:
+            key = json.dumps(run["key"], sort_keys=True)
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def rows(runs: Iterable[Run], predicted: Predicted | None = None) -> list[Row]:
+    """A row for each key, in the order in which they came.
+
+    Args:
+        runs: as read.
+        predicted: seconds, by cell; shown where there are some.
+    """
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
+    made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
+    for row in made:
+        cell = cell_of(row)
+        if predicted is not None and cell in predicted:
+            row["predicted_s"] = predicted[cell]
+            row["predicted_error"] = predicted[cell] / row["median_s"] - 1
+    return made
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """What a row is about."""
+    return Cell(*(row[name] for name in Cell._fields))
+
+
+def write(folder: str, found: Sequence[Row]) -> Path:
+    """Writes the rows as JSON lines, all at once."""
+    path = Path(folder, ROWS)
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in found), "utf-8")
+    part.replace(path)
+    return path
+
+
+def _row(key: str, runs: Sequence[Run]) -> Row:
+    timed = [run for run in runs if "seconds" in run]
+    seconds = [run["seconds"] for run in timed]
+    row: Row = {"key": key} | json.loads(key) | {
+        "world": timed[-1]["world"], "rounds": len(timed), "when": timed[-1]["when"], "seconds": seconds,
+        "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
+    }  # fmt: skip
+    memory = [run["memory"] for run in runs if "memory" in run]
+    if memory:
+        row["memory"] = memory[-1]
+        row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
+    return row if row["plan"] == ONE_RANK else row | _compared(row, timed)
+
+
+def _compared(row: Row, timed: Sequence[Run]) -> Row:
+    """What only a plan has: ratios to one rank within rounds, bytes, exposed communication."""
+    pictures = Cell(row["plan"]).pictures
+    ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
+    ranks = len(timed[-1]["exposed"])
+    shares = [[run["exposed"][rank] for run in timed] for rank in range(ranks)]
+    kinds = dict.fromkeys(kind for of_rank in shares for one in of_rank for kind in one["kinds"])
+    return {
+        "pictures": pictures, "one_rank_seconds": [run["one_rank_s"] for run in timed],
+        "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
+        "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
+        "bound": timed[-1].get("bound"), "steps_run": timed[-1]["steps"], "bytes_sent": timed[-1]["bytes_sent"],
+        "denoise_s": statistics.median(run["parts"]["denoise"] for run in timed),
+        "exposed": _mean([_medians(of_rank, "share") for of_rank in shares]),
+        "exposed_warmup": _mean([_medians(of_rank, "warmup") for of_rank in shares]),
+        "exposed_of_rank": [_medians(of_rank, "share") for of_rank in shares],
+        "exposed_kinds": {
+            kind: _mean([statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares])
+            for kind in kinds
+        },
+    }  # fmt: skip
+
+
+def _medians(runs: Sequence[Mapping[str, float]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

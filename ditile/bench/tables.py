@@ -1,0 +1,100 @@
+"""The rows of `ditile bench` as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from ditile.bench.cells import ONE_RANK
+from ditile.bench.runs import Row
+from ditile.table import amount
+
+
+class Column(NamedTuple):
+    """One column: shown where any row has something to say.
+
+    Attributes:
+        text: of a row, "" for nothing.
+        right: whether it is a number.
+    """
+
+    name: str
+    text: Callable[[Row], str]
+    right: bool = True
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows, in their order; columns that are empty are left out."""
+    columns = [column for column in COLUMNS if any(column.text(row) for row in rows)]
+    shown = Table()
+    for column in columns:
+        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=column.right)
+    for row in rows:
+        shown.add_row(*(column.text(row) for column in columns))
+    return shown
+
+
+def _size(row: Row) -> str:
+    return "" if row["height"] is None else f"{row['width']}x{row['height']}"
+
+
+def _plan(row: Row) -> str:
+    if row["plan"] == ONE_RANK:
+        return "one rank"
+    return str(row["plan"]) + (f" ({row['pictures']} pictures)" if row["pictures"] > 1 else "")
+
+
+def _speedup(row: Row) -> str:
+    return "" if "ratio" not in row else f"{row['ratio']:.2f}x"
+
+
+def _range(row: Row) -> str:
+    return "" if "ratio" not in row else f"{row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f}"
+
+
+def _bound(row: Row) -> str:
+    return "" if not row.get("bound") else f"{row['bound']:.2f}x"
+
+
+def _sent(row: Row) -> str:
+    return "" if "bytes_sent" not in row else amount(max(row["bytes_sent"]) / max(row["steps_run"], 1))
+
+
+def _exposed(row: Row) -> str:
+    if "exposed" not in row or row["world"] == 1:
+        return ""
+    warm = f" ({row['exposed_warmup']:.1%})" if row["exposed_warmup"] else ""
+    return f"{row['exposed']:.1%}{warm}"
+
+
+def _memory(part: str) -> Callable[[Row], str]:
+    """Of the rank whose peak is highest."""
+
+    def text(row: Row) -> str:
+        if not row.get("memory"):
+            return ""
+        most = max(row["memory"], key=lambda rank: sum(rank.values()))
+        return amount(sum(most.values()) - most["parameters"] if part == "rest" else most["parameters"])
+
+    return text
+
+
+COLUMNS = (
+    Column("link", lambda row: row["link"], right=False),
+    Column("size", _size),
+    Column("ranks", lambda row: str(row["world"])),
+    Column("plan", _plan, right=False),
+    Column("cache", lambda row: row["cache"], right=False),
+    Column("median, s", lambda row: f"{row['median_s']:.3f}"),
+    Column("predicted, s", lambda row: f"{row['predicted_s']:.3f}" if "predicted_s" in row else ""),
+    Column("speed-up", _speedup),
+    Column("of rounds", _range),
+    Column("bound", _bound),
+    Column("sent per step", _sent),
+    Column("exposed (warmup)", _exposed),
+    Column("weights", _memory("parameters")),
+    Column("activations", _memory("rest")),
+)
+"""Bytes sent are those of the rank that sends most; memory that of the rank that holds most."""
