@@ -81,17 +81,19 @@ class RandomModel:
         """The transformer for pictures of so many pixels a side, with torch's random numbers."""
         width = self.heads * self.head_dim
         if self.family == "pixart":
-            return PixArtTransformer2DModel(
+            pixart: Any = PixArtTransformer2DModel(
                 num_attention_heads=self.heads, attention_head_dim=self.head_dim, num_layers=self.blocks,
                 cross_attention_dim=width, caption_channels=TEXT, sample_size=size // VAE_SCALE,
-            ).eval()  # fmt: skip
+            )  # fmt: skip
+            return pixart.eval()
         double, side = self.blocks // 3, self.head_dim // 4 // 2 * 2 * 3 // 2
         side -= side % 2
-        return FluxTransformer2DModel(
+        flux: Any = FluxTransformer2DModel(
             in_channels=16, num_layers=double, num_single_layers=self.blocks - double,
             attention_head_dim=self.head_dim, num_attention_heads=self.heads, joint_attention_dim=TEXT,
             pooled_projection_dim=TEXT, axes_dims_rope=(self.head_dim - 2 * side, side, side),
-        ).eval()  # fmt: skip
+        )  # fmt: skip
+        return flux.eval()
 
     def pipeline(self, size: int, dtype: torch.dtype = torch.float32) -> Any:
         """The pipeline with random weights, the same on every rank."""

@@ -206,7 +206,8 @@ class _World:
         gc.collect()
         with LiveBytes() as live:
             call()
-        return live.peak
+        peak: int = live.peak
+        return peak
 
     @contextmanager
     def _ready(self, cell: Cell, *, latent: bool = False) -> Iterator[Callable[[], None] | None]:

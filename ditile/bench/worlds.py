@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from ditile import env
 from ditile.launch import keep_to_own_cores
@@ -54,9 +53,9 @@ class Worlds:
         rank, size = dist.get_rank(), dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
         host = env.master()
-        server = TCPStore(host, 0, None, True, limit, False) if rank == 0 else None
+        server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
         port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
-        store = TCPStore(host, port, None, False, limit, False) if server is None else server
+        store = dist.TCPStore(host, port, None, False, limit, False) if server is None else server  # type: ignore[attr-defined]
         meet()
         dist.destroy_process_group()
         return cls(rank, size, backend, limit, cores, store)
@@ -79,7 +78,7 @@ class Worlds:
             _use(self.cores)
             if not torch.cuda.is_available():
                 keep_to_own_cores(self.rank, world, threads)
-            store = PrefixStore(f"{name}-", self._store)
+            store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
             dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout)
             yield True
             meet()
