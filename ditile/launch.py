@@ -89,7 +89,7 @@ def launch(
     prepare = _main_module(call) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or Limits(), stall=float(stall_timeout))
     started: list[Rank] = []
-    with _unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
+    with unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
         try:
             for number in range(ranks):
                 serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {times.stall}, {prepare})"
@@ -242,7 +242,7 @@ def _main_module(call: bytes) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _unwinding_on_signals() -> Iterator[Callable[[], None]]:
+def unwinding_on_signals() -> Iterator[Callable[[], None]]:
     """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
 
     Yields what raises KeyboardInterrupt after a Ctrl-C that was lost: one that comes in a destructor is only printed.

@@ -8,17 +8,19 @@ needs root. The ranks are started as torchrun would start them on two hosts; one
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ditile import env, errors
 from ditile.bench.links import two_hosts
 from ditile.bench.session import Task, run
 from ditile.errors import DitileError, RankError
-from ditile.launch import die_with_parent
+from ditile.launch import die_with_parent, unwinding_on_signals
 
 RANKS, PATIENCE = 2, 5.0
 """Ranks; seconds that a rank has to end by itself when the other has failed."""
@@ -31,7 +33,11 @@ def measure_across(task: Task, rate: str) -> None:
         PlanError: if this needs root.
         DitileError: what a rank raised; `RankError` for anything that is no word of ours.
     """
-    with two_hosts(rate) as hosts, tempfile.TemporaryDirectory(prefix="ditile-") as folder:
+    with (
+        unwinding_on_signals() as check,
+        two_hosts(rate) as hosts,
+        tempfile.TemporaryDirectory(prefix="ditile-") as folder,
+    ):
         notes = [Path(folder, f"error-{rank}") for rank in range(RANKS)]
         ranks = [
             subprocess.Popen(
@@ -41,7 +47,7 @@ def measure_across(task: Task, rate: str) -> None:
             for rank, (host, note) in enumerate(zip(hosts, notes, strict=True))
         ]
         try:
-            _wait(ranks)
+            _wait(ranks, check)
         finally:
             _end(ranks)
         for note in notes:
@@ -56,6 +62,7 @@ def measure_across(task: Task, rate: str) -> None:
 def main() -> None:
     """What the rank on one host does."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     text, note = sys.argv[1:]
     try:
         run(Task.from_json(text))
@@ -64,9 +71,10 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> None:
     """Until all have ended, or one has failed."""
     while any(process.poll() is None for process in ranks):
+        check()
         if any(process.poll() for process in ranks):
             return
         time.sleep(0.05)

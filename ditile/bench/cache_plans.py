@@ -28,7 +28,7 @@ from rich.table import Table
 from ditile.bench.cache_settings import OURS, Setting
 from ditile.bench.captions import check
 from ditile.bench.fidelity import psnr
-from ditile.bench.speed import free_to_move
+from ditile.bench.worlds import free_to_move
 from ditile.caching import enable_cache
 from ditile.errors import DitileError
 from ditile.flags import add_arguments, collect, option

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from diffusers import AutoencoderKL
 
 from ditile.bench.live import LiveBytes
-from ditile.bench.speed import free_to_move
+from ditile.bench.worlds import free_to_move
 from ditile.decode.vae import ParallelVAE
 from ditile.flags import add_arguments, collect, option
 from ditile.launch import launch

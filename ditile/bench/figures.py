@@ -67,9 +67,7 @@ def latency(rows: Sequence[Row]) -> Any:
             place, middle, height=0.7, color=colour_of(row["plan"]), hatch="///" if row["cache"] else None, ec="w"
         )
         axes.errorbar(middle, place, xerr=[[middle - lowest], [highest - middle]], color="#333333", capsize=2, lw=0.9)
-        pictures = f"  ({row['pictures']} pictures)" if row["pictures"] > 1 else ""
-        where = axes.get_yaxis_transform()
-        axes.text(1.02, place, f"{row['ratio']:.2f}x{pictures}", transform=where, va="center")
+        axes.text(1.02, place, f"{row['ratio']:.2f}x", transform=axes.get_yaxis_transform(), va="center")
     axes.text(1.02, -1, "speed-up", transform=axes.get_yaxis_transform(), va="center")
     _predicted(axes, plans)
     for one in (row for row in rows if row["plan"] == ONE_RANK):

@@ -49,6 +49,8 @@ def method(row: Row, *, patches: bool = True, size: bool = False) -> str:
         words.append("tokens split")
     if plan.vae != "whole":
         words.append("VAE by rows")
+    if plan.data > 1 and patches:
+        words.append(f"{plan.data} pictures")
     text = ", ".join(words) + (f" | {row['cache']}" if row["cache"] else "")
     return text + (f" | {row['width']}x{row['height']}" if size else "")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ditile.bench import speed
+from ditile.bench.random_models import RandomModel
 from ditile.flags import add_arguments, collect, option
 from ditile.launch import launch
 from ditile.plan import Plan
@@ -33,9 +33,10 @@ class Job:
     head_dim: int = option(32, "width of a head")
     size: int = option(512, "pixels of a side; 16 x 16 pixels are a token")
 
-    def model(self, steps: int) -> speed.Job:
+    @property
+    def model(self) -> RandomModel:
         """The pipeline and its call."""
-        return speed.Job(blocks=self.blocks, heads=self.heads, head_dim=self.head_dim, size=self.size, steps=steps)
+        return RandomModel(blocks=self.blocks, heads=self.heads, head_dim=self.head_dim)
 
     @property
     def tokens(self) -> int:
@@ -116,10 +117,10 @@ class Sent(NamedTuple):
 
 def count(job: Job, method: Method, n: int) -> Sent:
     """What this rank sends in a step."""
-    runner = parallelize(speed.pipeline(job.model(STEPS)), method.plan(n), device="cpu")
+    runner = parallelize(job.model.pipeline(job.size), method.plan(n), device="cpu")
     found = []
     for steps in (STEPS, STEPS + 1):
-        runner(**speed.arguments(job.model(steps)))
+        runner(**job.model.arguments(job.size, job.size, steps))
         traffic = runner.mesh.traffic
         found.append((dict(traffic.bytes), dict(traffic.calls)))
     (fewer, fewer_calls), (more, more_calls) = found

@@ -1,0 +1,108 @@
+"""`ditile bench` as a person meets it. A failure would mean no rows, no figures, or a traceback for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from ditile import cli
+from ditile.bench import command, links
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "give --plans"),
+        (("--sweep", "all"), "there are methods"),
+        (("--plans", "ulyses=2"), "ulyses=2"),
+        (("--plans", "ulysses=2 | F=x"), "Fn_compute_blocks"),
+        (("--plans", "ulysses=2 | Q=1"), "Q"),
+        (("--plans", "ulysses=2", "--model", "nothing-like-it"), "shapes-flux"),
+        (("--plans", "ulysses=2", "--model", "random-wan"), "random-pixart"),
+        (("--plans", "pipefusion=13"), "try 1 to 12"),
+        (("--plans", "tensor=3"), "tensor=3 does not divide"),
+        (("--plans", "pipefusion=2 patches=99"), "token rows"),
+        (("--plans", "ulysses=2", "--round", "3"), "did you mean --rounds?"),
+        (("--plans", "ulysses=2", "--threads", "0"), "threads=0"),
+        (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
+        (("--plans", "ulysses=4", "--links", "1gbit"), "links join two hosts"),
+        (("--plans", "ulysses=2", "--height", "100"), "height=100"),
+        (("--sweep", "methods", "--model", "random-flux heads=3", "--height", "72"), "multiple of 16"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    assert cli.main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1 and says in err, err
+    assert not list(Path().iterdir())
+
+
+def test_links_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    assert cli.main(["bench", "--sweep", "links", "--no-figures"]) == 2
+    assert "need root" in capsys.readouterr().err and not list(Path().iterdir())
+
+
+def test_torchrun_must_have_started_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench", "--plans", "ulysses=4", "--no-figures"]) == 2
+    assert "a plan needs 4 ranks and torchrun started 2" in capsys.readouterr().err
+    assert cli.main(["bench", "--plans", "ulysses=2", "--links", "1gbit", "--no-figures"]) == 2
+    assert "without torchrun" in capsys.readouterr().err and not list(Path().iterdir())
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("b/rows.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_measured_with_figures_and_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
+    plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
+    words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command_line = [sys.executable, "-m", "ditile", "bench", "--plans", plans, *words]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "PipeFusion" not in done.stdout and "pipefusion=2 patches=2" in done.stdout and "speed-up" in done.stdout
+    found = {(row["plan"], row["cache"]): row for row in rows()}
+    one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
+    assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
+    assert pipe["world"] == 2 and len(pipe["seconds"]) == 1 and pipe["ratio"] > 0 and pipe["bound"] > 1
+    assert len(pipe["bytes_sent"]) == len(pipe["memory"]) == 2 and min(pipe["bytes_sent"]) > 0
+    assert 0 < pipe["exposed"] < 1 and pipe["exposed_kinds"].keys() >= {"activations", "latents"}
+    assert all(rank["keys"] > 0 and rank["activations"] > 0 for rank in pipe["memory"])
+    assert all(rank["parameters"] < one["memory"][0]["parameters"] for rank in pipe["memory"]), "half the blocks"
+    assert found["ulysses=2", "F=1 W=1 R=0.5"]["memory"][0]["cache"] > 0
+    for name in ("plans-latency", "plans-memory", "plans-exposed"):
+        with Image.open(f"b/{name}.png") as image:
+            assert image.width > 900
+        assert "<svg" in Path(f"b/{name}.svg").read_text()
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    before = Path("b/runs.jsonl").read_text()
+    assert cli.main(["bench", "--plans", plans, *words, "--no-figures"]) == 0
+    assert "speed-up" in capsys.readouterr().out and Path("b/runs.jsonl").read_text() == before
+    todo: list[Any] = []
+    monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: todo.extend(args[0].todo))
+    assert cli.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0
+    assert [(cell.plan, left) for cell, left in todo] == [("ring=2", 1)]
