@@ -231,6 +231,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     compared, work = Comparison(**collect(Comparison, arguments)), Workload(**collect(Workload, arguments))
+    if _writes():
+        compared.check_out()
     if not work.model.startswith("random-"):
         find(work.model)
     measured = importlib.import_module("ditile.bench.command").bench(compared, work)

@@ -63,7 +63,14 @@ def job_of(
     spec = spec_of(transformer)
     seats = Seats(transformer, spec)
     config: Any = transformer.config
-    shape = Shape.of(spec, config, vae_scale, 4, filled_call(pipeline, config, vae_scale, call))
+    filled, unit = filled_call(pipeline, config, vae_scale, call), vae_scale * spec.latent_per_token(config)
+    for name in ("height", "width"):
+        if filled[name] % unit:
+            raise ModelError(
+                f"{name}={filled[name]} is not a multiple of {unit}, a token of this model; try {name}="
+                f"{max(unit, round(filled[name] / unit) * unit)}"
+            )
+    shape = Shape.of(spec, config, vae_scale, 4, filled)
     plan.check(shape.facts(type(transformer).__name__, len(seats.chain)))
     stages = divide(seats, plan)
     _check_cache(transformer, configs, shape.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,14 +17,18 @@ from ditile.bench.across import RANKS, measure_across
 from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
 from ditile.bench.links import check_allowed
 from ditile.bench.options import Comparison, Workload
-from ditile.bench.runs import Predicted, Row
+from ditile.bench.runs import Row
 from ditile.bench.session import Task, run
 from ditile.bench.subjects import Subject, subject_of
 from ditile.bench.worlds import cores
+from ditile.cost import Job
 from ditile.errors import ModelError, PlanError
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.table import bounds
+
+Predict = Callable[[Cell, Job | None], float | None]
+"""Seconds of a cell, given what is known of it as numbers; None where it cannot say."""
 
 PLANS = "plans"
 """What stands for a sweep where plans were given."""
@@ -45,12 +49,12 @@ class Measured:
     files: list[Path] = field(default_factory=list)
 
 
-def bench(compared: Comparison, work: Workload, predicted: Predicted | None = None) -> Measured | None:
+def bench(compared: Comparison, work: Workload, predict: Predict | None = None) -> Measured | None:
     """Measures what is not there yet. None on torchrun's other ranks.
 
     Args:
         compared, work: what.
-        predicted: seconds that were foretold, by cell; a column of their own beside what was measured.
+        predict: foretells the seconds of a cell, for a column of their own beside what was measured.
 
     Raises:
         DitileError: if something does not fit; nothing was measured or written then.
@@ -61,10 +65,10 @@ def bench(compared: Comparison, work: Workload, predicted: Predicted | None = No
     ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
     wanted = {name: _at(compared, cells) for name, cells in _wanted(compared, work, subject, ranks).items()}
     cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
-    found = {cell: _bound(subject, cell) for cell in cells}  # says no before anything is started
+    jobs = {cell: subject.job(cell) for cell in cells}  # says no before anything is started
     most = _most(cells, compared)
     threads = work.threads or max(1, len(cores() or range(os.cpu_count() or 1)) // most)
-    task = _task(compared, replace(work, threads=threads), subject, found)
+    task = _task(compared, replace(work, threads=threads), subject, jobs)
     if place is None or place.rank == 0:
         done = runs.counted(runs.read(compared.out))
         todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
@@ -72,7 +76,10 @@ def bench(compared: Comparison, work: Workload, predicted: Predicted | None = No
     _measure(task, most)
     if place is not None and place.rank:
         return None
-    rows = runs.rows(runs.read(compared.out), predicted)
+    foretold = {
+        task.keys[c]: s for c, job in jobs.items() if predict is not None and (s := predict(c, job)) is not None
+    }
+    rows = runs.rows(runs.read(compared.out), foretold)
     files = [runs.write(compared.out, rows)]
     of_key = {row["key"]: row for row in rows}
     shown = {name: _rows(some, task.keys, of_key) for name, some in wanted.items()}
@@ -114,12 +121,6 @@ def _at(compared: Comparison, cells: Sequence[Cell]) -> list[Cell]:
     return [cell._replace(link=rate) for rate in compared.rates or [""] for cell in cells]
 
 
-def _bound(subject: Subject, cell: Cell) -> float | None:
-    """Of the speed-up, where it is known; a cache has none."""
-    job = subject.job(cell)
-    return None if job is None or cell.cache else math.prod(bounds(job).values())
-
-
 def _most(cells: Sequence[Cell], compared: Comparison) -> int:
     """Ranks that must be started."""
     most, place = max(by_world(cells)), env.torchrun()
@@ -137,15 +138,16 @@ def _most(cells: Sequence[Cell], compared: Comparison) -> int:
     return most
 
 
-def _task(compared: Comparison, work: Workload, subject: Subject, found: Mapping[Cell, float | None]) -> Task:
+def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[Cell, Job | None]) -> Task:
     job = {
         "model": subject.name, "prompt": work.prompt, "steps": subject.steps(), "output": work.output,
         "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.facts(work.device),
     }  # fmt: skip
-    every = dict.fromkeys([*found, *(cell.one_rank for cell in found)])
+    every = dict.fromkeys([*jobs, *(cell.one_rank for cell in jobs)])
+    known = {cell: found for cell, found in jobs.items() if found is not None and not cell.cache}
     return Task(
         work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in every},
-        bounds={cell: bound for cell, bound in found.items() if bound is not None},
+        bounds={cell: math.prod(bounds(found).values()) for cell, found in known.items()},
         out=compared.out, threads=work.threads or 1, cores=cores(),
     )  # fmt: skip
 
@@ -177,7 +179,7 @@ def _left_out(compared: Comparison, work: Workload, subject: Subject, ranks: int
     there = {cell.plan for cell in cells} | {ONE_RANK}
     size = (work.height, work.width)
     fits = sweeps.fits_by(lambda plan: subject.job(Cell(str(plan), "", "", *size)))
-    every = [plan for name in compared.sweeps for plan in sweeps.plans(name, ranks, fits)]
+    every = [plan for name in compared.sweeps for plan in sweeps.plans(name, RANKS if name == "links" else ranks, fits)]
     return [str(plan) for plan in dict.fromkeys(every) if str(plan) not in there and plan.world > 1]
 
 

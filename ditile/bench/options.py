@@ -61,6 +61,9 @@ class Comparison:
             checked_rate(rate)
         if self.links is not None and self.sweep is not None and self.sweeps != ["links"]:
             raise PlanError("--links are for --plans, or --sweep links alone")
+
+    def check_out(self) -> None:
+        """Raises `ModelError` unless the folder can be written."""
         folder = Path(self.out)
         if folder.exists() and not folder.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")

@@ -18,8 +18,8 @@ from ditile.errors import LoadError
 RUNS, ROWS = "runs.jsonl", "rows.jsonl"
 Run = dict[str, Any]
 Row = dict[str, Any]
-Predicted = Mapping[Cell, float]
-"""Seconds that were foretold for a cell, by whoever can."""
+Predicted = Mapping[str, float]
+"""Seconds that were foretold, by key."""
 
 
 def key_of(job: Mapping[str, Any], cell: Cell) -> str:
@@ -76,23 +76,17 @@ def rows(runs: Iterable[Run], predicted: Predicted | None = None) -> list[Row]:
 
     Args:
         runs: as read.
-        predicted: seconds, by cell; shown where there are some.
+        predicted: seconds that were foretold; shown beside those that were measured, where there are some.
     """
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
     made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
     for row in made:
-        cell = cell_of(row)
-        if predicted is not None and cell in predicted:
-            row["predicted_s"] = predicted[cell]
-            row["predicted_error"] = predicted[cell] / row["median_s"] - 1
+        if predicted is not None and (foretold := predicted.get(row["key"])) is not None:
+            row["predicted_s"] = foretold
+            row["predicted_error"] = foretold / row["median_s"] - 1
     return made
-
-
-def cell_of(row: Mapping[str, Any]) -> Cell:
-    """What a row is about."""
-    return Cell(*(row[name] for name in Cell._fields))
 
 
 def write(folder: str, found: Sequence[Row]) -> Path:

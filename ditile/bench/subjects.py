@@ -159,9 +159,6 @@ class Random:
         return found
 
     def _size(self, cell: Cell) -> tuple[int, int]:
-        for name, value in (("height", cell.height), ("width", cell.width)):
-            if value is not None and value % (2 * VAE_SCALE):
-                raise ModelError(f"{name}={value} is not a multiple of {2 * VAE_SCALE}, a token of this model")
         return cell.height or SIZE, cell.width or SIZE
 
 

@@ -85,12 +85,12 @@ class Worlds:
             dist.destroy_process_group()
             if self.rank == 0:
                 self._store.set(name, "done")
-        self._store.set(f"{name}-seen-{self.rank}", "yes")
 
     def part(self) -> None:
         """All are done: rank 0, which holds the store, leaves last."""
+        self._store.set(f"left-{self.rank}", "yes")
         if self.rank == 0:
-            self._store.wait([f"world-{self._made}-seen-{rank}" for rank in range(self.size)], self.timeout)
+            self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
 
 
 def meet() -> None:
