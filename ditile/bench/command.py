@@ -25,6 +25,7 @@ from ditile.cost import Job
 from ditile.errors import ModelError, PlanError
 from ditile.generate import quiet
 from ditile.launch import launch
+from ditile.plan import Plan
 from ditile.table import bounds
 
 Predict = Callable[[Cell, Job | None], float | None]
@@ -102,6 +103,7 @@ def _wanted(compared: Comparison, work: Workload, subject: Subject, ranks: int) 
         fits = sweeps.fits_by(lambda plan, at=sizes[0]: subject.job(Cell(str(plan), "", "", *at)))  # type: ignore[misc]
         found[name] = sweeps.cells(name, RANKS if name == "links" else ranks, sizes, fits)
         if not found[name]:
+            subject.job(Cell(str(Plan()), "", "", *sizes[0]))  # says what is wrong with the size, if that is
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
     return found
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from ditile.bench.cells import ONE_RANK
+from ditile.bench.naming import title
 from ditile.bench.runs import Row
 from ditile.table import amount
 
@@ -26,11 +27,12 @@ class Column(NamedTuple):
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows, in their order; columns that are empty are left out."""
-    columns = [column for column in COLUMNS if any(column.text(row) for row in rows)]
-    shown = Table()
+    """The rows, in their order; columns that are empty are left out, and the size where there is one."""
+    sizes = len({(row["height"], row["width"]) for row in rows})
+    columns = [one for one in COLUMNS if any(one.text(row) for row in rows) and (one.name != "size" or sizes > 1)]
+    shown = Table(title=title(rows) if rows else None, title_justify="left")
     for column in columns:
-        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=column.right)
+        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=column.name != "cache")
     for row in rows:
         shown.add_row(*(column.text(row) for column in columns))
     return shown
@@ -47,11 +49,10 @@ def _plan(row: Row) -> str:
 
 
 def _speedup(row: Row) -> str:
-    return "" if "ratio" not in row else f"{row['ratio']:.2f}x"
-
-
-def _range(row: Row) -> str:
-    return "" if "ratio" not in row else f"{row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f}"
+    if "ratio" not in row:
+        return ""
+    spread = f" ({row['ratio_lowest']:.2f}-{row['ratio_highest']:.2f})" if row["rounds"] > 1 else ""
+    return f"{row['ratio']:.2f}x{spread}"
 
 
 def _bound(row: Row) -> str:
@@ -90,11 +91,11 @@ COLUMNS = (
     Column("median, s", lambda row: f"{row['median_s']:.3f}"),
     Column("predicted, s", lambda row: f"{row['predicted_s']:.3f}" if "predicted_s" in row else ""),
     Column("speed-up", _speedup),
-    Column("of rounds", _range),
     Column("bound", _bound),
-    Column("sent per step", _sent),
-    Column("exposed (warmup)", _exposed),
+    Column("sent/step", _sent),
+    Column("exposed", _exposed),
     Column("weights", _memory("parameters")),
     Column("activations", _memory("rest")),
 )
-"""Bytes sent are those of the rank that sends most; memory that of the rank that holds most."""
+"""Speed-ups with the range of the rounds; bytes sent are those of the rank that sends most, memory that of the rank
+that holds most; of the exposed share, the part in synchronous warmup steps."""

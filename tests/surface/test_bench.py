@@ -84,7 +84,7 @@ def test_two_ranks_measured_with_figures_and_again(
     command_line = [sys.executable, "-m", "ditile", "bench", "--plans", plans, *words]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "PipeFusion" not in done.stdout and "pipefusion=2 patches=2" in done.stdout and "speed-up" in done.stdout
+    assert "pipefusion=2 patches=2" in done.stdout and "speed-up" in done.stdout, done.stdout
     found = {(row["plan"], row["cache"]): row for row in rows()}
     one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
     assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
