@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+import ditile
 from ditile import cli
 from ditile.bench import command, links
+from tests import tiny
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,3 +110,21 @@ def test_two_ranks_measured_with_figures_and_again(
     monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: todo.extend(args[0].todo))
     assert cli.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0
     assert [(cell.plan, left) for cell, left in todo] == [("ring=2", 1)]
+
+
+def drawn_by_turns() -> None:
+    """Three runners and the plain pipeline on one pipeline, in turn, against each on a pipeline of its own."""
+    plans = [ditile.Plan(ulysses=2), ditile.Plan(distrifusion=2), ditile.Plan(cfg=2)]
+    shared = tiny.pixart()
+    runners = [ditile.parallelize(shared, plan) for plan in plans]
+    plain = shared(**tiny.arguments("pixart")).images
+    for _ in range(2):
+        for plan, runner in zip(plans, runners, strict=True):
+            alone = ditile.parallelize(tiny.pixart(), plan)(**tiny.arguments("pixart")).images
+            assert torch.equal(torch.as_tensor(runner(**tiny.arguments("pixart")).images), torch.as_tensor(alone)), plan
+        assert torch.equal(torch.as_tensor(shared(**tiny.arguments("pixart")).images), torch.as_tensor(plain))
+
+
+def test_plans_that_divide_no_weights_may_share_a_pipeline(pool: Pool) -> None:
+    """Bit for bit. A failure means that a session measures plans which disturb each other."""
+    pool.run(drawn_by_turns, 2)
