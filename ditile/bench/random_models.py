@@ -100,7 +100,7 @@ class RandomModel:
         torch.manual_seed(0)
         vae = AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4,
+            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4, shift_factor=0.0,
         )  # fmt: skip
         pixart = self.family == "pixart"
         scheduler = DPMSolverMultistepScheduler() if pixart else FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -108,7 +108,7 @@ class RandomModel:
         parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
         pipe = self.pipeline_class(transformer=self.transformer(size), **parts)
         pipe.set_progress_bar_config(disable=True)
-        return pipe.to(dtype)
+        return pipe if dtype == torch.float32 else pipe.to(dtype)
 
     def arguments(self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """The call: 300 text tokens with PixArt (batched guidance), 512 with FLUX (embedded guidance); latents."""

@@ -32,7 +32,7 @@ def table(rows: Sequence[Row]) -> Table:
     columns = [one for one in COLUMNS if any(one.text(row) for row in rows) and (one.name != "size" or sizes > 1)]
     shown = Table(title=title(rows) if rows else None, title_justify="left")
     for column in columns:
-        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=column.name != "cache")
+        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
     for row in rows:
         shown.add_row(*(column.text(row) for column in columns))
     return shown
@@ -45,7 +45,8 @@ def _size(row: Row) -> str:
 def _plan(row: Row) -> str:
     if row["plan"] == ONE_RANK:
         return "one rank"
-    return str(row["plan"]) + (f" ({row['pictures']} pictures)" if row["pictures"] > 1 else "")
+    pictures = f" ({row['pictures']} pictures)" if row["pictures"] > 1 else ""
+    return f"{row['plan']}{pictures}" + (f"\n  | {row['cache']}" if row["cache"] else "")
 
 
 def _speedup(row: Row) -> str:
@@ -87,7 +88,6 @@ COLUMNS = (
     Column("size", _size),
     Column("ranks", lambda row: str(row["world"])),
     Column("plan", _plan, right=False),
-    Column("cache", lambda row: row["cache"], right=False),
     Column("median, s", lambda row: f"{row['median_s']:.3f}"),
     Column("predicted, s", lambda row: f"{row['predicted_s']:.3f}" if "predicted_s" in row else ""),
     Column("speed-up", _speedup),
