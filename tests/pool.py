@@ -216,7 +216,7 @@ def _run(case: Case) -> Answer:
         value = pickle.dumps(fn(*args))
         dist.barrier()  # a rank that left before its peers were done would break their connections
         dist.destroy_process_group()
-        gc.collect()  # runners are cycles, and each group that one holds has threads that wake up a hundred times a second
+        gc.collect()  # runners are cycles, and the threads of each group in one wake up a hundred times a second
         return Answer(True, value)
     except BaseException:  # SystemExit and pytest's Failed too: the parent shows whatever ended the case
         text = io.StringIO()
