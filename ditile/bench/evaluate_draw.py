@@ -128,17 +128,17 @@ class Painter:
     def __init__(self, task: Task, plan: str, device: torch.device) -> None:
         wanted, self._is_original = task.wanted, plan == ORIGINAL.plan
         divided = None if self._is_original else Plan.parse(plan)
-        self.pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
-        self.pipe.set_progress_bar_config(disable=True)
-        self._base = arguments(self.pipe, wanted.generate("a caption"), defaults(wanted.model))
+        pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
+        pipe.set_progress_bar_config(disable=True)
+        self._base = arguments(pipe, wanted.generate("a caption"), defaults(wanted.model))
         self._device = device
-        self._target: Any = self.pipe
+        self._target: Any = pipe
         if divided is None:
-            self.pipe.to(device)
+            pipe.to(device)
             if (fd := env.progress_fd()) is not None:
-                model_of(self.pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+                model_of(pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
         else:
-            self._target = parallelize(self.pipe, divided, device=device)
+            self._target = parallelize(pipe, divided, device=device)
 
     def draw(self, turn: Turn, configs: dict[str, Any], steps: int | None, before: Callable[[], None]) -> Drawn | None:
         """The picture of a caption; None on ranks that do not get it.

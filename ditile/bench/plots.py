@@ -97,7 +97,7 @@ def pareto(files: Sequence[Path], out: Path) -> None:
 
 
 def tradeoff(found: Mapping[str, Any], out: Path) -> None:
-    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, and a line
+    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
     through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
     """
     rows = found["settings"]
