@@ -169,9 +169,8 @@ def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache
     if _writes():
         where = found.get("measured", {}).get("machine", "another machine")
         _console(stderr=run.json == "-").print(f"picked: {described(row)}, as evaluated on {where}", soft_wrap=True)
-    return Plan.parse(row["plan"]), Cache(
-        **{name: getattr(cache, name) for name in cache.given}, cache_line=row["cache"]
-    )
+    others = {name: getattr(cache, name) for name in cache.given}
+    return Plan.parse(row["plan"]), Cache(**others | {"cache_line": row["cache"]})
 
 
 def _devices() -> int:

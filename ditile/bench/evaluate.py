@@ -247,9 +247,10 @@ def _job_of(store: Store) -> Any:
 def _machine() -> dict[str, Any]:
     """Where it ran, and with what."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "machine": ", ".join(names) or f"{_cores()} core(s), {platform.machine()}", "python": platform.python_version(),
-        "ditile": ditile.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__,
+        "machine": ", ".join(names) or f"{_cores()} core(s), {platform.machine()}", "load_average": load,
+        "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__,
     }  # fmt: skip
 
 

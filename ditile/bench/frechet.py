@@ -25,6 +25,8 @@ from torch import Tensor
 Picture = NDArray[np.uint8]
 Matrix = NDArray[np.float64]
 BATCH = 32
+BROKEN = (ImportError, RuntimeError, AttributeError)
+"""What importing a package raises that lacks another, or does not fit the torch that is here."""
 
 
 class Space(Protocol):
@@ -81,15 +83,19 @@ def frechet(a: Moments, b: Moments) -> float:
 
 def space() -> tuple[Space, str | None]:
     """The best space that is here, and why it is not that of the FID; nothing is downloaded."""
-    if importlib.util.find_spec("cleanfid") and (file := _on_disk(CleanFid.FILE)):
-        return CleanFid(file), None
-    if importlib.util.find_spec("torch_fidelity") and (file := _on_disk(TorchFidelity.FILE)):
-        return TorchFidelity(file), None
-    packages = [name for name in ("cleanfid", "torch_fidelity") if importlib.util.find_spec(name)]
-    if not packages:
-        return RandomConvolutions(), "neither clean-fid nor torch-fidelity is installed"
-    files = [CleanFid.FILE if name == "cleanfid" else TorchFidelity.FILE for name in packages]
-    return RandomConvolutions(), f"{' or '.join(files)} is not in torch's hub folder"
+    why = []
+    for package, kind in (("cleanfid", CleanFid), ("torch_fidelity", TorchFidelity)):
+        if not importlib.util.find_spec(package):
+            why.append(f"{package} is not installed")
+        elif (file := _on_disk(kind.FILE)) is None:
+            why.append(f"{package} is installed, but {kind.FILE} is not in torch's hub folder")
+        else:
+            try:
+                found: Space = kind(file)
+                return found, None
+            except BROKEN as error:
+                why.append(f"{package} cannot be imported: {line_of(error)}")
+    return RandomConvolutions(), "; ".join(why)
 
 
 class RandomConvolutions:
@@ -155,6 +161,11 @@ class TorchFidelity:
         [found] = zip(*(self._model(_tensor(p).to(torch.uint8)) for p in pictures), strict=True)
         features: Matrix = torch.cat(found).double().numpy()
         return features
+
+
+def line_of(error: Exception) -> str:
+    """An error on one short line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def hub_file(name: str) -> Path | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ditile.bench.captions import check
 from ditile.bench.fidelity import psnr, ssim
-from ditile.bench.frechet import hub_file
+from ditile.bench.frechet import BROKEN, hub_file, line_of
 from ditile.bench.scenes import parse
 from ditile.errors import ModelError
 from ditile.load import bundled
@@ -94,19 +94,31 @@ def _lpips() -> Metric | str:
         return "neither lpips nor torchmetrics is installed" if not here else "torchvision is not installed"
     if hub_file(ALEXNET) is None:
         return f"{ALEXNET} is not in torch's hub folder"
+    model, why = None, []
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchvision, about names of arguments
-        if "lpips" in here:
-            model: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).eval()
-        else:
-            package: Any = importlib.import_module("torchmetrics.image.lpip")
-            model = package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
+        for name in here:
+            try:
+                model = model or _perceptual(name)
+            except BROKEN as error:
+                why.append(f"{name} cannot be imported: {line_of(error)}")
+    if model is None:
+        return "; ".join(why)
+    measure = model
 
     @torch.inference_mode()
     def distance(a: Picture, b: Picture, _: str) -> float:
-        return float(model(_signed(a), _signed(b)))
+        return float(measure(_signed(a), _signed(b)))
 
     return Metric("lpips", "LPIPS", 4, distance, exact=0.0)
+
+
+def _perceptual(name: str) -> Any:
+    """The model of one of the two packages, whose weights are on disk."""
+    if name == "lpips":
+        return importlib.import_module("lpips").LPIPS(net="alex", verbose=False).eval()
+    package: Any = importlib.import_module("torchmetrics.image.lpip")
+    return package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
 
 
 def _clip(name: str) -> Metric:
@@ -119,8 +131,7 @@ def _clip(name: str) -> Metric:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
         processor: Any = CLIPImageProcessorPil.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {line}") from error
+        raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {line_of(error)}") from error
 
     @torch.inference_mode()
     def score(a: Picture, _: Picture, caption: str) -> float:
@@ -149,8 +160,8 @@ def _image_reward() -> Metric | str:
         with contextlib.redirect_stdout(io.StringIO()):
             package: Any = importlib.import_module("ImageReward")
             model = package.load(str(weights), device="cpu", med_config=str(config))
-    except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        return f"ImageReward cannot be loaded: {' '.join(str(error).split())[:200]}"
+    except (*BROKEN, OSError) as error:
+        return f"ImageReward cannot be loaded: {line_of(error)}"
     return Metric("image_reward", "ImageReward", 3, lambda a, _, text: float(model.score(text, Image.fromarray(a))))
 
 
