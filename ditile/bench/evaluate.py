@@ -250,7 +250,8 @@ def _machine() -> dict[str, Any]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "machine": ", ".join(names) or f"{_cores()} core(s), {platform.machine()}", "load_average": load,
-        "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__,
+        "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of `ditile evaluate`: captions, settings, rows that are resumed, distances, and what a budget picks."""
+"""The pure parts of `ditile evaluate`: captions, settings, resumed rows, distances, and what a budget picks."""
 
 from __future__ import annotations
 
@@ -256,7 +256,8 @@ def test_metrics_say_why_they_are_not_there(tmp_path: Path) -> None:
 def test_a_clip_from_disk(tmp_path: Path) -> None:
     """100 times the cosine of its two embeddings. A failure means that the score is of something else."""
     small: dict[str, Any] = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 8,
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "projection_dim": 8,
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "shapes-flux" / "tokenizer")
     text = small | {"vocab_size": len(tokenizer), "max_position_embeddings": 24, "eos_token_id": tokenizer.eos_token_id}
@@ -387,8 +388,9 @@ def test_every_bundled_model_has_an_evaluation() -> None:
 
 @pytest.mark.parametrize(
     ("values", "says"),
-    [({"min_psnr": 0.0}, "min_psnr=0"), ({"max_latency": float("nan")}, "max_latency=nan"), ({"world": 2}, "for a budget"),
-     ({"evaluation": "x"}, "for a budget"), ({"world": 0, "min_psnr": 30.0}, "world=0")],
+    [({"min_psnr": 0.0}, "min_psnr=0"), ({"max_latency": float("nan")}, "max_latency=nan"),
+     ({"world": 2}, "for a budget"), ({"evaluation": "x"}, "for a budget"),
+     ({"world": 0, "min_psnr": 30.0}, "world=0")],
 )  # fmt: skip
 def test_budgets_that_will_not_do(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
