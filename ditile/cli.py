@@ -262,6 +262,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     wanted, judge, session = (kind(**collect(kind, arguments)) for kind in KINDS["evaluate"])
     find(wanted.model)
+    from ditile.generate import quiet
+
+    quiet()  # before what follows imports diffusers
     from ditile.bench.evaluate import as_table, evaluate, remarks
 
     found = evaluate(wanted, judge, session)

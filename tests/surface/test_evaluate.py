@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from ditile import cli, env
+from ditile.bench import evaluate
 from ditile.bench.evaluate_options import ORIGINAL, Setting
 from tests.surface.test_cli import refused
 
@@ -67,7 +68,7 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def none(task: Any, turns: Any) -> None:
         drawn.append([(turn.place, turn.settings) for turn in turns])
 
-    monkeypatch.setattr("ditile.bench.evaluate._run", none)
+    monkeypatch.setattr(evaluate, "_run", none)
     assert cli.main([*WORDS, "--num", "2"]) == 0 and drawn == []
     out = capsys.readouterr().out
     assert "pipefusion=2" in out and "not FID" in out and "no clip: no CLIP was named" in out
