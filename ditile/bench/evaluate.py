@@ -206,6 +206,8 @@ def _finish(
     settings = list(dict.fromkeys(settings))
     judged: Judged = panel.judge(store, rows, settings, count)
     store.replace(rows.values())
+    figure = importlib.util.find_spec("matplotlib") is not None
+    absent = judged.absent | ({} if figure else {PARETO: "matplotlib is not installed"})
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
     found = {
         "model": wanted.model, "job": _job_of(store), "captions": {
@@ -215,13 +217,13 @@ def _finish(
             "how": APART if session.one_at_a_time else INTERLEAVED, "date": f"{datetime.date.today()}",
             "original_again_psnr": min(again, default=None), **_machine(),
         },
-        "metrics": judged.metrics, "absent": judged.absent, "frechet": judged.frechet,
+        "metrics": judged.metrics, "absent": absent, "frechet": judged.frechet,
         "resize": panel.side, "references": judged.references,
         "settings": [row | judged.distances[row["setting"]] for row in summed_up(rows, settings, count)],
     }  # fmt: skip
     write(store.out / FILE, json.dumps(found, indent=1) + "\n")
     _draw_sheet(store, settings, captions, rows)
-    if importlib.util.find_spec("matplotlib"):
+    if figure:
         from ditile.bench.plots import tradeoff
 
         tradeoff(found, store.out / PARETO)

@@ -123,14 +123,18 @@ class Drawn(NamedTuple):
 
 
 class Painter:
-    """A pipeline under a plan; that of the original has none."""
+    """A pipeline under a plan; that of the original has none.
+
+    Attributes:
+        base: the arguments of its calls, prompt and generator apart.
+    """
 
     def __init__(self, task: Task, plan: str, device: torch.device) -> None:
         wanted, self._is_original = task.wanted, plan == ORIGINAL.plan
         divided = None if self._is_original else Plan.parse(plan)
         pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
         pipe.set_progress_bar_config(disable=True)
-        self._base = arguments(pipe, wanted.generate("a caption"), defaults(wanted.model))
+        self.base = arguments(pipe, wanted.generate("a caption"), defaults(wanted.model))
         self._device = device
         self._target: Any = pipe
         if divided is None:
@@ -151,7 +155,7 @@ class Painter:
         Raises:
             ModelError: if the cache could never leave anything out.
         """
-        call = self._base | {"prompt": turn.prompt, "generator": torch.Generator("cpu").manual_seed(turn.seed)}
+        call = self.base | {"prompt": turn.prompt, "generator": torch.Generator("cpu").manual_seed(turn.seed)}
         call |= {"output_type": "np"} | ({} if self._is_original else {"output": "first"})
         if steps is not None:
             call["num_inference_steps"] = steps
@@ -205,7 +209,7 @@ def _one(
             together()
         return None
     alone = setting.is_alone and task.world > 1 and sys.platform == "linux"
-    steps = painter._base.get("num_inference_steps")
+    steps = painter.base.get("num_inference_steps")
     with free_to_move() if alone else contextlib.nullcontext():
         return painter.draw(turn, setting.configs, min(FIRST, steps or FIRST) if first else None, together)
 

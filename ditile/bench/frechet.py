@@ -64,7 +64,8 @@ class Moments:
             found = space(batch)
             own, n = found.mean(0), len(found)
             apart = found - own
-            mean, scatter = (np.zeros_like(own), apart.T @ apart * 0) if not count else (mean, scatter)
+            if not count:
+                mean, scatter = np.zeros_like(own), np.zeros((len(own), len(own)))
             delta = own - mean  # Chan et al. 1979: no difference of large sums
             scatter = scatter + apart.T @ apart + np.outer(delta, delta) * (count * n / (count + n))
             mean, count = mean + delta * (n / (count + n)), count + n
