@@ -36,7 +36,7 @@ class Budget:
         None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S"
     )
     evaluation: str | None = option(
-        None, "what to pick from: what ditile evaluate wrote; bundled models come with one", metavar="FOLDER"
+        None, "what to pick from: what ditile evaluate wrote; by default what comes with ditile", metavar="FOLDER"
     )
     world: int | None = option(None, "ranks to pick for, at most; by default as many as there are devices", metavar="N")
 
