@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
 from ditile import cache_options, env, xdit_flags
+from ditile.bench.evaluate_options import Evaluate, Judge, Session
+from ditile.budget import Budget, choose, described, stored
 from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
@@ -32,13 +34,17 @@ if TYPE_CHECKING:
 
     from ditile.outcome import Outcome
 
-KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof)}
+KINDS: dict[str, tuple[type, ...]] = {
+    "generate": (Generate, Plan, Run, Cache, Budget),
+    "verify": (Plan, Proof),
+    "evaluate": (Evaluate, Judge, Session),
+}
 """The dataclasses whose fields are the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {"generate": _generate, "verify": _verify, "models": _models}
+    commands = {"generate": _generate, "verify": _verify, "evaluate": _evaluate, "models": _models}
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)
@@ -63,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    titles: dict[type, str] = {Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof"}
+    titles: dict[type, str] = {
+        Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof", Budget: "budget",
+        Evaluate: "pictures", Judge: "judging", Session: "run",
+    }  # fmt: skip
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
         (
@@ -71,11 +80,17 @@ def parser() -> argparse.ArgumentParser:
             "prove a plan on this machine",
             "Prove a plan on this machine: exact where it says so, and at rest.",
         ),
+        (
+            "evaluate",
+            "measure what plans and caches do to pictures, and to time",
+            "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
+        ),
     ):
         command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
         for kind in KINDS[name]:
             add_arguments(command, kind, title=titles[kind])
-        xdit_flags.add_arguments(command)
+        if Plan in KINDS[name]:
+            xdit_flags.add_arguments(command)
         if Cache in KINDS[name]:
             cache_options.add_arguments(command)
     models = commands.add_parser(
@@ -99,7 +114,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _flags(command: str) -> list[str]:
     kinds = KINDS.get(command, ())
     known = cache_options.names() if Cache in kinds else []
-    return ["--help", *(name for kind in kinds for name in names(kind)), *xdit_flags.names(), *known]
+    known += xdit_flags.names() if Plan in kinds else []
+    return ["--help", *(name for kind in kinds for name in names(kind)), *known]
 
 
 def _plan(arguments: argparse.Namespace, cache: Cache | None = None) -> Plan:
@@ -113,9 +129,11 @@ def _collect(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    cache = Cache(**collect(Cache, arguments))
+    cache, budget = Cache(**collect(Cache, arguments)), Budget(**collect(Budget, arguments))
     plan = _plan(arguments, cache)
     wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
+    if budget.is_set:
+        plan, cache = _within(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.attention(run.attention))
     find(wanted.model)
     if cache.lora is not None:
@@ -133,6 +151,33 @@ def _generate(arguments: argparse.Namespace) -> int:
     if outcome is not None:
         _report(outcome, run)
     return 0
+
+
+def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:
+    """The plan and cache that a budget picks, which is said.
+
+    Raises:
+        DitileError: if there is no such evaluation, nothing in it will do, or a plan or cache was given too.
+    """
+    if plan != Plan() or cache.configs()["cache_config"] is not None:
+        given = f"plan '{plan}'" if plan != Plan() else "cache"
+        raise PlanError(f"a budget picks plan and cache, and a {given} is given too; leave one of them out")
+    found, place = stored(wanted.model, budget.evaluation), env.torchrun()
+    rows = [row for row in found["settings"] if place is None or row["world"] == place.world]
+    ranks = place.world if place is not None else budget.world or _devices()
+    row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks)
+    if _writes():
+        where = found.get("measured", {}).get("machine", "another machine")
+        _console(stderr=run.json == "-").print(f"picked: {described(row)}, as evaluated on {where}", soft_wrap=True)
+    others = {name: getattr(cache, name) for name in cache.given}
+    return Plan.parse(row["plan"]), Cache(**others | {"cache_line": row["cache"]})
+
+
+def _devices() -> int:
+    """GPUs, or where there are none cores."""
+    import torch
+
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 def _draw(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None:
@@ -212,6 +257,24 @@ def _verify(arguments: argparse.Namespace) -> int:
 
         _console(stderr=False).print(as_table(verdict))
     return 0 if verdict.ok else 1
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    wanted, judge, session = (kind(**collect(kind, arguments)) for kind in KINDS["evaluate"])
+    find(wanted.model)
+    from ditile.generate import quiet
+
+    quiet()  # before what follows imports diffusers
+    from ditile.bench.evaluate import as_table, evaluate, remarks
+
+    found = evaluate(wanted, judge, session)
+    if found is not None:
+        console = _console(stderr=False)
+        console.print(as_table(found))
+        for line in remarks(found):
+            console.print(f"- {line}", soft_wrap=True)
+        console.print(f"written: {session.out}")
+    return 0
 
 
 def _report(outcome: Outcome, run: Run) -> None:
