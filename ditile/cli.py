@@ -24,7 +24,7 @@ from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.options import Generate, Proof, Run, check_image, check_lora
+from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
@@ -32,13 +32,17 @@ if TYPE_CHECKING:
 
     from ditile.outcome import Outcome
 
-KINDS: dict[str, tuple[type, ...]] = {"generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof)}
+KINDS: dict[str, tuple[type, ...]] = {
+    "generate": (Generate, Plan, Run, Cache), "verify": (Plan, Proof), "plan": (Ask,), "calibrate": (Calibrate,),
+}  # fmt: skip
 """The dataclasses whose fields are the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {"generate": _generate, "verify": _verify, "models": _models}
+    commands = {
+        "generate": _generate, "verify": _verify, "plan": _ask, "calibrate": _calibrate, "models": _models,
+    }  # fmt: skip
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)
@@ -78,6 +82,14 @@ def parser() -> argparse.ArgumentParser:
         xdit_flags.add_arguments(command)
         if Cache in KINDS[name]:
             cache_options.add_arguments(command)
+    for name, short, long, kind in (
+        ("plan", "which plan for a model and a machine", "Rank all legal plans by predicted latency.", Ask),
+        ("calibrate", "measure this machine", "Measure this machine, so that plans can be ranked for it.", Calibrate),
+    ):
+        command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
+        add_arguments(command, kind, title=name)
+        if kind is Ask:
+            command.add_argument("--json", metavar="FILE", help="write the answer as JSON; - is the standard output")
     models = commands.add_parser(
         "models", help="list what can run", description="List families, methods and bundled models.", allow_abbrev=False
     )
@@ -217,15 +229,43 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _report(outcome: Outcome, run: Run) -> None:
     from ditile.results import as_dict, as_table
 
-    text = json.dumps(as_dict(outcome), indent=2)
-    _console(stderr=run.json == "-").print(as_table(outcome))
-    if run.json == "-":
+    _print(as_table(outcome), json.dumps(as_dict(outcome), indent=2), run.json)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from ditile.generate import quiet
+
+    ask = Ask(**collect(Ask, arguments))
+    quiet()
+    from ditile.planner.answer import answer
+
+    found = answer(ask)
+    _print(found.as_table(), found.to_json(), arguments.json)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    wanted = Calibrate(**collect(Calibrate, arguments))
+    from ditile.generate import quiet
+
+    quiet()
+    from ditile.planner import measure
+
+    path = measure.calibrate(wanted)
+    print(path)
+    return 0
+
+
+def _print(table: Any, text: str, json_: str | None) -> None:
+    """A table for people, and JSON where it is asked for."""
+    _console(stderr=json_ == "-").print(table)
+    if json_ == "-":
         print(text)
-    elif run.json is not None:
+    elif json_ is not None:
         try:
-            Path(run.json).write_text(text + "\n", "utf-8")
+            Path(json_).write_text(text + "\n", "utf-8")
         except OSError as error:
-            raise ModelError(f"json={run.json!r} cannot be written: {error}") from error
+            raise ModelError(f"json={json_!r} cannot be written: {error}") from error
 
 
 def _models(arguments: argparse.Namespace) -> int:
