@@ -1,7 +1,8 @@
 """Settings of caches that are measured, each one line of text, for our engine and for cache-dit.
 
-F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
-F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
+F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` prints
+F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no look at all, and forecasts that end half a gap on
+F=1 mask=fast policy=static dmd=6    a preset of steps, and another calibrator
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Setting:
         Raises:
             ModelError: if a name or value is not known.
         """
-        fields = {SHORT.get(name, name): value for name, value in _pairs(self.text) if name not in CALIBRATORS}
+        apart = {*CALIBRATORS, "reach"}
+        fields = {SHORT.get(name, name): value for name, value in _pairs(self.text) if name not in apart}
         cls = DBPruneConfig if fields.pop("prune", False) else DBCacheConfig
         if isinstance(mask := fields.get("steps_computation_mask"), str):
             fields["steps_computation_mask"] = read(mask)
@@ -99,7 +101,10 @@ class Setting:
             raise ModelError(f"{self.text!r} has {len(found)} calibrators; name one")
         for name, value in found:
             cls, field = CALIBRATORS[name]
-            return cls() if field is None or value is True else cls(**{field: value})
+            given = {} if field is None or value is True else {field: value}
+            if (reach := dict(_pairs(self.text)).get("reach")) is not None:
+                given["taylorseer_reach"] = reach
+            return cls(**given)
         return None
 
 
@@ -115,7 +120,8 @@ def parsed(engines: str, lines: str) -> list[Setting]:
     made = [Setting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
     for setting in made:
         _ = setting.cache, setting.calibrator
-    return [setting for setting in made if setting.engine == OURS or setting.cache.Fn_compute_blocks > 0]
+    own = [s for s in made if s.engine == OURS]
+    return [s for s in made if s in own or (s.cache.Fn_compute_blocks > 0 and "reach" not in s.text)]
 
 
 def _pairs(text: str) -> list[tuple[str, Any]]:
