@@ -188,6 +188,7 @@ class Ask:
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibrate:
     """What `ditile calibrate` measures.

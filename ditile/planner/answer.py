@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -109,8 +110,8 @@ def answer(ask: Ask) -> Answer:
         PlanError: if no plan fits, or the priced one does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
-    profile, call = machine(ask), called(ask)
-    source = CONFIGS / ask.model if ask.model in known() else _found(ask.model)
+    profile, source = machine(ask), CONFIGS / ask.model if ask.model in known() else _found(ask.model)
+    call = called(ask)
     subject = Subject.of(ask.model, source)
     devices = ask.devices or profile.devices
     wanted = Wanted(
@@ -124,6 +125,18 @@ def answer(ask: Ask) -> Answer:
     job = subject.job(plan, shape)
     price = pricer_of(subject, call, profile, ask.hosts).price(job, memory_bytes=peak(subject, job, profile))
     return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
+
+
+def best(model: str, **asked: Any) -> Plan:
+    """The first plan of the answer; see `Plan.auto`.
+
+    Raises:
+        PlanError: if a word of the question is not known; and those of `answer`.
+    """
+    known_words = [field.name for field in dataclasses.fields(Ask)]
+    if unknown := sorted(set(asked) - set(known_words)):
+        raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
+    return answer(Ask(model=model, **asked)).found.prices[0].plan
 
 
 def reasons(prices: Sequence[Price]) -> Iterator[str]:

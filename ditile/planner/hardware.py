@@ -123,7 +123,7 @@ def profile(name: str, interlink: str | None = None) -> Profile:
     elif (PROFILES / f"{name}.json").exists():
         found = Profile.read(PROFILES / f"{name}.json")
     else:
-        near = difflib.get_close_matches(name, known(), n=1)
+        near = difflib.get_close_matches(name, known(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(known())}")
     return found if interlink is None else joined(found, interlink)

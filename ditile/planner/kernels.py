@@ -64,6 +64,7 @@ class Counted:
     Attributes:
         blocks: of each block.
         block_steps: of each block, once in a step.
+        block_once: of each block, once in a generation.
         first: before them, on the first stage: the embedding of the latents.
         last: behind them: the head.
         every: of every rank, in every call.
@@ -73,6 +74,7 @@ class Counted:
 
     blocks: tuple[Work, ...]
     block_steps: tuple[Work, ...]
+    block_once: tuple[Work, ...]
     first: Work
     last: Work
     every: Work
@@ -103,24 +105,24 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
                 override(stack, seat.block, "forward", _passing(seat.io.returns))
             first = kinds.setdefault(kind, seat.index)
             note.alike[seat.index] = first
-            note.work.setdefault(("block step", first), Counter())
+            for name in ("block step", "block once"):
+                note.work.setdefault((name, first), Counter())
             stack.enter_context(note.within(seat.block, ("block", first)))
         for place, paths in (("first", (spec.image_tokens,)), ("last", (spec.out,)), ("step", spec.per_step),
                              ("once", spec.constant)):  # fmt: skip
             for path in paths:
                 for _, module in matching(transformer, path):
                     stack.enter_context(note.within(module, (place, 0)))
-        for seat in seats.chain:
-            paths = (path for pattern in spec.per_step for path, _ in matching(transformer, pattern))
-            for path in paths:
-                if path.startswith(f"{seat.name}."):
-                    module = transformer.get_submodule(path)
-                    stack.enter_context(note.within(module, ("block step", note.alike[seat.index])))
+        for place, patterns in (("block step", spec.per_step), ("block once", spec.constant)):
+            for path, module in (found for pattern in patterns for found in matching(transformer, pattern)):
+                for seat in seats.chain:
+                    if path.startswith(f"{seat.name}."):
+                        stack.enter_context(note.within(module, (place, note.alike[seat.index])))
         with torch.device("meta"), torch.no_grad(), note, note.attention:
             transformer(**spec.example(config, GRID, TEXT), return_dict=False)
     kinds_in_order = [first for _, first in sorted(note.alike.items())]
-    blocks, steps = (tuple(note.work[name, k] for k in kinds_in_order) for name in ("block", "block step"))
-    return Counted(blocks, steps, *(note.work[name, 0] for name in ("first", "last", "every", "step", "once")))
+    of_blocks = (tuple(note.work[name, k] for k in kinds_in_order) for name in ("block", "block step", "block once"))
+    return Counted(*of_blocks, *(note.work[name, 0] for name in ("first", "last", "every", "step", "once")))
 
 
 class _Note(TorchDispatchMode):
@@ -179,6 +181,9 @@ def _kernel(name: str, args: Any, out: Any) -> Kernel:
     if name in MATMULS:
         left, right = (args[k] for k in MATMULS[name])
         return Kernel("matmul", _stream(left.shape[0]), (int(right.shape[0]), int(right.shape[1])))
+    if name == "aten.convolution.default":
+        width = int(out.shape[1])
+        return Kernel("matmul", _stream(out.numel() // width), (args[1].numel() // width, width))
     tensors = [*_tensors(args), *_tensors(out)]
     stream = _stream_of(tensors)
     numbers = sum(tensor.numel() for tensor in tensors) / _tokens(stream)

@@ -154,7 +154,7 @@ class _Run:
         schedule, plan, steps = self._schedule, self._job.plan, self._job.shape.steps
         stages, calls, patches = range(plan.pipefusion), self._calls, plan.num_patches
         warm = steps if schedule.synchronous(steps - 1) else min(schedule.warmup, steps)
-        whole = Op(Kind.COMPUTE, 0, None)
+        whole = Op(Kind.COMPUTE, min(1, steps - 1), None)
         work = [self._cost(stage, whole, free=False) for stage in stages]
         step = self._cost(plan.pipefusion - 1, Op(Kind.STEP, 0, None), free=False)
         if schedule.crew:
@@ -180,8 +180,8 @@ class _Run:
             self._seen[key] = self._priced(stage, op, free=free)
         return self._seen[key]
 
-    def _kind_of(self, op: Op) -> tuple[bool, int | None, bool]:
-        return self._schedule.is_stale(op.step), op.patch, self._schedule.keeps_keys(op.step)
+    def _kind_of(self, op: Op) -> tuple[bool, bool, int | None, bool]:
+        return op.step == 0, self._schedule.is_stale(op.step), op.patch, self._schedule.keeps_keys(op.step)
 
     def _priced(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._micro(op)
@@ -237,6 +237,9 @@ class _Run:
         if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
             total += work(-4, counted.step, tokens)
             total += sum(work(id(each), each, tokens) for each in (counted.block_steps[block] for block in stage))
+        if op.step == 0:
+            total += work(-5, counted.once, tokens)
+            total += sum(work(id(each), each, tokens) for each in (counted.block_once[block] for block in stage))
         return total
 
     def _may_be_left(self, block: int) -> bool:

@@ -124,7 +124,9 @@ class Profile:
             values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{where} is no profile of a machine ({error}); make one with `ditile calibrate`") from None
+            raise ModelError(
+                f"{where} is no profile of a machine ({error}); make one with `ditile calibrate`"
+            ) from None
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:

@@ -59,7 +59,9 @@ class Found:
     legal: int
 
 
-def search(subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None) -> Found:
+def search(
+    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
+) -> Found:
     """Prices every legal plan.
 
     Raises:
