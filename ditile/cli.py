@@ -26,7 +26,7 @@ from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.options import Generate, Proof, Run, check_image, check_lora
+from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,13 +38,18 @@ KINDS: dict[str, tuple[type, ...]] = {
     "generate": (Generate, Plan, Run, Cache, Budget),
     "verify": (Plan, Proof),
     "evaluate": (Evaluate, Judge, Session),
+    "plan": (Ask,),
+    "calibrate": (Calibrate,),
 }
 """The dataclasses whose fields are the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {"generate": _generate, "verify": _verify, "evaluate": _evaluate, "models": _models}
+    commands = {
+        "generate": _generate, "verify": _verify, "evaluate": _evaluate, "plan": _ask, "calibrate": _calibrate,
+        "models": _models,
+    }  # fmt: skip
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)
@@ -71,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     titles: dict[type, str] = {
         Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof", Budget: "budget",
-        Evaluate: "pictures", Judge: "judging", Session: "run",
+        Evaluate: "pictures", Judge: "judging", Session: "run", Ask: "question", Calibrate: "measurement",
     }  # fmt: skip
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
@@ -85,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
             "measure what plans and caches do to pictures, and to time",
             "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
         ),
+        ("plan", "which plan for a model and a machine", "Rank all legal plans by predicted latency."),
+        ("calibrate", "measure this machine", "Measure this machine, so that plans can be ranked for it."),
     ):
         command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
         for kind in KINDS[name]:
@@ -280,15 +287,43 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _report(outcome: Outcome, run: Run) -> None:
     from ditile.results import as_dict, as_table
 
-    text = json.dumps(as_dict(outcome), indent=2)
-    _console(stderr=run.json == "-").print(as_table(outcome))
-    if run.json == "-":
+    _print(as_table(outcome), json.dumps(as_dict(outcome), indent=2), run.json)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from ditile.generate import quiet
+
+    ask = Ask(**collect(Ask, arguments))
+    quiet()
+    from ditile.planner.answer import answer
+
+    found = answer(ask)
+    _print(found.as_table(), found.to_json(), ask.json)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    wanted = Calibrate(**collect(Calibrate, arguments))
+    from ditile.generate import quiet
+
+    quiet()
+    from ditile.planner import measure
+
+    path = measure.calibrate(wanted)
+    print(path)
+    return 0
+
+
+def _print(table: Any, text: str, json_: str | None) -> None:
+    """A table for people, and JSON where it is asked for."""
+    _console(stderr=json_ == "-").print(table)
+    if json_ == "-":
         print(text)
-    elif run.json is not None:
+    elif json_ is not None:
         try:
-            Path(run.json).write_text(text + "\n", "utf-8")
+            Path(json_).write_text(text + "\n", "utf-8")
         except OSError as error:
-            raise ModelError(f"json={run.json!r} cannot be written: {error}") from error
+            raise ModelError(f"json={json_!r} cannot be written: {error}") from error
 
 
 def _models(arguments: argparse.Namespace) -> int:
