@@ -5,8 +5,8 @@ never saw.
     python -m ditile.bench.published --fit         # the shares of all rows, for planner/hardware.py
 
 The rows are in assets/published.csv with their sources: seconds of the denoising loop (PipeFusion, arXiv 2405.14430),
-and latencies relative to the fastest method (the article of 2024-09), of which a scale of their own is free. A few rows are
-set aside, each with its reason.
+and latencies relative to the fastest method (the article of 2024-09), of which a scale of their own is free. A few
+rows are set aside, each with its reason.
 """
 
 from __future__ import annotations
