@@ -25,6 +25,7 @@ from ditile.steps.config import (
 )
 from ditile.steps.config_file import load_configs
 from ditile.steps.fields import Fields
+from ditile.steps.line import configs_of
 from ditile.steps.step_mask import read
 
 QUANTIZE_TYPES = (
@@ -87,6 +88,10 @@ class Cache(Fields):
         "dynamic", "steps that the mask lets go are left out where little changes, or always",
         choices=("dynamic", "static"),
     )  # fmt: skip
+    cache_line: str | None = option(
+        None, "the cache in one line, as in a table of ditile evaluate: 'F=1 W=4 R=0.12 taylor=1', or none",
+        metavar="LINE",
+    )  # fmt: skip
     quantize: bool = option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
     quantize_type: str = option(
         "float8_weight_only", f"how: {', '.join(QUANTIZE_TYPES)}", metavar="TYPE"
@@ -104,6 +109,8 @@ class Cache(Fields):
     config: str | None = option(None, "a YAML or JSON file for all of it; see load_configs", metavar="FILE")
 
     def __post_init__(self) -> None:
+        if self.cache_line is not None:
+            self._check_line(self.cache_line)
         named = [name for name in _CALIBRATORS if getattr(self, name)]
         if len(named) > 1:
             raise ModelError(f"{' and '.join(map(flag, named))}: there is one forecast; give one of them")
@@ -135,6 +142,9 @@ class Cache(Fields):
         """
         found = self._file()
         found.pop("parallelism_config", None)
+        if self.cache_line is not None:
+            found.pop("calibrator_config", None)
+            found |= configs_of(self.cache_line)
         in_file = found.get("cache_config")
         if self.cache or self.prune or in_file is not None:
             found["cache_config"] = merged(in_file, self._cache())
@@ -197,6 +207,16 @@ class Cache(Fields):
 
     def _file(self) -> dict[str, Any]:
         return {"cache_config": None} if self.config is None else load_configs(self.config)
+
+    def _check_line(self, line: str) -> None:
+        """Raises `ModelError` where something else says how to cache too, or the line cannot be read."""
+        others = [
+            name for name in ("cache", "prune", *OF_CACHE, *_CALIBRATORS, "taylorseer_order") if name in self.given
+        ]
+        if others or self._file()["cache_config"] is not None:
+            other = flag(others[0]) if others else f"--config {self.config}"
+            raise ModelError(f"--cache-line {line!r} says how to cache, and {other} too; give one of them")
+        configs_of(line)
 
     def _cache(self) -> DBCacheConfig:
         """What the flags say of the cache."""

@@ -19,31 +19,39 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
 from ditile import cache_options, env, xdit_flags
+from ditile.bench.evaluate_options import Evaluate, Judge, Session
 from ditile.bench.options import Comparison, Workload
+from ditile.budget import Budget, choose, described, stored
 from ditile.cache_options import Cache
+from ditile.console import console, print_both, writes
 from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.options import Generate, Proof, Run, check_image, check_lora
+from ditile.measuring import bench, calibrate, evaluate, plan
+from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ditile.outcome import Outcome
 
 KINDS: dict[str, tuple[type, ...]] = {
-    "generate": (Generate, Plan, Run, Cache),
+    "generate": (Generate, Plan, Run, Cache, Budget),
     "verify": (Plan, Proof),
     "bench": (Comparison, Workload),
+    "evaluate": (Evaluate, Judge, Session),
+    "plan": (Ask,),
+    "calibrate": (Calibrate,),
 }
 """The dataclasses whose fields are the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {"generate": _generate, "verify": _verify, "bench": _bench, "models": _models}
+    commands = {
+        "generate": _generate, "verify": _verify, "bench": bench, "evaluate": evaluate, "plan": plan,
+        "calibrate": calibrate, "models": _models,
+    }  # fmt: skip
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)
@@ -69,8 +77,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     titles: dict[type, str] = {
-        Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof", Comparison: "comparison",
-        Workload: "workload",
+        Generate: "picture", Plan: "plan", Run: "run", Cache: "cache", Proof: "proof", Budget: "budget",
+        Comparison: "comparison", Workload: "workload", Evaluate: "pictures", Judge: "judging", Session: "run",
+        Ask: "question", Calibrate: "measurement",
     }  # fmt: skip
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
@@ -84,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
             "measure plans side by side",
             "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
         ),
+        (
+            "evaluate",
+            "measure what plans and caches do to pictures, and to time",
+            "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
+        ),
+        ("plan", "which plan for a model and a machine", "Rank all legal plans by predicted latency."),
+        ("calibrate", "measure this machine", "Measure this machine, so that plans can be ranked for it."),
     ):
         command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
         for kind in KINDS[name]:
@@ -128,9 +144,11 @@ def _collect(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    cache = Cache(**collect(Cache, arguments))
+    cache, budget = Cache(**collect(Cache, arguments)), Budget(**collect(Budget, arguments))
     plan = _plan(arguments, cache)
     wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
+    if budget.is_set:
+        plan, cache = _within(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.attention(run.attention))
     find(wanted.model)
     if cache.lora is not None:
@@ -150,9 +168,36 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:
+    """The plan and cache that a budget picks, which is said.
+
+    Raises:
+        DitileError: if there is no such evaluation, nothing in it will do, or a plan or cache was given too.
+    """
+    if plan != Plan() or cache.configs()["cache_config"] is not None:
+        given = f"plan '{plan}'" if plan != Plan() else "cache"
+        raise PlanError(f"a budget picks plan and cache, and a {given} is given too; leave one of them out")
+    found, place = stored(wanted.model, budget.evaluation), env.torchrun()
+    rows = [row for row in found["settings"] if place is None or row["world"] == place.world]
+    ranks = place.world if place is not None else budget.world or _devices()
+    row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks)
+    if writes():
+        where = found.get("measured", {}).get("machine", "another machine")
+        console(stderr=run.json == "-").print(f"picked: {described(row)}, as evaluated on {where}", soft_wrap=True)
+    others = {name: getattr(cache, name) for name in cache.given}
+    return Plan.parse(row["plan"]), Cache(**others | {"cache_line": row["cache"]})
+
+
+def _devices() -> int:
+    """GPUs, or where there are none cores."""
+    import torch
+
+    return torch.cuda.device_count() or os.cpu_count() or 1
+
+
 def _draw(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
-    if _writes():
+    if writes():
         run.check_outputs(run.images(wanted.num_images))
     if env.torchrun() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
@@ -166,7 +211,7 @@ def _draw_lines(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome
 
     every: list[prompts.Line] = []
     left: list[prompts.Line] = []
-    if _writes():
+    if writes():
         every = prompts.lines(wanted, run)
         run.check_outputs([Path(line.path) for line in every[:1]])
         left = prompts.left(every, prompts.request(wanted, run, plan, cache, defaults(wanted.model)))
@@ -176,12 +221,6 @@ def _draw_lines(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome
             return outcome_of_lines(wanted, run, plan, cache, 0, [])
     outcome: Outcome | None = _on_ranks("draw_lines", plan, run, (wanted, run, plan, cache, left, len(every)))
     return outcome
-
-
-def _writes() -> bool:
-    """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
-    place = env.torchrun()
-    return place is None or place.rank == 0
 
 
 def _on_ranks(name: str, plan: Plan, run: Run | Proof, args: tuple[Any, ...]) -> Any:
@@ -222,45 +261,17 @@ def _verify(arguments: argparse.Namespace) -> int:
         verdict = _on_ranks("verify", plan, proof, (proof, plan))
     except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
         return _say(f"the plan is not proven: {error}", 1)
-    if _writes():
+    if writes():
         from ditile.bench.verify import as_table
 
-        _console(stderr=False).print(as_table(verdict))
+        console().print(as_table(verdict))
     return 0 if verdict.ok else 1
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    compared, work = Comparison(**collect(Comparison, arguments)), Workload(**collect(Workload, arguments))
-    if _writes():
-        compared.check_out()
-    if not work.model.startswith("random-"):
-        find(work.model)
-    measured = importlib.import_module("ditile.bench.command").bench(compared, work)
-    if env.torchrun() is not None:
-        importlib.import_module("ditile.mesh").part()
-    if measured is not None:
-        from ditile.bench.tables import table
-
-        console = _console(stderr=False)
-        console.print(table(measured.rows))
-        if measured.left_out:
-            console.print(f"do not fit the model, and were left out: {'; '.join(measured.left_out)}")
-        console.print(f"written: {', '.join(map(str, measured.files))}", soft_wrap=True)
-    return 0
 
 
 def _report(outcome: Outcome, run: Run) -> None:
     from ditile.results import as_dict, as_table
 
-    text = json.dumps(as_dict(outcome), indent=2)
-    _console(stderr=run.json == "-").print(as_table(outcome))
-    if run.json == "-":
-        print(text)
-    elif run.json is not None:
-        try:
-            Path(run.json).write_text(text + "\n", "utf-8")
-        except OSError as error:
-            raise ModelError(f"json={run.json!r} cannot be written: {error}") from error
+    print_both(as_table(outcome), json.dumps(as_dict(outcome), indent=2), run.json)
 
 
 def _models(arguments: argparse.Namespace) -> int:
@@ -272,18 +283,11 @@ def _models(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(matrix.as_markdown())
         return 0
-    console = _console(stderr=False)
+    shown = console()
     for table in matrix.as_tables():
-        console.print(table)
-    console.print(f"bundled: {', '.join(bundled()) or 'none'}")
+        shown.print(table)
+    shown.print(f"bundled: {', '.join(bundled()) or 'none'}")
     return 0
-
-
-def _console(*, stderr: bool) -> Console:
-    from rich.console import Console
-
-    piped = not (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
 
 
 def _say(message: str, code: int) -> int:

@@ -137,6 +137,38 @@ def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
     return {kind: size for kind, size in total.items() if size}
 
 
+def in_call(job: Job, place: Place, micro: Micro) -> dict[str, list[int]]:
+    """Bytes of each exchange of a rank within one transformer call, by kind, in order; those between stages apart."""
+    found: dict[str, list[int]] = {}
+    for formula in (_tensor, _ulysses, _ring, _distrifusion, _prediction):
+        for kind, size in formula(job, place, micro):
+            found.setdefault(kind, []).append(size)
+    return found
+
+
+def between(job: Job, place: Place, patch: int) -> int:
+    """Bytes that a rank hands to the next stage for a patch, in one call."""
+    part = _parts(job, patch)[place.rank]
+    return _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
+
+
+def guidance(job: Job, place: Place, micro: Micro) -> int:
+    """Bytes that a rank hands to the other half of guidance behind a micro-step."""
+    return _cfg(job, place, micro)
+
+
+def tokens(job: Job, place: Place, micro: Micro) -> tuple[int, int]:
+    """Image and text tokens that a rank computes in a micro-step; dummies count."""
+    part = _parts(job, micro.patch)[place.rank]
+    text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
+    return part.image_tokens, text
+
+
+def line(job: Job, place: Place, micro: Micro) -> int:
+    """Tokens of all ranks on a rank's line along ulysses, each once."""
+    return sum(map(_length, _row(job, place, micro)))
+
+
 def key_bytes(job: Job, rank: int) -> int:
     """Bytes of the keys and values that a rank keeps: of all tokens, for its own layers and heads."""
     stale = any(job.schedule.keeps_keys(step) for step in range(job.shape.steps))
@@ -160,7 +192,7 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
     if n == 1:
         return
     part = _parts(job, micro.patch)[place.rank]
-    text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
+    text = tokens(job, place, micro)[1]
     lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
     sizes = [
         lengths[stream] * job.shape.channels * (2 if kind == "sum" and not gathers else 1)

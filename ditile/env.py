@@ -3,6 +3,7 @@
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
 DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
                         any byte but NUL does
+DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -24,6 +26,12 @@ class Torchrun(NamedTuple):
 def checks() -> bool:
     """Whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
     return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
+
+
+def profile() -> Path:
+    """Where the profile of this machine is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("DITILE_PROFILE") or cache / "ditile" / "profile.json")
 
 
 def torchrun() -> Torchrun | None:

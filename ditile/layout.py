@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ditile.errors import PlanError
@@ -124,6 +125,9 @@ class Split:
         Raises:
             PlanError: if a rank would have no token of the image, or not as many as another and `uneven` is off.
         """
+        return _parts(self, layout, patch)
+
+    def _made(self, layout: Layout, patch: int | None) -> tuple[Part, ...]:
         text = range(layout.text if layout.carries_text(patch) else 0)
         if self.distrifusion > 1:
             parts = self._of_rows(layout, text)
@@ -167,6 +171,12 @@ class Split:
                 Part(share(text, self.ulysses, k), joined([share(image, self.ulysses, k)])) for k in range(self.ulysses)
             ]
         return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def _parts(split: Split, layout: Layout, patch: int | None) -> tuple[Part, ...]:
+    """Asked for at every call of a model, and for every plan that is priced."""
+    return split._made(layout, patch)
 
 
 def share(items: range, ranks: int, index: int) -> range:

@@ -79,6 +79,16 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
+    def close(self) -> None:
+        """Gives the groups back, whose threads run as long as they are there. All ranks must be done with them."""
+        lines = [*self.axes.values(), self.sequence, self.image]
+        groups = {
+            id(group): group for group in (*(axis.group for axis in lines), self.latents, self.control, self.everyone)
+        }
+        for group in groups.values():
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
     @property
     def stage(self) -> int:
         """The coordinate on the pipefusion axis."""

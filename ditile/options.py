@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES, HUB_ID
 
@@ -148,6 +148,68 @@ class Proof:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
         if not self.stall_timeout > 0:
             raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a plan is wanted for.
+
+    Raises:
+        PlanError: if a value is out of its range.
+    """
+
+    model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels", metavar="N")
+    steps: int | None = option(None, "denoising steps", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    num_images: int = option(1, "images at once", metavar="N")
+    hardware: str | None = option(None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME")
+    profile: str | None = option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
+    devices: int | None = option(None, "devices in all; those of the machine by default", metavar="N")
+    hosts: int = option(1, "hosts that they are in", metavar="N")
+    interlink: str | None = option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
+    memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
+    max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
+    warmup: int = option(1, "synchronous steps of plans with stale keys", metavar="W")
+    price: str | None = option(None, "price one plan instead of searching", metavar="PLAN")
+    json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "steps", "devices", "hosts", "num_images"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}={value} is not a whole number of at least 1")
+        if self.hardware is not None and self.profile is not None:
+            raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
+        if self.hosts > 1 and self.interlink is None:
+            raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
+        if self.devices is not None and self.devices % self.hosts:
+            raise PlanError(f"devices={self.devices} are not shared out evenly by hosts={self.hosts}")
+        if self.max_latency is not None and not self.max_latency > 0:
+            raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibrate:
+    """What `ditile calibrate` measures.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    out: str | None = option(None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE")
+    name: str | None = option(None, "of the machine; its device's by default", metavar="NAME")
+    ranks: int | None = option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
+    threads: int = option(1, "CPU threads of each rank", metavar="N")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 on CPUs, else bfloat16", choices=DTYPES
+    )
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "ranks", "threads")
+        if self.out is not None:
+            check_writable("out", Path(self.out))
 
 
 def check_image(path: str) -> None:

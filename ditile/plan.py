@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 from dataclasses import dataclass
@@ -177,6 +178,23 @@ class Plan:
     def token_ranks(self) -> int:
         """Ranks that share out the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
+
+    @classmethod
+    def auto(cls, model: str, **asked: Any) -> Plan:
+        """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
+
+        Args:
+            model: a published model, a bundled one, a folder or a hub id.
+            asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others
+                of `ditile plan`.
+
+        Raises:
+            PlanError: if the machine was not measured and none is named, or no plan fits it.
+            ModelError, LoadError: if the model cannot be planned for.
+        """
+        planner = importlib.import_module("ditile.planner.answer")  # which is built on plans, as all above this file is
+        best: Plan = planner.best(model, **asked)
+        return best
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -31,8 +31,8 @@ class Line(NamedTuple):
     path: str
 
 
-def read(name: str) -> list[str]:
-    """The prompts of a file: its lines without blank ones and those that begin with #.
+def read(name: str, option: str = "prompts_file") -> list[str]:
+    """The prompts of a file that an option names: its lines without blank ones and those that begin with #.
 
     Raises:
         ModelError: if it cannot be read, is not UTF-8, or has none.
@@ -40,11 +40,11 @@ def read(name: str) -> list[str]:
     try:
         text = Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"prompts_file={name!r} cannot be read as text: {error}") from error
+        raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
     found = [line.strip() for line in text.splitlines()]
     found = [line for line in found if line and not line.startswith("#")]
     if not found:
-        raise ModelError(f"prompts_file={name!r} has no prompt; write one per line")
+        raise ModelError(f"{option}={name!r} has no prompt; write one per line")
     return found
 
 

@@ -168,6 +168,7 @@ class Runner:
         self._parts.seats.refill()
         self._parts.encoders.refill()
         self.pipe.to(self._origin)
+        self.mesh.close()
         self._restored = True
 
     def reports(self) -> list[dict[str, Any]]:

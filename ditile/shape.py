@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ditile.layout import Grid, Layout, share
@@ -108,7 +109,7 @@ class Shape:
     def layout(self, plan: Plan, spec: ModelSpec) -> Layout:
         """The cuts of the image."""
         plan.check_rows(self.grid.rows)
-        return Layout.of(self.grid, plan.num_patches, self.text, spec.joint)
+        return _layout(self.grid, plan.num_patches, self.text, spec.joint)
 
     @property
     def rows(self) -> int:
@@ -117,10 +118,7 @@ class Shape:
 
     def shared_out(self, plan: Plan, replica: int = 0) -> Shape:
         """The shape of one replica's calls on one half of guidance; the first step of several calls is whole."""
-        images = len(share(range(self.images), plan.data, replica))
-        rows = -(-self.rows // min(plan.cfg, self.rows))
-        calls = -(-self.calls // plan.cfg) if self.rows == 1 else self.calls
-        return replace(self, images=images, batch=images * rows, calls=calls)
+        return _shared_out(self, plan.data, plan.cfg, replica)
 
     @property
     def channels(self) -> int:
@@ -138,6 +136,17 @@ class Shape:
             model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
             text=self.text, branches=self.rows * self.calls,
         )  # fmt: skip
+
+
+_layout = lru_cache(maxsize=1024)(Layout.of)
+
+
+@lru_cache(maxsize=1024)
+def _shared_out(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
+    images = len(share(range(shape.images), data, replica))
+    rows = -(-shape.rows // min(cfg, shape.rows))
+    calls = -(-shape.calls // cfg) if shape.rows == 1 else shape.calls
+    return replace(shape, images=images, batch=images * rows, calls=calls)
 
 
 def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class ModelSpec:
         grid: (transformer, arguments of forward) -> the token grid of the image.
         latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
         conditioning: call arguments -> text, batch and calls, for tables and dry runs.
+        example: (config, grid, text tokens) -> arguments of the forward with one row, of which nothing is read but
+            shapes: how the planner has the forward counted.
         image_tokens: embeds the latents; its value is read on the first stage only.
         out: makes the prediction of each token.
         constant: modules whose output does not change during a generation; `*` stands for one name.
@@ -120,6 +122,7 @@ class ModelSpec:
     grid: Callable[[nn.Module, Mapping[str, Any]], Grid]
     latent_per_token: Callable[[Mapping[str, Any]], int]
     conditioning: Callable[[Mapping[str, Any]], Conditioning]
+    example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
     out: str = "proj_out"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -187,6 +188,7 @@ def _work(jobs: Connection, results: Connection, stacks: Path) -> None:
     os.environ |= {"DITILE_CHECK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through again
     with stacks.open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
@@ -214,6 +216,7 @@ def _run(case: Case) -> Answer:
         value = pickle.dumps(fn(*args))
         dist.barrier()  # a rank that left before its peers were done would break their connections
         dist.destroy_process_group()
+        gc.collect()  # runners are cycles, and the threads of each group in one wake up a hundred times a second
         return Answer(True, value)
     except BaseException:  # SystemExit and pytest's Failed too: the parent shows whatever ended the case
         text = io.StringIO()

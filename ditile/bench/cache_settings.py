@@ -1,39 +1,15 @@
-"""Settings of caches that are measured, each one line of text, for our engine and for cache-dit.
-
-F=1 W=4 R=0.12 MC=3 taylor=1        short names, as in what `strify` prints
-F=1 mask=fast policy=static dmd=6   a preset of steps, and another calibrator
-"""
+"""Settings of caches that are measured, each one line of text (`ditile.steps.line`), for our engine and cache-dit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ditile.errors import ModelError
-from ditile.steps.config import (
-    Calibration,
-    DBCacheConfig,
-    DBPruneConfig,
-    DMDCalibratorConfig,
-    FoCaCalibratorConfig,
-    TaylorSeerCalibratorConfig,
-)
-from ditile.steps.step_mask import read
+from ditile.steps.config import Calibration, DBCacheConfig
+from ditile.steps.line import cache_of, calibrator_of
 
 OURS, THEIRS = "ditile", "cache-dit"
 ENGINES = (OURS, THEIRS)
-
-SHORT = {
-    "F": "Fn_compute_blocks", "B": "Bn_compute_blocks", "R": "residual_diff_threshold", "W": "max_warmup_steps",
-    "I": "warmup_interval", "M": "max_cached_steps", "MC": "max_continuous_cached_steps",
-    "budget": "max_accumulated_residual_diff_threshold", "resets": "accumulated_resets",
-    "mask": "steps_computation_mask", "policy": "steps_computation_policy",
-}  # fmt: skip
-CALIBRATORS: dict[str, tuple[type[Calibration], str | None]] = {
-    "taylor": (TaylorSeerCalibratorConfig, "taylorseer_order"),
-    "dmd": (DMDCalibratorConfig, "dmd_history"),
-    "foca": (FoCaCalibratorConfig, None),
-}
 
 COMMON = (
     "F=1 W=4 R=0.08", "F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4", "F=1 W=4 R=0.24 MC=6", "F=1 W=8 I=2 R=0.8 MC=8",
@@ -76,11 +52,7 @@ class Setting:
         Raises:
             ModelError: if a name or value is not known.
         """
-        fields = {SHORT.get(name, name): value for name, value in _pairs(self.text) if name not in CALIBRATORS}
-        cls = DBPruneConfig if fields.pop("prune", False) else DBCacheConfig
-        if isinstance(mask := fields.get("steps_computation_mask"), str):
-            fields["steps_computation_mask"] = read(mask)
-        return cls(**fields)
+        return cache_of(self.text)
 
     def fits(self, steps: int) -> bool:
         """Whether its mask, if it has one of bins, is long enough for so many steps."""
@@ -94,13 +66,7 @@ class Setting:
         Raises:
             ModelError: if there are two, or a value is not known.
         """
-        found = [(name, value) for name, value in _pairs(self.text) if name in CALIBRATORS]
-        if len(found) > 1:
-            raise ModelError(f"{self.text!r} has {len(found)} calibrators; name one")
-        for name, value in found:
-            cls, field = CALIBRATORS[name]
-            return cls() if field is None or value is True else cls(**{field: value})
-        return None
+        return calibrator_of(self.text)
 
 
 def parsed(engines: str, lines: str) -> list[Setting]:
@@ -115,25 +81,5 @@ def parsed(engines: str, lines: str) -> list[Setting]:
     made = [Setting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
     for setting in made:
         _ = setting.cache, setting.calibrator
-    return [setting for setting in made if setting.engine == OURS or setting.cache.Fn_compute_blocks > 0]
-
-
-def _pairs(text: str) -> list[tuple[str, Any]]:
-    """`F=1 foca` as `[("F", 1), ("foca", True)]`."""
-    made = []
-    for word in text.split():
-        name, _, value = word.partition("=")
-        made.append((name, _value(value)))
-    return made
-
-
-def _value(text: str) -> Any:
-    """The number or truth that a text is, or the text."""
-    if text in ("", "true", "false"):
-        return text != "false"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    own = [s for s in made if s.engine == OURS]
+    return [s for s in made if s in own or (s.cache.Fn_compute_blocks > 0 and "reach" not in s.text)]

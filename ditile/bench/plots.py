@@ -4,13 +4,15 @@ user of matplotlib.
 python -m ditile.bench.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m ditile.bench.plots freshness docs/images/freshness.png --patches 4
 python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl docs/images/cache-quality.png
+python -m ditile.bench.plots tradeoff evaluation/evaluation.json docs/images/evaluation.png
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 from ditile.bench.cache_quality import front, means, read
 from ditile.bench.cache_settings import OURS, THEIRS
+from ditile.bench.evaluate_options import ORIGINAL
+from ditile.bench.evaluation import front as undominated
 from ditile.blocks.schedule import Schedule
 from ditile.generation import Micro
 
+MARKERS = "osD^vP*XhdHp<>8"
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
 FRESH, STALE = "#4477aa", "#dddddd"
 
@@ -90,6 +96,43 @@ def pareto(files: Sequence[Path], out: Path) -> None:
         _save(figure, out.with_suffix(".svg"))
 
 
+def tradeoff(found: Mapping[str, Any], out: Path) -> None:
+    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
+    through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
+    """
+    rows = found["settings"]
+    plans, caches = (list(dict.fromkeys(row[name] for row in rows)) for name in ("plan", "cache"))
+    finite = [row["psnr"] for row in rows if row["psnr"] < 100]
+    low, high = (min(finite), max(finite)) if finite else (30.0, 40.0)
+    room = max(2.0, 0.15 * (high - low))
+    top = high + 2 * room
+    figure, axes = plt.subplots(figsize=(9.6, 5))
+
+    def place(row: Mapping[str, Any]) -> tuple[float, float]:
+        return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
+
+    axes.plot(*zip(*map(place, undominated(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
+    for row in rows:
+        x, y = place(row)
+        colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
+        spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
+        axes.errorbar(
+            x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
+        )
+    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--")
+    axes.set_ylim(low - room, top + 0.8 * room)
+    ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
+    axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time of a picture, % of the original pipeline's (median; bars: lowest and highest)")
+    axes.set_ylabel("mean PSNR to the original's picture (dB)")
+    count = found["captions"]["count"]
+    axes.set_title(f"{found['model']}, {count} caption(s), {found['measured']['machine']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    _legend(axes, plans, caches)
+    _save(figure, out)
+
+
 def main() -> None:
     """Draws one figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,14 +147,34 @@ def main() -> None:
     curves = kinds.add_parser("pareto")
     curves.add_argument("files", type=Path, nargs="+")
     curves.add_argument("out", type=Path)
+    points = kinds.add_parser("tradeoff")
+    points.add_argument("file", type=Path)
+    points.add_argument("out", type=Path)
     given = parser.parse_args()
-    if given.kind == "pareto":
+    if given.kind == "tradeoff":
+        tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
+    elif given.kind == "pareto":
         pareto(given.files, given.out)
     elif given.kind == "freshness":
         freshness(given.patches, given.out)
     else:
         first, _, last = given.steps.partition("-")
         gantt(given.trace, given.out, range(int(first), int(last or first) + 1))
+
+
+def _legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
+    """Colours and markers, beside the figure."""
+    one = {ORIGINAL.plan: "one process"}
+    shown = [Patch(color=COLOURS[k % 8], label=textwrap.fill(one.get(p, p), 34)) for k, p in enumerate(plans)]
+    shown += [
+        axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=_cache_label(cache))[0]
+        for k, cache in enumerate(caches)
+    ]
+    axes.legend(handles=shown, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _cache_label(cache: str) -> str:
+    return "no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34)
 
 
 def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:

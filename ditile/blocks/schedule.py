@@ -265,13 +265,17 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int = 1) -> list[Span]:
-    """Runs the programs of all stages against each other, each message free and as early as it can be.
+def simulate(
+    schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int = 1,
+    travel: Callable[[int, Op], float] | None = None,
+) -> list[Span]:  # fmt: skip
+    """Runs the programs of all stages against each other, each message as early as it can be.
 
     Args:
         schedule: the schedule.
         cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, all else 0.
         calls: transformer calls per step.
+        travel: the time of a message on its way, from the end of the op that sends it; by default none.
 
     Raises:
         RuntimeError: if the stages wait for each other for ever.
@@ -288,7 +292,9 @@ def simulate(schedule: Schedule, cost: Callable[[int, Op], float] | None = None,
                 clocks[stage] = start + price(stage, op)
                 spans.append(Span(stage, op, start, clocks[stage]))
                 if op.kind in RECEIVES.values() and op.peer is not None:
-                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.piece)] = clocks[stage]
+                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.piece)] = clocks[stage] + (
+                        travel(stage, op) if travel else 0.0
+                    )
                 moved = True
         if not moved:
             raise RuntimeError(f"deadlock: stages wait at {[p[0] if p else None for p in programs]}")

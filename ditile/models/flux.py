@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
@@ -86,6 +87,18 @@ def conditioning(call: Mapping[str, Any]) -> Conditioning:
     return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
 
 
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Packed latents, T5's states, CLIP's pooled state, positions."""
+    tokens = grid.rows * grid.tokens_per_row
+    return {
+        "hidden_states": torch.empty(1, tokens, config["in_channels"]),
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
+        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]),
+        "timestep": torch.empty(1), "guidance": torch.empty(1) if config["guidance_embeds"] else None,
+        "img_ids": torch.empty(tokens, 3), "txt_ids": torch.empty(text, 3),
+    }  # fmt: skip
+
+
 TENSOR_TOKENS = {
     "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
     "transformer_blocks.*.attn.to_out.0": {"return": "image"},
@@ -112,6 +125,7 @@ FLUX = ModelSpec(
     grid=grid,
     latent_per_token=lambda config: 2,
     conditioning=conditioning,
+    example=example,
     image_tokens="x_embedder",
     constant=("context_embedder", "pos_embed"),
     per_step=(

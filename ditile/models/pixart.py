@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import image_grid, projections
+from ditile.layout import Grid
+from ditile.models.slicers import image_grid, latents, projections
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -23,6 +26,16 @@ class PixArtSelfAttention:
         q, k, v = projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
         out: Tensor = attn.to_out[0](self._core.of(q, k, v).flatten(2).to(hidden_states.dtype))
         return out / attn.rescale_output_factor
+
+
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Latents and T5's states, which have no place in the sequence."""
+    return {
+        "hidden_states": latents(config, grid),
+        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
+        "encoder_attention_mask": torch.empty(1, text), "timestep": torch.empty(1),
+        "added_cond_kwargs": {"resolution": torch.empty(1, 2), "aspect_ratio": torch.empty(1, 1)},
+    }  # fmt: skip
 
 
 TENSOR = {
@@ -56,6 +69,7 @@ PIXART = ModelSpec(
     latent_dim=2,
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
+    example=example,
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models.slicers import TEXT_STREAM, behind, image_grid, projections, refuse_ip_adapters
+from ditile.layout import Grid
+from ditile.models.slicers import TEXT_STREAM, behind, image_grid, latents, projections, refuse_ip_adapters
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 
@@ -57,6 +59,15 @@ def conditioning(call: Mapping[str, Any]) -> Conditioning:
     return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
 
 
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Latents, the joined states of three text encoders, CLIP's pooled state."""
+    return {
+        "hidden_states": latents(config, grid),
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
+        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]), "timestep": torch.empty(1),
+    }  # fmt: skip
+
+
 TENSOR = {
     "transformer_blocks.*.attn.to_q": "colwise",
     "transformer_blocks.*.attn.to_k": "colwise",
@@ -97,6 +108,7 @@ SD3 = ModelSpec(
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
     conditioning=conditioning,
+    example=example,
     constant=("context_embedder",),
     per_step=(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",

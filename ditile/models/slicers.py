@@ -27,6 +27,12 @@ def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     return Grid(height // size, width // size, size)
 
 
+def latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
+    """Latents `[1, C, H, W]` of a grid, of which only the shape says anything."""
+    side = int(config["patch_size"])
+    return torch.empty(1, config["in_channels"], grid.rows * side, grid.tokens_per_row * side)
+
+
 def joint_rows(table: Tensor, view: View) -> Tensor:
     """The rows of a per-token table `[text + image, ...]` (text first) that a view needs; dummy text reads any rows."""
     layout, part = view

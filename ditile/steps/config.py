@@ -195,6 +195,8 @@ class TaylorSeerCalibratorConfig(Calibration):
 
     Attributes:
         taylorseer_order: its degree; 1 is a line, and 0 reuse.
+        taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two of them; further
+            on it stays as it is there. None is any distance.
         calibrator_type: accepted; says what the class says.
 
     The others are those of `Calibration`.
@@ -204,17 +206,20 @@ class TaylorSeerCalibratorConfig(Calibration):
     """
 
     taylorseer_order: int = 1
+    taylorseer_reach: float | None = None
     calibrator_type: Literal["taylorseer"] = "taylorseer"
 
     def __post_init__(self) -> None:
         Calibration.__post_init__(self)
         check_whole(self, "taylorseer_order", 0)
+        check_number(self, "taylorseer_reach", 0, 1, none=True)
         check_one_of(self, "calibrator_type", "taylorseer")
 
     @property
     def tag(self) -> str:
         """The few letters that stand for it in `strify`."""
-        return f"T1O{self.taylorseer_order}"
+        reach = "" if self.taylorseer_reach is None else f"E{self.taylorseer_reach:g}"
+        return f"T1O{self.taylorseer_order}{reach}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

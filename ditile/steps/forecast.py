@@ -71,7 +71,7 @@ def forecast(
     if config is None or not (config.enable_calibrator if stream == "image" else config.enable_encoder_calibrator):
         return Reuse(dtype)
     if isinstance(config, TaylorSeerCalibratorConfig):
-        return TaylorSeer(config.taylorseer_order, dtype)
+        return TaylorSeer(config.taylorseer_order, dtype, config.taylorseer_reach)
     if isinstance(config, FoCaCalibratorConfig):
         return FoCa(dtype)
     if isinstance(config, DMDCalibratorConfig):
@@ -112,10 +112,12 @@ class TaylorSeer:
     Args:
         order: its degree; 0 is reuse.
         store_dtype: the type of snapshots; None is that of the values.
+        reach: how far beyond the last computed step it goes, in gaps between the last two of them. What changes fast
+            at first would be carried off by a line through the first two steps.
     """
 
-    def __init__(self, order: int = 1, store_dtype: torch.dtype | None = None) -> None:
-        self._store = _Differences(order, store_dtype)
+    def __init__(self, order: int = 1, store_dtype: torch.dtype | None = None, reach: float | None = None) -> None:
+        self._store, self._reach = _Differences(order, store_dtype), reach
 
     @property
     def bytes(self) -> int:
@@ -128,7 +130,12 @@ class TaylorSeer:
 
     def at(self, step: int) -> Tensor:
         """See `Forecast.at`."""
-        gaps = [step - computed for computed in self._store.steps]
+        steps = self._store.steps
+        if self._reach is None or len(steps) < 2:
+            gaps: list[float] = [step - computed for computed in steps]
+        else:
+            end = min(step, steps[0] + self._reach * (steps[0] - steps[1]))
+            gaps = [end - computed for computed in steps]
         return self._store.sum([math.prod(gaps[: k + 1]) for k in range(len(gaps) - 1)])
 
 

@@ -87,6 +87,18 @@ def test_the_slope_is_there_with_two_points(name: str) -> None:
             assert one.at(count - 1 + ahead).tolist() == pytest.approx([10.0 + 2 * (count - 1 + ahead)] * 3)
 
 
+def test_a_reach_ends_a_line_at_its_share_of_the_last_gap() -> None:
+    """A failure means that a line through the first steps of a picture carries it off, or that it ends too early."""
+    one = fed(TaylorSeer(1, reach=0.5), lambda t: torch.tensor([10.0 + 2 * t]), [0, 4])
+    assert [one.at(t).item() for t in (5, 6, 7, 30)] == pytest.approx([20.0, 22.0, 22.0, 22.0])
+    far, near = TaylorSeer(2, reach=1.0), TaylorSeer(2)
+    for each in (far, near):
+        fed(each, lambda t: torch.tensor([float(t * t)]), [0, 1, 3])
+    assert [far.at(t).item() for t in (4, 5, 9)] == pytest.approx([16.0, 25.0, 25.0])
+    assert near.at(9).item() == pytest.approx(81.0)
+    assert fed(TaylorSeer(1, reach=0.0), lambda t: torch.tensor([2.0 * t]), [0, 1]).at(5).item() == 2.0
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_a_gap_after_dense_steps(name: str) -> None:
     """Steps 0 to 3, then 8, of 10 + 2t: the peer's forecast of 9, 10, 11 was 33.8, 43.8, 56."""

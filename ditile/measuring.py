@@ -1,0 +1,78 @@
+"""The commands that measure and foretell: bench, evaluate, plan, calibrate. torch is imported once options are checked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from ditile import env
+from ditile.bench.evaluate_options import Evaluate, Judge, Session
+from ditile.bench.options import Comparison, Workload
+from ditile.console import console, print_both, writes
+from ditile.flags import collect
+from ditile.load import find
+from ditile.options import Ask, Calibrate
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """`ditile bench`."""
+    compared, work = Comparison(**collect(Comparison, arguments)), Workload(**collect(Workload, arguments))
+    if writes():
+        compared.check_out()
+    if not work.is_random:
+        find(work.model)
+    measured = importlib.import_module("ditile.bench.command").bench(compared, work)
+    if env.torchrun() is not None:
+        importlib.import_module("ditile.mesh").part()
+    if measured is not None:
+        from ditile.bench.tables import table
+
+        shown = console()
+        shown.print(table(measured.rows))
+        for line in measured.remarks:
+            shown.print(f"- {line}", soft_wrap=True)
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """`ditile evaluate`."""
+    wanted, judge, session = (kind(**collect(kind, arguments)) for kind in (Evaluate, Judge, Session))
+    find(wanted.model)
+    from ditile.generate import quiet
+
+    quiet()  # before what follows imports diffusers
+    from ditile.bench import evaluate
+
+    found = evaluate.evaluate(wanted, judge, session)
+    if found is not None:
+        shown = console()
+        shown.print(evaluate.as_table(found))
+        for line in evaluate.remarks(found):
+            shown.print(f"- {line}", soft_wrap=True)
+        shown.print(f"written: {session.out}")
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """`ditile plan`."""
+    from ditile.generate import quiet
+
+    ask = Ask(**collect(Ask, arguments))
+    quiet()
+    from ditile.planner.answer import answer
+
+    found = answer(ask)
+    print_both(found.as_table(), found.to_json(), ask.json)
+    return 0
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """`ditile calibrate`."""
+    wanted = Calibrate(**collect(Calibrate, arguments))
+    from ditile.generate import quiet
+
+    quiet()
+    from ditile.planner import measure
+
+    print(measure.calibrate(wanted))
+    return 0

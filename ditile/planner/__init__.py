@@ -1,0 +1,1 @@
+"""Which plan for this model, this size, this machine: cost, price, search."""

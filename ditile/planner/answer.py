@@ -1,0 +1,165 @@
+"""`ditile plan`: the question, and its answer as a table, as words and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ditile import env
+from ditile.errors import ModelError, PlanError
+from ditile.load import defaults, find
+from ditile.options import Ask
+from ditile.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.memory import peak
+from ditile.planner.price import Price
+from ditile.planner.profile import Profile
+from ditile.planner.search import Found, Wanted, pricer_of, search
+from ditile.planner.subject import CONFIGS, Subject, known
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHOWN = 8
+
+
+def machine(ask: Ask) -> Profile:
+    """The profile that is asked about.
+
+    Raises:
+        PlanError: if there is none.
+        ModelError: if a file is none.
+    """
+    if ask.hardware is not None:
+        return hardware.profile(ask.hardware, ask.interlink)
+    path = Path(ask.profile) if ask.profile is not None else env.profile()
+    if ask.profile is None and not path.exists():
+        raise PlanError(
+            "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
+            f"known are {', '.join(hardware.known())}"
+        )
+    found = Profile.read(path)
+    return found if ask.interlink is None else hardware.joined(found, ask.interlink)
+
+
+def called(ask: Ask) -> dict[str, Any]:
+    """The arguments of the call, the model's own where none are given."""
+    own = _published(ask.model) if ask.model in known() else defaults(ask.model)
+    given = {
+        "height": ask.height, "width": ask.width or ask.height, "num_inference_steps": ask.steps,
+        "guidance_scale": ask.guidance,
+    }  # fmt: skip
+    prompt = {"prompt": "a prompt", "num_images_per_prompt": ask.num_images}
+    return own | prompt | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Prices, the best first."""
+
+    model: str
+    hardware: str
+    devices: int
+    found: Found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.found.legal,
+            "plans": [
+                {
+                    "plan": str(price.plan), "latency_s": price.latency_s, "memory_bytes": price.memory_bytes,
+                    "bytes_per_step": price.bytes_per_step, "exposed_comm_s": price.exposed_s,
+                    "bubble_s": price.bubble_s, "compute_s": price.compute_s, "why": why,
+                }
+                for price, why in zip(self.found.prices, reasons(self.found.prices), strict=True)
+            ],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_table(self) -> Table:
+        """For people."""
+        from rich.table import Table
+
+        from ditile.table import amount
+
+        title = f"{self.model} on {self.devices} x {self.hardware}: {self.found.legal} legal plans"
+        if self.found.too_large:
+            title += f", {len(self.found.too_large)} of them too large"
+        shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
+        prices = self.found.prices[:SHOWN]
+        for price, why in zip(prices, reasons(prices), strict=True):
+            shown.add_row(
+                str(price.plan), f"{price.latency_s:.3g}", f"{price.compute_s:.3g}", f"{price.exposed_s:.2g}",
+                f"{price.bubble_s:.2g}", amount(price.memory_bytes), amount(price.bytes_per_step), why,
+            )  # fmt: skip
+        return shown
+
+
+def answer(ask: Ask) -> Answer:
+    """The answer to a question.
+
+    Raises:
+        PlanError: if no plan fits, or the priced one does not.
+        ModelError, LoadError: if the model cannot be planned for.
+    """
+    profile, source = machine(ask), CONFIGS / ask.model if ask.model in known() else _found(ask.model)
+    call = called(ask)
+    subject = Subject.of(ask.model, source)
+    devices = ask.devices or profile.devices
+    wanted = Wanted(
+        devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.amount(ask.memory),
+        max_latency_s=ask.max_latency, warmup=ask.warmup,
+    )  # fmt: skip
+    if ask.price is None:
+        return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted))
+    plan = Plan.parse(ask.price)
+    shape = subject.shape(call, profile.element_size)
+    job = subject.job(plan, shape)
+    price = pricer_of(subject, call, profile, ask.hosts).price(job, memory_bytes=peak(subject, job, profile))
+    return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
+
+
+def best(model: str, **asked: Any) -> Plan:
+    """The first plan of the answer; see `Plan.auto`.
+
+    Raises:
+        PlanError: if a word of the question is not known; and those of `answer`.
+    """
+    known_words = [field.name for field in dataclasses.fields(Ask)]
+    if unknown := sorted(set(asked) - set(known_words)):
+        raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
+    return answer(Ask(model=model, **asked)).found.prices[0].plan
+
+
+def reasons(prices: Sequence[Price]) -> Iterator[str]:
+    """Why the first is first, and why each other is not."""
+    best = prices[0]
+    yield "the fastest" if len(prices) > 1 else ""
+    for price in prices[1:]:
+        later = {
+            "compute": price.compute_s - best.compute_s, "exposed communication": price.exposed_s - best.exposed_s,
+            "bubble": price.bubble_s - best.bubble_s,
+        }  # fmt: skip
+        name = max(later, key=lambda kind: later[kind])
+        slower = price.latency_s / best.latency_s - 1
+        yield f"{slower:.0%} slower: {later[name]:.2g} s more {name}" if later[name] > 0 else f"{slower:.0%} slower"
+
+
+def _found(model: str) -> Any:
+    try:
+        return find(model)
+    except ModelError as error:
+        raise ModelError(f"{error}; published models that can be planned for: {', '.join(known())}") from error
+
+
+def _published(model: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CONFIGS / model / "generation.json").read_text("utf-8"))
+    return found

@@ -1,0 +1,223 @@
+"""Measures this machine into a profile: curves of one device, links between ranks, and what the host adds.
+
+Every rank computes with the same number of threads; rank 0 measures the curves while the others wait. What kernels and
+iterations of the loop cost besides their work is fitted to calls of a bundled model, which is in no curve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ditile.planner.profile import Curve, Link, Profile
+
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+WIDTHS = (128, 256, 512, 1024, 2048)
+LENGTHS = (16, 64, 256, 1024, 4096)
+SIZES = tuple(2**k for k in range(12, 27, 2))
+MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+HEADS, HEAD, WIDTH = 8, 64, 256
+LARGEST = 2**33  # operations of a call that is timed
+BUDGET = 0.03
+REPEATS = 5
+
+
+class Bench:
+    """Times calls on one device.
+
+    Args:
+        device, dtype: what is measured.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._is_gpu = device.type == "cuda"
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        """Random numbers."""
+        return torch.randn(*shape, **self._make)
+
+    def seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
+        """Of a call: the median of some runs, none of them the first."""
+        self._many(call, 1)
+        times = max(1, min(1000, int(budget / REPEATS / max(self._many(call, 1), 1e-7))))
+        return statistics.median(self._many(call, times) for _ in range(REPEATS))
+
+    def _many(self, call: Callable[[], Any], times: int) -> float:
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        self._wait()
+        return (time.perf_counter() - began) / times
+
+    def _wait(self) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize()
+
+
+def matmul(bench: Bench) -> Curve:
+    """Operations a second of linear layers, over (rows, width)."""
+
+    def rate(rows: int, width: int) -> float | None:
+        work = 2 * rows * width**2
+        if work > LARGEST:
+            return None
+        x, weight, bias = bench.numbers(rows, width), bench.numbers(width, width), bench.numbers(width)
+        return work / bench.seconds(lambda: functional.linear(x, weight, bias))
+
+    return _table(ROWS, WIDTHS, rate)
+
+
+def attention(bench: Bench) -> Curve:
+    """Operations a second of attention, over (queries, keys)."""
+
+    def rate(queries: int, keys: int) -> float | None:
+        work = 4 * queries * keys * HEADS * HEAD
+        if work > LARGEST:
+            return None
+        q, k = bench.numbers(1, HEADS, queries, HEAD), bench.numbers(1, HEADS, keys, HEAD)
+        return work / bench.seconds(lambda: functional.scaled_dot_product_attention(q, k, k))
+
+    return _table(LENGTHS, LENGTHS, rate)
+
+
+def pointwise(bench: Bench) -> dict[str, Curve]:
+    """Bytes a second of what goes over numbers once, by kind, over bytes read and written."""
+    found: dict[str, list[float]] = {"pointwise": [], "norm": [], "gelu": []}
+    for size in SIZES:
+        x = bench.numbers(max(size // 8 // WIDTH, 1), WIDTH)
+        y, scale, real = torch.randn_like(x), bench.numbers(1, WIDTH), x.numel() * x.element_size()
+        both = bench.seconds(lambda x=x, y=y: x + y) + bench.seconds(lambda x=x, scale=scale: x * scale)  # type: ignore[misc]
+        norm = bench.seconds(lambda x=x: functional.layer_norm(x, (WIDTH,)))  # type: ignore[misc]
+        gelu = bench.seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
+        for name, rate in (("pointwise", 5 * real / both), ("norm", 2 * real / norm), ("gelu", 2 * real / gelu)):
+            found[name].append(rate)
+    return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in found.items()}
+
+
+def _table(xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]) -> Curve:
+    """A curve over two sizes; what is too large to be timed has the rate of the next smaller."""
+    rows = []
+    for x in xs:
+        row: list[float] = []
+        for y in ys:
+            found = rate(x, y)
+            row.append(row[-1] if found is None else found)
+        rows.append(tuple(row))
+    return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
+
+
+def link(bench: Bench) -> Link:
+    """What joins the ranks of the group that is there: messages from rank 0 to rank 1, and collectives of all."""
+    world = dist.get_world_size()
+    small, large = (_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
+    bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
+    size = MESSAGES[-2]
+    x = bench.numbers(size // 4 * world)
+    parts, out = list(x.chunk(world)), torch.empty_like(x)
+    exchanged = _together(bench, lambda: dist.all_to_all_single(out, x))
+    tiny = bench.numbers(world)
+    started = _together(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny))
+    summed = _together(bench, lambda: dist.all_reduce(x))
+    gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0]))
+    sent = x.numel() * x.element_size() * (world - 1) / world
+    return Link(
+        latency_s=small, bandwidth=bandwidth, collective=_share(sent, exchanged - started, bandwidth),
+        call_s=max(started - small, 0.0), neighbours=_share(sent, gathered - started, bandwidth),
+        reduce=_share(2 * sent, summed - started, bandwidth), overlap=_overlap(bench),
+    )  # fmt: skip
+
+
+def _share(sent: float, seconds: float, bandwidth: float) -> float:
+    return min(1.0, sent / max(seconds, 1e-9) / bandwidth)
+
+
+def _one_way(bench: Bench, size: int) -> float:
+    """Seconds of a message: half of there and back."""
+    x = bench.numbers(size // 4)
+    rank = dist.get_rank()
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(x, 1)
+            dist.recv(x, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+            dist.send(x, 0)
+
+    return _together(bench, there_and_back) / 2
+
+
+def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
+    """Seconds of a call that all ranks make, the same number of times on each."""
+    call()
+    found = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        found.append(bench._many(call, times))
+    return statistics.median(found)
+
+
+def _overlap(bench: Bench) -> float:
+    """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
+    rank, size = dist.get_rank(), MESSAGES[-1]
+    x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.numbers(size // 4)
+
+    def compute() -> None:
+        for _ in range(40):
+            functional.linear(x, weight)
+
+    def send() -> None:
+        if rank < 2:
+            work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0)
+            assert work is not None
+            work.wait()
+
+    def both() -> None:
+        work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0) if rank == 1 else None
+        compute()
+        if work is not None:
+            work.wait()
+
+    alone, sent, together = (_together(bench, call, 3) for call in (compute, send, both))
+    return min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
+
+
+def fitted(profile: Profile, measured: Sequence[tuple[float, float, float, float]]) -> Profile:
+    """The profile with `kernel_s` and `micro_s` by which it comes closest to calls that were measured.
+
+    Args:
+        profile: with curves.
+        measured: of each call its seconds, those of its work on the curves alone, its kernels, its iterations.
+    """
+    rows = torch.tensor([[kernels / took, micros / took] for took, _, kernels, micros in measured])
+    left = torch.tensor([[(took - known) / took] for took, known, _, _ in measured])
+    best = torch.linalg.lstsq(rows, left).solution.flatten().clamp_min(0).tolist()
+    return dataclasses.replace(profile, kernel_s=best[0], micro_s=best[1])
+
+
+def provenance() -> str:
+    """What machine, with what, when."""
+    when = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return f"measured by ditile calibrate on {machine()}, torch {torch.__version__}, {when}"
+
+
+def machine() -> str:
+    """The device's name."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"

@@ -1,0 +1,225 @@
+"""What a transformer computes, counted: its forward runs once without numbers, and every kernel is noted.
+
+The forward is the family's own, on the meta device, at a size whose token counts are told apart: an operation on 703
+rows belongs to the image, one on 59 to the text, one on 762 to both. A kernel so says how it grows with the tokens of a
+rank, and `Work` is what a block, or the rest of the model, has of each. Blocks that are built alike are run once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditile.errors import ModelError
+from ditile.layout import Grid
+from ditile.overrides import matching, override
+from ditile.seats import Seats
+from ditile.spec import ModelSpec
+
+Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu"]
+Stream = Literal["image", "text", "both", "once"]
+"""Whose tokens a kernel works on; `once`: of none, the same for any picture."""
+
+GRID, TEXT = Grid(19, 37, 37), 59  # 703 tokens and 59: of no width of a model, nor of each other
+MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
+"""The places of the two factors."""
+HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
+FREE = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::empty.memory_format", "aten::lift_fresh"}
+"""What moves no number."""
+
+
+class Kernel(NamedTuple):
+    """One operation, for one row of the batch and one token.
+
+    Attributes:
+        kind: "matmul" of a token with a matrix; "attention" of a token to another; the others go over numbers once,
+            "norm" and "gelu" with more to compute for each.
+        stream: whose tokens.
+        size: (k, n) of the matrix; (channels of all heads, 0); (numbers read and written of a token, 0).
+        keys: whose keys a token attends to.
+    """
+
+    kind: Kind
+    stream: Stream
+    size: tuple[float, int]
+    keys: Stream = "once"
+
+
+Work = Mapping[Kernel, int]
+"""How often each kernel runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A transformer's work in one call with one row.
+
+    Attributes:
+        blocks: of each block.
+        block_steps: of each block, once in a step.
+        block_once: of each block, once in a generation.
+        first: before them, on the first stage: the embedding of the latents.
+        last: behind them: the head.
+        every: of every rank, in every call.
+        step: of every rank, once in a step.
+        once: once in a generation.
+    """
+
+    blocks: tuple[Work, ...]
+    block_steps: tuple[Work, ...]
+    block_once: tuple[Work, ...]
+    first: Work
+    last: Work
+    every: Work
+    step: Work
+    once: Work
+
+
+def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
+    """Counts a transformer, whose weights are not read.
+
+    Args:
+        transformer: on the meta device.
+        spec: its family.
+
+    Raises:
+        ModelError: if the family's table does not say how to call its forward.
+    """
+    if spec.example is None:
+        raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
+    seats = Seats(transformer, spec)
+    config: Any = transformer.config
+    note = _Note()
+    kinds: dict[tuple[Any, ...], int] = {}
+    with ExitStack() as stack:
+        for seat in seats.chain:
+            kind = (type(seat.block), *((name, tuple(p.shape)) for name, p in seat.block.named_parameters()))
+            if kind in kinds:
+                override(stack, seat.block, "forward", _passing(seat.io.returns))
+            first = kinds.setdefault(kind, seat.index)
+            note.alike[seat.index] = first
+            for name in ("block step", "block once"):
+                note.work.setdefault((name, first), Counter())
+            stack.enter_context(note.within(seat.block, ("block", first)))
+        for place, paths in (("first", (spec.image_tokens,)), ("last", (spec.out,)), ("step", spec.per_step),
+                             ("once", spec.constant)):  # fmt: skip
+            for path in paths:
+                for _, module in matching(transformer, path):
+                    stack.enter_context(note.within(module, (place, 0)))
+        for place, patterns in (("block step", spec.per_step), ("block once", spec.constant)):
+            for path, module in (found for pattern in patterns for found in matching(transformer, pattern)):
+                for seat in seats.chain:
+                    if path.startswith(f"{seat.name}."):
+                        stack.enter_context(note.within(module, (place, note.alike[seat.index])))
+        with torch.device("meta"), torch.no_grad(), note, note.attention:
+            transformer(**spec.example(config, GRID, TEXT), return_dict=False)
+    kinds_in_order = [first for _, first in sorted(note.alike.items())]
+    of_blocks = (tuple(note.work[name, k] for k in kinds_in_order) for name in ("block", "block step", "block once"))
+    return Counted(*of_blocks, *(note.work[name, 0] for name in ("first", "last", "every", "step", "once")))
+
+
+class _Note(TorchDispatchMode):
+    """Notes kernels under the innermost of the modules that were named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: dict[tuple[str, int], Counter[Kernel]] = {
+            (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
+        }
+        self.alike: dict[int, int] = {}
+        self.attention = _Attention(self._add)
+        self._at: list[tuple[str, int]] = [("every", 0)]
+
+    @contextmanager
+    def within(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
+        """What a module does is noted at a place."""
+        self.work.setdefault(place, Counter())
+        before = module.register_forward_pre_hook(lambda *_: self._at.append(place))
+        after = module.register_forward_hook(lambda *_: self._leave())
+        yield
+        before.remove()
+        after.remove()
+
+    def _leave(self) -> None:
+        self._at.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.name() not in FREE:
+            self._add(_kernel(str(func), args, out))
+        return out
+
+    def _add(self, kernel: Kernel) -> None:
+        self.work[self._at[-1]][kernel] += 1
+
+
+class _Attention(TorchFunctionMode):
+    """Attention as one kernel, before it is taken apart."""
+
+    def __init__(self, add: Callable[[Kernel], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
+        channels = query.shape[1] * query.shape[3]
+        self._add(Kernel("attention", _stream(query.shape[2]), (channels, 0), _stream(key.shape[2])))
+        return query  # of the same shape
+
+
+def _kernel(name: str, args: Any, out: Any) -> Kernel:
+    if name in MATMULS:
+        left, right = (args[k] for k in MATMULS[name])
+        return Kernel("matmul", _stream(left.shape[0]), (int(right.shape[0]), int(right.shape[1])))
+    if name == "aten.convolution.default":
+        width = int(out.shape[1])
+        return Kernel("matmul", _stream(out.numel() // width), (args[1].numel() // width, width))
+    tensors = [*_tensors(args), *_tensors(out)]
+    stream = _stream_of(tensors)
+    numbers = sum(tensor.numel() for tensor in tensors) / _tokens(stream)
+    return Kernel(HEAVY.get(name, "pointwise"), stream, (numbers, 0))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _stream_of(tensors: list[Tensor]) -> Stream:
+    found = {_stream(size) for tensor in tensors for size in tensor.shape}
+    return next((stream for stream in ("both", "image", "text") if stream in found), "once")
+
+
+def _stream(size: int) -> Stream:
+    image = GRID.rows * GRID.tokens_per_row
+    sizes: dict[int, Stream] = {image: "image", TEXT: "text", image + TEXT: "both"}
+    return sizes.get(size, "once")
+
+
+def _tokens(stream: Stream) -> int:
+    image = GRID.rows * GRID.tokens_per_row
+    return {"image": image, "text": TEXT, "both": image + TEXT, "once": 1}[stream]
+
+
+def _passing(returns: tuple[str, ...]) -> Callable[..., Any]:
+    """The forward of a block that is built like one before it."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        text = kwargs.get("encoder_hidden_states", args[0] if args else None)
+        out = tuple(text if stream == "text" else hidden_states for stream in returns)
+        return out if len(out) > 1 else out[0]
+
+    return forward

@@ -1,0 +1,105 @@
+"""`ditile calibrate`: what `calibrate` measures, on one rank and then on all, as the profile of this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditile import env
+from ditile.launch import launch
+from ditile.load import defaults, find, load
+from ditile.mesh import pick_device
+from ditile.options import Calibrate
+from ditile.plan import Plan
+from ditile.planner import calibrate as curves
+from ditile.planner.calibrate import Bench
+from ditile.planner.profile import Link, Profile
+from ditile.planner.search import pricer_of
+from ditile.planner.subject import Subject
+from ditile.runner import parallelize
+
+CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
+PATCHES, STEPS, RUNS = (1, 4), 6, 3
+KERNEL, MICRO = 1e-6, 1e-3
+NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
+
+
+def calibrate(wanted: Calibrate) -> Path:
+    """Measures this machine and keeps the profile.
+
+    Returns:
+        Where it is.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = wanted.ranks or gpus or max(1, (os.cpu_count() or 1) // wanted.threads)
+    name = wanted.dtype or ("bfloat16" if gpus else "float32")
+    [alone] = launch(one, 1, (name,), threads=wanted.threads)
+    found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
+    if ranks > 1:
+        link = launch(joined, ranks, (name,), threads=wanted.threads)[0]
+        found = dataclasses.replace(found, link=link)
+    path = Path(wanted.out) if wanted.out is not None else env.profile()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.to_json() + "\n", "utf-8")
+    return path
+
+
+def one(dtype: str) -> Profile:
+    """On a rank by itself: the curves, and what they leave of real calls."""
+    idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    device = pick_device(None, 0)
+    bench = Bench(device, getattr(torch, dtype))
+    is_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory()
+    profile = Profile(
+        name=curves.machine(), source=curves.provenance(), memory_bytes=memory,
+        element_size=getattr(torch, dtype).itemsize, matmul=curves.matmul(bench), attention=curves.attention(bench),
+        pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0, link=NO_LINK,
+        idle_bytes=0 if is_gpu else idle,
+    )  # fmt: skip
+    return curves.fitted(profile, [found for model, size in CALLS for found in _calls(model, size, profile, dtype)])
+
+
+def joined(dtype: str) -> Link | None:
+    """On all ranks: what joins them."""
+    device = pick_device(None, dist.get_rank())
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    return curves.link(Bench(on, getattr(torch, dtype)))
+
+
+def _calls(model: str, size: int, profile: Profile, dtype: str) -> list[tuple[float, float, float, float]]:
+    """Of calls of a bundled model: seconds, and what the profile makes of them; see `calibrate.fitted`."""
+    subject, found = Subject.of(model, find(model)), []
+    for patches in PATCHES:
+        plan = Plan(patches=patches)
+        call = defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+        pipe: Any = load(model, dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        runner = parallelize(pipe, plan)
+        seconds = min(_denoised(runner, call) for _ in range(RUNS + 1))
+        job = subject.job(plan, subject.shape(call, profile.element_size))
+
+        def priced(profile: Profile, job: Any = job, call: Any = call) -> float:
+            return pricer_of(subject, call, profile).price(job).latency_s
+
+        known = priced(profile)
+        kernels = (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
+        micros = (priced(dataclasses.replace(profile, micro_s=MICRO)) - known) / MICRO
+        found.append((seconds, known, kernels, micros))
+    return found
+
+
+def _denoised(runner: Any, call: dict[str, Any]) -> float:
+    runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
+    seconds: float = runner.report.seconds["denoise"]
+    return seconds
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,332 @@
+"""What a plan costs before it runs: the schedule of its stages with counted work, on a machine that was measured.
+
+    compute      the longest line of work through the stages, as `simulate` finds it with free messages
+    exposed      what messages add: those within a call wait for each other, those between stages travel under work
+    bubble       time in which the busiest stage waits for others with nothing sent late: filling and warmup
+
+The three make up the latency of the denoising loop. Caches enter by the share of steps that they leave out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ditile import cost
+from ditile.blocks.schedule import Kind, Op, Schedule, Span, simulate
+from ditile.cost import Job, Place
+from ditile.generation import Micro
+from ditile.mesh import AXES
+from ditile.plan import Plan
+from ditile.planner.kernels import Counted, Work
+from ditile.planner.profile import Link, Profile
+from ditile.planner.seconds import Tokens, seconds, together
+
+STEADY = 4  # steps after the warmup that are simulated; the others are like the last of them
+COLLECTIVES = {"ulysses": "ulysses", "ring": "ring", "distrifusion": "distrifusion", "tensor": "tensor"}
+BEHIND = 2  # messages of a ring that are on their way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """What a cache is expected to leave out.
+
+    Attributes:
+        share: of the steps.
+        first, last: blocks that run all the same: its probe and its tail.
+    """
+
+    share: float = 0.0
+    first: int = 1
+    last: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What a plan is predicted to cost.
+
+    Attributes:
+        plan: the plan.
+        latency_s: of the denoising loop.
+        compute_s: of the busiest stage.
+        exposed_s: that messages add.
+        bubble_s: in which that stage waits for others all the same.
+        bytes_per_step: that all ranks send, over the steps.
+        memory_bytes: of the rank that needs most.
+    """
+
+    plan: Plan
+    latency_s: float
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    bytes_per_step: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices the calls of one model on one machine.
+
+    Attributes:
+        counted: the model's work.
+        profile: the machine.
+        words: tokens of text that cross attention sees, which are not in the sequence.
+        hosts: how many; ranks fill one after the other.
+    """
+
+    counted: Counted
+    profile: Profile
+    words: int = 0
+    hosts: int = 1
+    _seconds: dict[tuple[int, Tokens], float] = field(default_factory=dict)
+
+    @cached_property
+    def works(self) -> dict[int, Work]:
+        """Each kind of block once."""
+        return {id(found): found for found in self.counted.blocks}
+
+    def price(self, job: Job, left: Left | None = None, memory_bytes: int = 0) -> Price:
+        """The price of a call."""
+        run = _Run(self, job, left or Left())
+        latency, compute = run.latency(free=False), run.compute
+        free = run.latency(free=True)
+        sent = _sent(job)
+        return Price(
+            plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
+            bubble_s=max(free - compute, 0.0), bytes_per_step=sent / job.shape.steps, memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+    def estimate(self, job: Job, left: Left | None = None) -> float:
+        """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by."""
+        return _Run(self, job, left or Left()).estimate()
+
+    def work(self, key: int, work: Work, tokens: Tokens) -> float:
+        """Seconds of some work, remembered by what it is."""
+        if (key, tokens) not in self._seconds:
+            self._seconds[key, tokens] = seconds(work, tokens, self.profile)
+        return self._seconds[key, tokens]
+
+
+class _Run:
+    """One call under one plan."""
+
+    def __init__(self, pricer: Pricer, job: Job, left: Left) -> None:
+        self._pricer, self._job, self._left = pricer, job, left
+        self._profile = pricer.profile
+        self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
+        ranks = job.plan.world / max(pricer.hosts, 1)
+        self._crowd = max(1.0, ranks / pricer.profile.devices)
+        self._seen: dict[Any, float] = {}
+
+    @property
+    def compute(self) -> float:
+        """Seconds of work of the busiest stage."""
+        return max(
+            sum(self._cost(stage, op, free=True) for op in self._schedule.program(stage, self._calls))
+            for stage in range(self._job.plan.pipefusion)
+        )
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return self._job.schedule
+
+    @cached_property
+    def _calls(self) -> int:
+        return self._job.own(self._places[0]).calls
+
+    def latency(self, *, free: bool) -> float:
+        """Seconds of the loop; `free`: with messages that take no time."""
+        schedule, steps = self._schedule, self._job.shape.steps
+        shown = min(steps, schedule.warmup + STEADY)
+        spans = simulate(
+            replace(schedule, steps=shown), lambda stage, op: self._cost(stage, op, free=free), self._calls,
+            lambda stage, op: 0.0 if free else self._travel(stage, op),
+        )  # fmt: skip
+        ends = _ends(spans, shown)
+        tail = ends[-1] - ends[-2] if shown > 1 else ends[-1]
+        return ends[-1] + (steps - shown) * tail
+
+    def estimate(self) -> float:
+        """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all."""
+        schedule, plan, steps = self._schedule, self._job.plan, self._job.shape.steps
+        stages, calls, patches = range(plan.pipefusion), self._calls, plan.num_patches
+        warm = steps if schedule.synchronous(steps - 1) else min(schedule.warmup, steps)
+        whole = Op(Kind.COMPUTE, min(1, steps - 1), None)
+        work = [self._cost(stage, whole, free=False) for stage in stages]
+        step = self._cost(plan.pipefusion - 1, Op(Kind.STEP, 0, None), free=False)
+        if schedule.crew:
+            total = warm * (calls * max(work) + step)
+        else:
+            pieces = len(schedule.pieces(Micro(0, None))) * calls
+            total = warm * (calls * (sum(work) + (pieces - 1) * max(work)) / pieces + step)
+        if warm == steps:
+            return total
+        ends = [[self._cost(stage, Op(Kind.COMPUTE, warm, patch), free=False) for stage in stages]
+                for patch in ((0, patches - 1) if plan.distrifusion == 1 else (None,))]  # fmt: skip
+        micro = self._cost(plan.pipefusion - 1, Op(Kind.STEP, warm, None if plan.distrifusion > 1 else 0), free=False)
+        few = patches if plan.distrifusion == 1 else 1
+        busy = [calls * (first + (few - 1) * later) for first, later in zip(ends[0], ends[-1], strict=True)]
+        busy[-1] += few * micro
+        round_trip = sum(ends[-1]) * 1.0 + (calls - 1) * max(ends[-1]) + micro
+        period = max(max(busy), round_trip)
+        return total + (steps - warm) * period + sum(ends[-1]) - max(ends[-1])
+
+    def _cost(self, stage: int, op: Op, *, free: bool) -> float:
+        key = (stage, op.kind, self._kind_of(op), op.branch == 0, op.piece, free)
+        if key not in self._seen:
+            self._seen[key] = self._priced(stage, op, free=free)
+        return self._seen[key]
+
+    def _kind_of(self, op: Op) -> tuple[bool, bool, int | None, bool]:
+        return op.step == 0, self._schedule.is_stale(op.step), op.patch, self._schedule.keeps_keys(op.step)
+
+    def _priced(self, stage: int, op: Op, *, free: bool) -> float:
+        micro = self._micro(op)
+        if op.kind is Kind.COMPUTE:
+            own = self._compute(self._places[stage], micro, op) * self._crowd
+            return own if free else own + self._exchanges(self._places[stage], micro, own)
+        if op.kind is Kind.STEP:
+            patches = self._job.plan.num_patches if micro.patch is None else 1
+            taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
+            return taken if free else taken + self._guidance(micro) / patches
+        if free or op.kind not in (Kind.SEND, Kind.RETURN, Kind.SHARE, Kind.PREDICT, Kind.GIVE):
+            return 0.0
+        link = self._link("pipefusion")
+        return (1 - link.overlap) * self._message(stage, op)
+
+    def _travel(self, stage: int, op: Op) -> float:
+        link = self._link("pipefusion")
+        return link.latency_s + link.overlap * self._message(stage, op)
+
+    def _message(self, stage: int, op: Op) -> float:
+        """Seconds of a message on an idle link."""
+        job, place = self._job, self._places[stage]
+        if op.kind is Kind.SEND and op.patch is not None:
+            pieces = len(self._schedule.pieces(self._micro(op)))
+            size = cost.between(job, place, op.patch) / pieces
+        elif op.kind is Kind.GIVE:
+            size = cost.key_bytes(job, 0)
+        else:
+            rows = 1.0 if op.patch is None else job.layout.rows(op.patch) / job.layout.grid.rows
+            size = job.own(place).latent_bytes * rows
+        return size / self._link("pipefusion").bandwidth
+
+    def _micro(self, op: Op) -> Micro:
+        stale = self._schedule.is_stale(op.step) and self._job.plan.distrifusion == 1
+        return Micro(op.step, op.patch if stale else None)
+
+    def _compute(self, place: Place, micro: Micro, op: Op) -> float:
+        """Seconds of a stage's own blocks, the ends with them, in one call or a piece of it."""
+        job, counted, work = self._job, self._pricer.counted, self._pricer.work
+        tokens = self._tokens(place, micro, op)
+        crew = len(self._schedule.crew_of(micro))
+        stage = range(len(counted.blocks)) if crew else job.stages[place.stage]
+        runs = [1 - self._left.share * self._may_be_left(block) for block in stage]
+        kinds: dict[int, float] = {}
+        for block, share in zip(stage, runs, strict=True):
+            kinds[id(counted.blocks[block])] = kinds.get(id(counted.blocks[block]), 0.0) + share
+        total = sum(share * work(kind, self._pricer.works[kind], tokens) for kind, share in kinds.items())
+        total += work(-1, counted.every, tokens)
+        if place.stage == 0 or crew:
+            total += work(-2, counted.first, tokens)
+        if place.stage == job.plan.pipefusion - 1 or crew:
+            total += work(-3, counted.last, tokens)
+        if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
+            total += work(-4, counted.step, tokens)
+            total += sum(work(id(each), each, tokens) for each in (counted.block_steps[block] for block in stage))
+        if op.step == 0:
+            total += work(-5, counted.once, tokens)
+            total += sum(work(id(each), each, tokens) for each in (counted.block_once[block] for block in stage))
+        return total
+
+    def _may_be_left(self, block: int) -> bool:
+        last = len(self._pricer.counted.blocks) - self._left.last
+        return self._left.first <= block < last
+
+    def _tokens(self, place: Place, micro: Micro, op: Op) -> Tokens:
+        job, plan = self._job, self._job.plan
+        image, text = cost.tokens(job, place, micro)
+        crew = len(self._schedule.crew_of(micro))
+        if crew:
+            image, text = -(-job.layout.image // crew), -(-text // crew)
+        own = job.own(place)
+        rows = len(self._schedule.pieces(micro)[op.piece]) if plan.warmup_mode == "pipelined" else own.batch
+        keys = job.layout
+        line = cost.line(job, place, micro) if plan.ulysses > 1 else 0
+        return Tokens(
+            rows=rows, image=image, text=text or self._pricer.words, image_keys=keys.image,
+            text_keys=keys.text or self._pricer.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
+            share=line / (image + text) if line else 1.0,
+        )  # fmt: skip
+
+    def _exchanges(self, place: Place, micro: Micro, compute: float) -> float:
+        """Seconds that a call waits for what its ranks send each other."""
+        total = 0.0
+        for kind, sizes in cost.in_call(self._job, place, micro).items():
+            axis = "ulysses" if kind == "prediction" else kind
+            link, n = self._link(axis), max(getattr(self._job.plan, axis), 2)
+            share = {"tensor": link.reduce, "ring": link.neighbours}.get(kind, link.collective)
+            sending = sum(sizes) / (link.bandwidth * share)
+            if kind == "distrifusion" and self._schedule.is_stale(micro.step):
+                total += _exposed(sending + len(sizes) * link.latency_s, link.overlap, compute)
+            elif kind == "ring":
+                sending += len(sizes) * (n - 1) * link.latency_s
+                total += _exposed(sending, link.overlap, self._attention(place, micro))
+            else:
+                calls = len(sizes) * (2 if kind == "ulysses" else 1)
+                total += sending + calls * (link.call_s + link.latency_s)
+        return total
+
+    def _attention(self, place: Place, micro: Micro) -> float:
+        """Seconds of attention in a call: what a ring's messages travel under."""
+        counted, tokens = self._pricer.counted, self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
+        blocks = [counted.blocks[block] for block in self._job.stages[place.stage]]
+        found = {k: n for k, n in together(blocks).items() if k.kind == "attention"}
+        n = self._job.plan.ring
+        return seconds(found, tokens, self._profile) * (n - 1) / n
+
+    def _guidance(self, micro: Micro) -> float:
+        place = self._places[-1]
+        size = cost.guidance(self._job, place, micro)
+        link = self._link("cfg")
+        return link.latency_s + size / link.bandwidth if size else 0.0
+
+    def _link(self, axis: str) -> Link:
+        """The link that an axis crosses at its widest."""
+        plan, profile = self._job.plan, self._profile
+        if profile.interlink is None or self._pricer.hosts < 2:
+            return profile.link
+        names = AXES[AXES.index(axis) :]
+        span = 1
+        for name in names:
+            span *= getattr(plan, name)
+        return profile.interlink if span > plan.world // self._pricer.hosts else profile.link
+
+
+def _sent(job: Job) -> int:
+    """Bytes that all ranks send in the whole call; steps of one kind are alike."""
+    ranks, last = range(job.plan.world), job.shape.steps - 1
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for step in range(job.shape.steps):
+        kind = (job.schedule.is_stale(step), job.schedule.keeps_keys(step), step == 0, step == last)
+        kinds.setdefault(kind, []).append(step)
+    return sum(
+        len(steps) * sum(sum(cost.sent_in_step(job, rank, steps[0]).values()) for rank in ranks)
+        for steps in kinds.values()
+    )
+
+
+def _ends(spans: list[Span], steps: int) -> list[float]:
+    """When the scheduler has stepped the last patch of each step."""
+    ends = [0.0] * steps
+    for span in spans:
+        if span.op.kind is Kind.STEP:
+            ends[span.op.step] = max(ends[span.op.step], span.end)
+    return ends
+
+
+def _exposed(sending: float, overlap: float, compute: float) -> float:
+    """Seconds of a message that computing does not hide."""
+    return sending * (1 - overlap) + max(0.0, sending * overlap - compute)

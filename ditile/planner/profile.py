@@ -1,0 +1,166 @@
+"""A machine as the planner knows it: how fast its devices compute and what its links carry. A JSON file.
+
+Curves are read between their points on logarithmic scales, and keep their last value outside of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ditile.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A rate over one or two sizes.
+
+    Attributes:
+        x, y: sizes of the points, rising; `y` is empty where the rate depends on `x` alone.
+        rates: one for each x, or a row for each x with one for each y.
+    """
+
+    x: tuple[float, ...]
+    rates: tuple[Any, ...]
+    y: tuple[float, ...] = ()
+
+    def at(self, x: float, y: float = 1.0) -> float:
+        """The rate at some sizes."""
+        (k, part) = _between(self.x, x)
+        near = [self._row(self.rates[k], y), self._row(self.rates[min(k + 1, len(self.x) - 1)], y)]
+        return math.exp((1 - part) * math.log(near[0]) + part * math.log(near[1]))
+
+    def _row(self, row: Any, y: float) -> float:
+        if not self.y:
+            return float(row)
+        k, part = _between(self.y, y)
+        low, high = row[k], row[min(k + 1, len(self.y) - 1)]
+        return math.exp((1 - part) * math.log(low) + part * math.log(high))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What joins two ranks.
+
+    Attributes:
+        latency_s: seconds before the first byte of a message is there.
+        bandwidth: bytes a second of one message at a time, from one rank to another.
+        collective: share of that bandwidth that each rank has while all of a group exchange.
+        call_s: seconds of a collective besides its bytes, such as of starting it.
+        neighbours: share of the bandwidth while each rank sends to the next one.
+        reduce: share of it in an all-reduce.
+        overlap: share of a message's time that computing goes on under.
+    """
+
+    latency_s: float
+    bandwidth: float
+    collective: float = 1.0
+    call_s: float = 0.0
+    neighbours: float = 1.0
+    reduce: float = 1.0
+    overlap: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A machine, or several alike.
+
+    Attributes:
+        name: of the hardware.
+        source: where the numbers are from, and when.
+        memory_bytes: of a device.
+        element_size: bytes of a number in which the curves were measured.
+        matmul: operations a second, over (rows, geometric mean of the matrix's sides).
+        attention: operations a second, over (queries, keys).
+        pointwise: bytes a second by kind ("pointwise", "norm", "gelu"), over bytes.
+        kernel_s: seconds of the host for each kernel; it runs ahead of a GPU.
+        runs_ahead: whether the host does (a GPU), or computes itself.
+        micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
+        idle_bytes: of a process that has loaded no model yet.
+        link: between ranks of a host.
+        interlink: between hosts; None if there was one.
+        devices: ranks that compute at once on a host.
+    """
+
+    name: str
+    source: str
+    memory_bytes: int
+    element_size: int
+    matmul: Curve
+    attention: Curve
+    pointwise: Mapping[str, Curve]
+    kernel_s: float
+    runs_ahead: bool
+    micro_s: float
+    link: Link
+    idle_bytes: int = 0
+    interlink: Link | None = None
+    devices: int = 8
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The profile as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the profile") -> Profile:
+        """The inverse.
+
+        Raises:
+            ModelError: if it is no profile.
+        """
+        try:
+            values = json.loads(text)
+            values |= {name: _curve(values[name]) for name in ("matmul", "attention")}
+            values["pointwise"] = {name: _curve(found) for name, found in values["pointwise"].items()}
+            values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{where} is no profile of a machine ({error}); make one with `ditile calibrate`"
+            ) from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """A profile from a file.
+
+        Raises:
+            ModelError: if it cannot be read, or is none.
+        """
+        try:
+            return cls.from_json(Path(path).read_text("utf-8"), str(path))
+        except OSError as error:
+            raise ModelError(f"profile={str(path)!r} cannot be read: {error.strerror}") from error
+
+
+def _curve(values: Mapping[str, Any]) -> Curve:
+    return Curve(tuple(values["x"]), tuple(_row(rates) for rates in values["rates"]), tuple(values["y"]))
+
+
+def _row(rates: Any) -> Any:
+    return tuple(rates) if isinstance(rates, Sequence) else rates
+
+
+@lru_cache(maxsize=65536)
+def _between(points: tuple[float, ...], value: float) -> tuple[int, float]:
+    """The point at or below a value, and how far it is to the next one on a logarithmic scale."""
+    if value <= points[0]:
+        return 0, 0.0
+    if value >= points[-1]:
+        return len(points) - 1, 0.0
+    k = bisect.bisect_right(points, value) - 1
+    low, high = points[k], points[k + 1]
+    return k, math.log(value / low) / math.log(high / low)
+
+
+def rising(points: Sequence[float]) -> bool:
+    """Whether points are in order, each more than the one before."""
+    return all(a < b for a, b in itertools.pairwise(points))

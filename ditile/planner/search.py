@@ -1,0 +1,151 @@
+"""Every legal plan for a model, a call and a machine, the fastest first.
+
+Degrees come from the divisors of the ranks, patches from powers of two over the stages. What does not fit the memory is
+set aside; of the others the price is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ditile.cost import Job
+from ditile.errors import PlanError
+from ditile.plan import Plan
+from ditile.planner.memory import peak
+from ditile.planner.price import Left, Price, Pricer
+from ditile.planner.profile import Profile
+from ditile.planner.subject import Subject
+from ditile.shape import Shape
+
+MOST_PATCHES = 32
+SHOWN = 12  # plans that are priced to the end, of those that the formula puts first
+FACTORS = (1, 2, 4)  # patches for each stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is asked.
+
+    Attributes:
+        devices: ranks at most, over all hosts.
+        hosts: how many.
+        memory_bytes: of a device; the profile's by default.
+        max_latency_s: plans that take longer are set aside.
+        warmup: synchronous steps of plans with stale keys.
+    """
+
+    devices: int
+    hosts: int = 1
+    memory_bytes: int | None = None
+    max_latency_s: float | None = None
+    warmup: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a search.
+
+    Attributes:
+        prices: of the plans that fit, the fastest first.
+        too_large: of those that need more memory than there is, the one that needs least first.
+        legal: how many plans the model and the call allow.
+    """
+
+    prices: tuple[Price, ...]
+    too_large: tuple[Price, ...]
+    legal: int
+
+
+def search(
+    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
+) -> Found:
+    """Prices every legal plan.
+
+    Raises:
+        PlanError: if none fits the memory or the latency.
+    """
+    shape = subject.shape(call, profile.element_size)
+    pricer = pricer_of(subject, call, profile, wanted.hosts)
+    space = wanted.memory_bytes or profile.memory_bytes
+    rough: list[tuple[float, int, Job, int]] = []
+    too_large, legal = list[Price](), 0
+    for plan in plans(subject, shape, wanted):
+        legal += 1
+        job = subject.job(plan, shape)
+        memory = peak(subject, job, profile)
+        if memory > space:
+            too_large.append(Price(plan=plan, latency_s=0, compute_s=0, exposed_s=0, bubble_s=0, bytes_per_step=0,
+                                   memory_bytes=memory))  # fmt: skip
+        else:
+            rough.append((pricer.estimate(job, left), legal, job, memory))
+    rough.sort(key=lambda found: found[:2])
+    fits = [pricer.price(job, left, memory) for _, _, job, memory in rough[:SHOWN]]
+    fits.sort(key=lambda price: price.latency_s)
+    too_large.sort(key=lambda price: price.memory_bytes)
+    if not fits:
+        least = too_large[0]
+        raise PlanError(
+            f"no plan fits {space / 2**30:.1f} GiB a device: '{least.plan}' needs least, "
+            f"{least.memory_bytes / 2**30:.1f} GiB, {(least.memory_bytes - space) / 2**30:.1f} GiB more; "
+            "use more devices, quantize, or a smaller picture"
+        )
+    limit = wanted.max_latency_s
+    kept = [price for price in fits if limit is None or price.latency_s <= limit]
+    if not kept:
+        raise PlanError(
+            f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
+            "use more devices, fewer steps or a cache"
+        )
+    return Found(tuple(kept), tuple(too_large), legal)
+
+
+def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, hosts: int = 1) -> Pricer:
+    """The pricer of a model's calls."""
+    words = 0 if subject.spec.joint != "none" else int(call.get("max_sequence_length") or 300)
+    return Pricer(subject.counted, profile, words, hosts)
+
+
+def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
+    """Every plan that the model and the call allow, on so many ranks and on every divisor of them."""
+    facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
+    for world in _divisors(wanted.devices):
+        for degrees in _degrees(world, shape):
+            for more in _patches(degrees, wanted.warmup):
+                plan = Plan(**degrees, **more)
+                if not plan.illegal(facts):
+                    yield plan
+
+
+def _degrees(world: int, shape: Shape) -> Iterator[dict[str, int]]:
+    """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
+    branches = shape.rows * shape.calls
+    for data, cfg, pipefusion, ring, distrifusion, ulysses in itertools.product(_divisors(world), repeat=6):
+        used = data * cfg * pipefusion * ring * distrifusion * ulysses
+        if world % used or cfg > min(branches, 2) or data > shape.images:
+            continue
+        if distrifusion > 1 and (pipefusion > 1 or ring > 1):
+            continue
+        tensor = world // used
+        if shape.heads % tensor == 0:
+            yield {"data": data, "cfg": cfg, "pipefusion": pipefusion, "ring": ring, "distrifusion": distrifusion,
+                   "ulysses": ulysses, "tensor": tensor}  # fmt: skip
+
+
+def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:
+    stages = degrees["pipefusion"]
+    if stages == 1:
+        yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
+        return
+    alone = degrees["ring"] * degrees["ulysses"] * degrees["tensor"] == 1
+    modes = ("serial", "pipelined", "sequence") if alone else ("serial", "pipelined")
+    for factor in FACTORS:
+        if stages * factor <= MOST_PATCHES:
+            for mode in modes if warmup else modes[:1]:
+                yield {"patches": stages * factor, "warmup": warmup, "warmup_mode": mode}
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,146 @@
+"""What is planned for: a model without its weights, and the calls of it as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from ditile.blocks.costs import divide
+from ditile.cost import Job
+from ditile.errors import LoadError, ModelError
+from ditile.models import spec_of
+from ditile.plan import Plan
+from ditile.planner.kernels import Counted, counted
+from ditile.seats import Seats
+from ditile.shape import Shape, Weights, filled_call
+from ditile.spec import ModelSpec
+
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+"""Configs of published models, and what cannot be read off them."""
+FACTS = "facts.json"
+TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def known() -> list[str]:
+    """Published models whose configs come with this package."""
+    return sorted(path.parent.name for path in CONFIGS.glob("*/model_index.json"))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pipeline whose transformer has no weights.
+
+    Attributes:
+        name: of the model.
+        pipeline: its class.
+        transformer: on the meta device.
+        vae_scale: pixels of a latent pixel's side.
+        text, vae: parameters of the text encoders together, and of the VAE.
+    """
+
+    name: str
+    pipeline: type
+    transformer: nn.Module
+    vae_scale: int
+    text: int = 0
+    vae: int = 0
+    _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, name: str, source: Path | str) -> Subject:
+        """The pipeline of a folder or hub id (of which only configs are read).
+
+        Raises:
+            LoadError: if configs cannot be read.
+            ModelError: if it has no transformer.
+        """
+        try:
+            index = diffusers.DiffusionPipeline.load_config(source)
+            pipeline = getattr(diffusers, index["_class_name"])
+            kind = index.get("transformer", (None, None))[1]
+            if kind is None:
+                raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
+            transformer = getattr(diffusers, kind)
+            config = transformer.load_config(source, subfolder="transformer")
+            vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
+        except (OSError, KeyError, AttributeError) as error:
+            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        with torch.device("meta"):
+            made: nn.Module = transformer.from_config(config)
+        scale = 2 ** (len(vae["block_out_channels"]) - 1)
+        facts = _facts(Path(source)) if Path(source).is_dir() else {}
+        return cls(name, pipeline, made, scale, facts.get("text_parameters", 0), facts.get("vae_parameters", 0))
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Its family."""
+        return spec_of(self.transformer)
+
+    @cached_property
+    def seats(self) -> Seats:
+        """Its blocks."""
+        return Seats(self.transformer, self.spec)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Its parameters."""
+        return self.seats.weights()
+
+    @cached_property
+    def counted(self) -> Counted:
+        """Its work."""
+        return counted(self.transformer, self.spec)
+
+    def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
+        """A call of it; the pipeline's own defaults fill the gaps."""
+        config: Any = self.transformer.config
+        return Shape.of(
+            self.spec, config, self.vae_scale, element_size, filled_call(self.pipeline, config, self.vae_scale, call)
+        )
+
+    def job(self, plan: Plan, shape: Shape) -> Job:
+        """The call under a plan.
+
+        Raises:
+            PlanError: if the plan does not fit.
+        """
+        plan.check(shape.facts(type(self.transformer).__name__, len(self.seats.chain)))
+        return Job(plan=plan, spec=self.spec, shape=shape, weights=self.weights, stages=self._divided(plan))
+
+    def _divided(self, plan: Plan) -> list[range]:
+        key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
+        if key not in self._stages:
+            self._stages[key] = divide(self.seats, plan)
+        return self._stages[key]
+
+
+def _facts(folder: Path) -> dict[str, int]:
+    """Parameters beside the transformer: as written down, or else those of the files."""
+    if (folder / FACTS).exists():
+        found: dict[str, int] = json.loads((folder / FACTS).read_text("utf-8"))
+        return found
+    return {
+        "text_parameters": sum(sum(_sizes(folder / part)) for part in TEXT),
+        "vae_parameters": sum(_sizes(folder / "vae")),
+    }
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Parameters of each safetensors file of a component, from its header."""
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                size = 1
+                for length in opened.get_slice(name).get_shape():
+                    size *= length
+                yield size

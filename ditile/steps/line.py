@@ -1,0 +1,105 @@
+"""A cache in one line of text, as tables of measurements and `--caches` name it.
+
+    F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` prints
+    F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no look at all, and forecasts that end half a gap on
+    F=1 mask=fast policy=static dmd=6    a preset of steps, and another calibrator
+    none                                 no cache
+
+Fields of `DBCacheConfig` work by their own names too; `prune` makes it a `DBPruneConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ditile.errors import ModelError
+from ditile.steps.config import (
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FoCaCalibratorConfig,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.steps.step_mask import read
+
+NONE = "none"
+
+SHORT = {
+    "F": "Fn_compute_blocks", "B": "Bn_compute_blocks", "R": "residual_diff_threshold", "W": "max_warmup_steps",
+    "I": "warmup_interval", "M": "max_cached_steps", "MC": "max_continuous_cached_steps",
+    "budget": "max_accumulated_residual_diff_threshold", "resets": "accumulated_resets",
+    "mask": "steps_computation_mask", "policy": "steps_computation_policy",
+}  # fmt: skip
+CALIBRATORS: dict[str, tuple[type[Calibration], str | None]] = {
+    "taylor": (TaylorSeerCalibratorConfig, "taylorseer_order"),
+    "dmd": (DMDCalibratorConfig, "dmd_history"),
+    "foca": (FoCaCalibratorConfig, None),
+}
+
+
+def cache_of(line: str) -> DBCacheConfig:
+    """The config of a line that is not `none`.
+
+    Raises:
+        ModelError: if a name or value is not known.
+    """
+    apart = {*CALIBRATORS, "reach"}
+    fields = {SHORT.get(name, name): value for name, value in _pairs(line) if name not in apart}
+    cls = DBPruneConfig if fields.pop("prune", False) else DBCacheConfig
+    if isinstance(mask := fields.get("steps_computation_mask"), str):
+        fields["steps_computation_mask"] = read(mask)
+    return cls(**fields)
+
+
+def calibrator_of(line: str) -> Calibration | None:
+    """The calibrator; None if there is none.
+
+    Raises:
+        ModelError: if there are two, or a value is not known.
+    """
+    found = [(name, value) for name, value in _pairs(line) if name in CALIBRATORS]
+    if len(found) > 1:
+        raise ModelError(f"{line!r} has {len(found)} calibrators; name one")
+    for name, value in found:
+        cls, field = CALIBRATORS[name]
+        given = {} if field is None or value is True else {field: value}
+        if (reach := dict(_pairs(line)).get("reach")) is not None:
+            given["taylorseer_reach"] = reach
+        return cls(**given)
+    return None
+
+
+def configs_of(line: str) -> dict[str, Any]:
+    """The keyword arguments of `enable_cache`; those of `none` have no cache.
+
+    Raises:
+        ModelError: as `cache_of` and `calibrator_of`, or if the line is empty.
+    """
+    if line.strip() == NONE:
+        return {"cache_config": None}
+    if not line.strip():
+        raise ModelError(f"a cache in one line is such as 'F=1 W=4 R=0.12 taylor=1', or {NONE!r}; this one is empty")
+    calibrator = calibrator_of(line)
+    return {"cache_config": cache_of(line)} | ({} if calibrator is None else {"calibrator_config": calibrator})
+
+
+def _pairs(text: str) -> list[tuple[str, Any]]:
+    """`F=1 foca` as `[("F", 1), ("foca", True)]`."""
+    made = []
+    for word in text.split():
+        name, _, value = word.partition("=")
+        made.append((name, _value(value)))
+    return made
+
+
+def _value(text: str) -> Any:
+    """The number or truth that a text is, or the text."""
+    if text in ("", "true", "false"):
+        return text != "false"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

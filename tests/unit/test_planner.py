@@ -1,0 +1,226 @@
+"""The planner against what it is made of: exact counts, the schedule's own formula, and plans that run.
+
+No test here asserts that a prediction is right: `ditile bench` measures that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ditile.cli import main
+from ditile.errors import ModelError, PlanError
+from ditile.layout import Grid
+from ditile.load import defaults, find
+from ditile.options import Ask
+from ditile.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.answer import answer
+from ditile.planner.memory import needed, peak
+from ditile.planner.price import Left
+from ditile.planner.profile import Curve, Link, Profile, rising
+from ditile.planner.search import Wanted, plans, pricer_of, search
+from ditile.planner.seconds import Tokens, flops, seconds, together
+from ditile.planner.subject import CONFIGS, Subject, known
+
+RATE = Curve((1.0,), (1e9,))
+EVEN = Profile(
+    name="even", source="a test", memory_bytes=10**12, element_size=4, matmul=RATE, attention=RATE,
+    pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), Curve((1.0,), (1e18,))), kernel_s=0.0, runs_ahead=False,
+    micro_s=0.0, link=Link(latency_s=0.0, bandwidth=1e18),
+)  # fmt: skip
+"""Every operation takes a nanosecond, messages and numbers nothing."""
+SMALL = {"height": 256, "width": 256, "num_inference_steps": 8, "prompt": "a prompt"}
+
+
+def subject(name: str) -> Subject:
+    return Subject.of(name, CONFIGS / name if name in known() else find(name))
+
+
+def call(name: str, **changes: Any) -> dict[str, Any]:
+    own = json.loads((CONFIGS / name / "generation.json").read_text()) if name in known() else defaults(name)
+    return own | {"prompt": "a prompt"} | changes
+
+
+@pytest.mark.parametrize("name", ["shapes-flux", "shapes-pixart", "sd3.5-medium", "flux.1-dev"])
+def test_operations_are_those_of_the_forward(name: str) -> None:
+    """At a size other than the one that was counted; a failure means that a kernel grows with the wrong tokens."""
+    one = subject(name)
+    counted, grid, text = one.counted, Grid(6, 10, 10), 23
+    assert one.spec.example is not None
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as found:
+        config: Any = one.transformer.config
+        one.transformer(**one.spec.example(config, grid, text), return_dict=False)
+    of_blocks = (*counted.blocks, *counted.block_steps, *counted.block_once)
+    rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
+    total = flops(together([*of_blocks, *rest]), Tokens(1, 60, text, 60, text))
+    assert total == found.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("flux.1-dev", 11.90), ("pixart-sigma", 0.611), ("sd3-medium", 2.03), ("sd3.5-large", 8.06)],
+)
+def test_published_models_have_their_parameters(name: str, billions: float) -> None:
+    weights = subject(name).weights
+    assert (sum(weights.blocks) + weights.shared) / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize("text", ["pipefusion=2 patches=4", "pipefusion=4 patches=4 warmup=3", "patches=2", ""])
+def test_equal_stages_and_free_messages_take_the_makespan(text: str) -> None:
+    """The price is the schedule's: with one cost for each row of tokens it is the formula of `Schedule.makespan`."""
+    one = subject("shapes-pixart")
+    shape = one.shape(call("shapes-pixart", **SMALL))
+    job = one.job(Plan.parse(text), shape)
+    pricer = pricer_of(one, SMALL, EVEN)
+    alone = pricer.price(one.job(Plan(), shape)).latency_s
+    price = pricer.price(job)
+    assert price.exposed_s == pytest.approx(0, abs=1e-9)
+    assert price.latency_s / alone == pytest.approx(job.schedule.makespan(1) / shape.steps, rel=0.06)
+    assert price.latency_s == pytest.approx(price.compute_s + price.bubble_s)
+
+
+@pytest.mark.parametrize("name", ["shapes-flux", "shapes-pixart"])
+def test_the_formula_sifts_as_the_simulation_does(name: str) -> None:
+    """`estimate` decides which plans are simulated: where it is far off, the best plan is never looked at."""
+    one = subject(name)
+    shape, profile = one.shape(call(name, **SMALL), 2), hardware.profile("l40-pcie")
+    pricer = pricer_of(one, SMALL, profile)
+    for plan in plans(one, shape, Wanted(devices=8)):
+        job = one.job(plan, shape)
+        assert pricer.estimate(job) == pytest.approx(pricer.price(job).latency_s, rel=0.25), plan
+
+
+def test_plans_are_legal_and_distinct() -> None:
+    one = subject("flux.1-dev")
+    shape = one.shape(call("flux.1-dev"), 2)
+    found = list(plans(one, shape, Wanted(devices=16)))
+    assert len(found) == len(set(map(str, found)))
+    facts = shape.facts("x", len(one.seats.chain))
+    assert all(not plan.illegal(facts) and 16 % plan.world == 0 for plan in found)
+    assert {plan.world for plan in found} == {1, 2, 4, 8, 16}
+    for name in ("pipefusion", "ring", "distrifusion", "ulysses", "tensor"):
+        assert any(getattr(plan, name) > 1 for plan in found), name
+    assert not any(plan.cfg > 1 or plan.data > 1 for plan in found), "one image, and embedded guidance"
+
+
+def test_slower_links_favour_fewer_bytes() -> None:
+    """On a slow link PipeFusion or guidance wins, on a fast one the methods that divide every step."""
+    one, asked = subject("pixart-sigma"), call("pixart-sigma", height=2048, width=2048)
+    slow, fast = (
+        dataclasses.replace(hardware.profile("a100-nvlink"), link=Link(latency_s=1e-5, bandwidth=rate))
+        for rate in (1e9, 1e13)
+    )
+    first, second = (search(one, asked, profile, Wanted(devices=4)).prices[0] for profile in (slow, fast))
+    assert first.plan.pipefusion * first.plan.cfg == 4
+    assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
+
+
+def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
+    one, asked, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.profile("l40-pcie")
+    shape = one.shape(asked, 2)
+    alone, staged = (one.job(Plan.parse(text), shape) for text in ("", "pipefusion=8"))
+    assert needed(one, alone, profile).weights > 4 * needed(one, staged, profile).weights, "double blocks are larger"
+    assert peak(one, staged, profile) < peak(one, alone, profile)
+    with pytest.raises(PlanError, match=r"no plan fits 1\.9 GiB a device: '.*' needs least, .* GiB more"):
+        search(one, asked, profile, Wanted(devices=8, memory_bytes=2 * 10**9))
+    with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):
+        search(one, asked, profile, Wanted(devices=8, max_latency_s=0.001))
+
+
+def test_a_cache_leaves_out_its_share() -> None:
+    one = subject("shapes-pixart")
+    job = one.job(Plan(), one.shape(call("shapes-pixart", **SMALL)))
+    pricer = pricer_of(one, SMALL, EVEN)
+    whole, half = pricer.price(job), pricer.price(job, Left(share=0.5, first=0))
+    assert half.latency_s == pytest.approx(whole.latency_s / 2, rel=0.02)
+
+
+def test_a_curve_is_read_between_its_points() -> None:
+    curve = Curve((1.0, 4.0), ((1.0, 100.0), (4.0, 400.0)), (1.0, 100.0))
+    assert [curve.at(x, 1) for x in (0.5, 1, 2, 4, 9)] == pytest.approx([1, 1, 2, 4, 4])
+    assert curve.at(2, 10) == pytest.approx(20)
+    assert rising(curve.x) and not rising((2.0, 2.0))
+
+
+def test_a_profile_is_its_json(tmp_path: Path) -> None:
+    profile = hardware.profile("a100-nvlink", "10Gbit")
+    assert Profile.from_json(profile.to_json()) == profile
+    file = tmp_path / "p.json"
+    file.write_text('{"name": 1}')
+    with pytest.raises(ModelError, match="is no profile of a machine"):
+        Profile.read(file)
+    with pytest.raises(ModelError, match="cannot be read"):
+        Profile.read(tmp_path / "none.json")
+
+
+def test_hosts_are_joined_by_the_slower_link() -> None:
+    """The axis that crosses hosts pays for it; one that stays inside does not."""
+    one, asked = subject("flux.1-dev"), call("flux.1-dev")
+    shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "1Gbit")
+    job = one.job(Plan(pipefusion=2, ulysses=4), shape)
+    near, far = (pricer_of(one, asked, profile, hosts).price(job).exposed_s for hosts in (1, 2))
+    assert far > near
+    across = one.job(Plan(ulysses=8), shape)
+    assert pricer_of(one, asked, profile, 2).price(across).exposed_s > 10 * far
+
+
+def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "flux.1-dev", "--hardware", "l40-pcie", "--devices", "8", "--json", "-"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= {"model", "hardware", "devices", "plans"}
+    prices = [plan["latency_s"] for plan in found["plans"]]
+    assert prices == sorted(prices) and all(math.isfinite(price) for price in prices)
+    assert set(found["plans"][0]) >= {
+        "plan", "latency_s", "memory_bytes", "bytes_per_step", "exposed_comm_s", "bubble_s", "why",
+    }  # fmt: skip
+    assert all(str(Plan.parse(plan["plan"])) == plan["plan"] for plan in found["plans"])
+    assert str(Plan.auto("flux.1-dev", hardware="l40-pcie", devices=8)) == found["plans"][0]["plan"]
+
+
+def test_one_plan_is_priced() -> None:
+    text = "pipefusion=8 patches=8"
+    found = answer(Ask(model="flux.1-dev", hardware="l40-pcie", devices=8, price=text)).found
+    assert [str(price.plan) for price in found.prices] == [text]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hardware", "l40"], "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink, a100-pcie"),
+        (["--hardware", "l40-pcie", "--interlink", "fast"], "interlink='fast' is no bandwidth; write 10Gbit"),
+        (["--hardware", "l40-pcie", "--memory", "many"], "memory='many' is no amount; write 48GB or 40GiB"),
+        (["--hardware", "l40-pcie", "--devices", "0"], "devices=0 is not a whole number of at least 1"),
+        (["--hosts", "2"], "hosts=2 are joined by a link; say which, such as --interlink 10Gbit"),
+        (["--hardware", "l40-pcie", "--price", "pipefusion=99"], "pipefusion=99 exceeds the 12 blocks of"),
+        (["--hardware", "l40-pcie", "--model", "flux.1-def"], "published models that can be planned for: flux.1-dev"),
+    ],
+)
+def test_bad_questions_get_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "none.json"))
+    with pytest.raises(PlanError, match="this machine was not measured yet: run `ditile calibrate`"):
+        Plan.auto("shapes-pixart")
+
+
+def test_a_kernel_costs_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU runs behind its host; a CPU is its own."""
+    work = {next(iter(subject("shapes-flux").counted.blocks[0])): 10}
+    tokens = Tokens(1, 4, 4, 4, 4)
+    slow = dataclasses.replace(EVEN, kernel_s=1.0)
+    assert seconds(work, tokens, slow) == pytest.approx(10.0, rel=1e-3)
+    ahead = dataclasses.replace(EVEN, kernel_s=0.0, runs_ahead=True)
+    assert seconds(work, tokens, ahead) == pytest.approx(seconds(work, tokens, EVEN))
