@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import diffusers
-import torch
 from torch import nn
 
-from ditile.blocks.costs import divide
 from ditile.blocks.gantt import as_text
 from ditile.cost import Job
-from ditile.errors import LoadError, ModelError
+from ditile.errors import ModelError
 from ditile.load import find
-from ditile.models import spec_of
 from ditile.models.block_lists import block_lists
 from ditile.plan import Plan
-from ditile.seats import Seats
-from ditile.shape import Shape, filled_call
+from ditile.planner.subject import Subject
 from ditile.steps.build import cached_transformer
 from ditile.steps.step_mask import resolve
 from ditile.table import describe
@@ -47,34 +41,18 @@ def report(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str
 
 def planned(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
-    pipeline, transformer, vae_scale = _skeleton(find(model))
-    return job_of(pipeline, transformer, vae_scale, plan, call, configs)
+    return job_of(Subject.of(model, find(model)), plan, call, configs)
 
 
-def job_of(
-    pipeline: type, transformer: nn.Module, vae_scale: int, plan: Plan, call: Mapping[str, Any],
-    configs: Mapping[str, Any],
-) -> Job:  # fmt: skip
-    """The same of a pipeline's class and its transformer, which may be on the meta device.
+def job_of(subject: Subject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
+    """The same of a model that is at hand.
 
     Raises:
         ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.
     """
-    spec = spec_of(transformer)
-    seats = Seats(transformer, spec)
-    config: Any = transformer.config
-    filled, unit = filled_call(pipeline, config, vae_scale, call), vae_scale * spec.latent_per_token(config)
-    for name in ("height", "width"):
-        if filled[name] % unit:
-            raise ModelError(
-                f"{name}={filled[name]} is not a multiple of {unit}, a token of this model; try {name}="
-                f"{max(unit, round(filled[name] / unit) * unit)}"
-            )
-    shape = Shape.of(spec, config, vae_scale, 4, filled)
-    plan.check(shape.facts(type(transformer).__name__, len(seats.chain)))
-    stages = divide(seats, plan)
-    _check_cache(transformer, configs, shape.steps)
-    return Job(plan=plan, spec=spec, shape=shape, weights=seats.weights(), stages=stages)
+    job = subject.job(plan, subject.shape(call))
+    _check_cache(subject.transformer, configs, job.shape.steps)
+    return job
 
 
 def _check_cache(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
@@ -85,21 +63,3 @@ def _check_cache(transformer: nn.Module, configs: Mapping[str, Any], steps: int)
     for context in cached_transformer(transformer, block_lists(transformer), config).contexts:
         if context.idle is not None:
             raise ModelError(context.idle)
-
-
-def _skeleton(source: Path | str) -> tuple[type, nn.Module, int]:
-    """The pipeline's class, its transformer without weights, and pixels per latent pixel."""
-    try:
-        index = diffusers.DiffusionPipeline.load_config(source)
-        pipeline = getattr(diffusers, index["_class_name"])
-        name = index.get("transformer", (None, None))[1]
-        if name is None:
-            raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
-        cls = getattr(diffusers, name)
-        config = cls.load_config(source, subfolder="transformer")
-        vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
-    except (OSError, KeyError, AttributeError) as error:
-        raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-    with torch.device("meta"):
-        transformer: nn.Module = cls.from_config(config)
-    return pipeline, transformer, 2 ** (len(vae["block_out_channels"]) - 1)

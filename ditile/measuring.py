@@ -1,4 +1,4 @@
-"""The commands that measure and foretell: bench, evaluate, plan, calibrate. torch is imported once options are checked."""
+"""The commands that measure and foretell: bench, evaluate, plan, calibrate. torch comes once options are checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """`ditile evaluate`."""
-    wanted, judge, session = (kind(**collect(kind, arguments)) for kind in (Evaluate, Judge, Session))
+    wanted = Evaluate(**collect(Evaluate, arguments))
+    judge, session = Judge(**collect(Judge, arguments)), Session(**collect(Session, arguments))
     find(wanted.model)
     from ditile.generate import quiet
 

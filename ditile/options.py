@@ -207,7 +207,7 @@ class Calibrate:
     )
 
     def __post_init__(self) -> None:
-        _check_counts(self, "ranks", "threads")
+        check_counts(self, "ranks", "threads")
         if self.out is not None:
             check_writable("out", Path(self.out))
 

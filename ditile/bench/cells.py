@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ditile.bench.cache_settings import OURS, Setting
 from ditile.errors import ModelError, PlanError
 from ditile.plan import Plan
+from ditile.steps.line import NONE, configs_of
 
 ONE_RANK = ""
 """In place of a plan: the plain pipeline on one rank."""
@@ -18,7 +18,7 @@ class Cell(NamedTuple):
 
     Attributes:
         plan: as `str(Plan)` writes it, or `ONE_RANK`.
-        cache: a line of `bench.cache_settings`; "" is none.
+        cache: a line of `steps.line`; "" is none.
         link: the rate between two hosts; "" is this machine.
         height, width: pixels; None is the model's own size.
     """
@@ -38,6 +38,11 @@ class Cell(NamedTuple):
     def parsed(self) -> Plan:
         """The plan."""
         return Plan.parse(self.plan)
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """The keyword arguments of `enable_cache`; what there is to cache may be None."""
+        return configs_of(self.cache or NONE)
 
     @property
     def pictures(self) -> int:
@@ -81,7 +86,6 @@ def _cell(line: str) -> Cell:
     cache = " ".join(cache.split())
     if bar and not cache:
         raise ModelError(f"{line.strip()!r} has no cache behind its |; write it as F=1 W=4 R=0.12, or leave | out")
-    if cache:
-        setting = Setting(OURS, cache)
-        _ = setting.cache, setting.calibrator
-    return Cell(str(Plan.parse(plan)), cache)
+    cell = Cell(str(Plan.parse(plan)), "" if cache == NONE else cache)
+    _ = cell.configs
+    return cell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from ditile.bench.across import RANKS, measure_across
 from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
 from ditile.bench.links import check_allowed
 from ditile.bench.options import Comparison, Workload
+from ditile.bench.predict import predicted, profile_of
 from ditile.bench.runs import Row
 from ditile.bench.session import Task, run
 from ditile.bench.subjects import Subject, subject_of
@@ -28,11 +29,9 @@ from ditile.launch import launch
 from ditile.plan import Plan
 from ditile.table import bounds
 
-Predict = Callable[[Cell, Job | None], float | None]
-"""Seconds of a cell, given what is known of it as numbers; None where it cannot say."""
-
 PLANS = "plans"
 """What stands for a sweep where plans were given."""
+UNKNOWN = "no predictions, as this machine was not measured yet: run `ditile calibrate`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,35 +40,30 @@ class Measured:
 
     Attributes:
         rows: of what was asked for, in its order; the plain pipeline's first.
-        left_out: of a sweep: plans that do not fit the model.
-        files: that were written.
+        remarks: what a reader of the rows must know.
     """
 
     rows: list[Row]
-    left_out: list[str] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
-def bench(compared: Comparison, work: Workload, predict: Predict | None = None) -> Measured | None:
-    """Measures what is not there yet. None on torchrun's other ranks.
-
-    Args:
-        compared, work: what.
-        predict: foretells the seconds of a cell, for a column of their own beside what was measured.
+def bench(compared: Comparison, work: Workload) -> Measured | None:
+    """Measures what is not there yet, and writes rows and figures. None on torchrun's other ranks.
 
     Raises:
         DitileError: if something does not fit; nothing was measured or written then.
     """
     quiet()
     _check_figures(compared)
-    subject, place = subject_of(work), env.torchrun()
+    subject, place, profile = subject_of(work), env.torchrun(), profile_of(compared)
     ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
     wanted = {name: _at(compared, cells) for name, cells in _wanted(compared, work, subject, ranks).items()}
     cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
-    jobs = {cell: subject.job(cell) for cell in cells}  # says no before anything is started
+    every = dict.fromkeys([*cells, *(cell.one_rank for cell in cells)])
+    jobs = {cell: subject.job(cell) for cell in every}  # says no before anything is started
     most = _most(cells, compared)
-    threads = work.threads or max(1, len(cores() or range(os.cpu_count() or 1)) // most)
-    task = _task(compared, replace(work, threads=threads), subject, jobs)
+    task = _task(compared, replace(work, threads=_threads(work, most)), subject, jobs)
+    foretold = {} if profile is None else predicted(subject, jobs, profile)
     if place is None or place.rank == 0:
         done = runs.counted(runs.read(compared.out))
         todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
@@ -77,19 +71,26 @@ def bench(compared: Comparison, work: Workload, predict: Predict | None = None) 
     _measure(task, most)
     if place is not None and place.rank:
         return None
-    foretold = {
-        task.keys[c]: s for c, job in jobs.items() if predict is not None and (s := predict(c, job)) is not None
-    }
-    rows = runs.rows(runs.read(compared.out), foretold)
-    files = [runs.write(compared.out, rows)]
-    of_key = {row["key"]: row for row in rows}
-    shown = {name: _rows(some, task.keys, of_key) for name, some in wanted.items()}
+    left_out = _left_out(compared, work, subject, ranks, cells)
+    remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
+    remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop on {profile.name}")
+    return _written(compared, wanted, task, foretold, remarks)
+
+
+def _written(
+    compared: Comparison, wanted: Mapping[str, Sequence[Cell]], task: Task, foretold: Mapping[Cell, float],
+    remarks: list[str],
+) -> Measured:  # fmt: skip
+    """Rows and figures of all that was measured."""
+    rows = runs.rows(runs.read(compared.out), {task.keys[cell]: seconds for cell, seconds in foretold.items()})
+    files, of_key = [runs.write(compared.out, rows)], {row["key"]: row for row in rows}
     if not compared.no_figures:
         from ditile.bench import figures
 
-        files += figures.draw(shown, Path(compared.out))
-    left_out = _left_out(compared, work, subject, ranks, cells)
-    return Measured(rows=_rows(cells, task.keys, of_key), left_out=left_out, files=files)
+        files += figures.draw({k: _rows(some, task.keys, of_key) for k, some in wanted.items()}, Path(compared.out))
+    cells = [cell for some in wanted.values() for cell in some]
+    remarks = [*remarks, f"written: {', '.join(map(str, files))}"]
+    return Measured(rows=_rows(cells, task.keys, of_key), remarks=remarks)
 
 
 def _wanted(compared: Comparison, work: Workload, subject: Subject, ranks: int) -> dict[str, list[Cell]]:
@@ -145,13 +146,17 @@ def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[
         "model": subject.name, "prompt": work.prompt, "steps": subject.steps(), "output": work.output,
         "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.facts(work.device),
     }  # fmt: skip
-    every = dict.fromkeys([*jobs, *(cell.one_rank for cell in jobs)])
     known = {cell: found for cell, found in jobs.items() if found is not None and not cell.cache}
     return Task(
-        work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in every},
+        work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in jobs},
         bounds={cell: math.prod(bounds(found).values()) for cell, found in known.items()},
         out=compared.out, threads=work.threads or 1, cores=cores(),
     )  # fmt: skip
+
+
+def _threads(work: Workload, most: int) -> int:
+    """Of each rank: by default the cores are shared out."""
+    return work.threads or max(1, len(cores() or range(os.cpu_count() or 1)) // most)
 
 
 def _measure(task: Task, most: int) -> None:

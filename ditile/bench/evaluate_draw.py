@@ -8,11 +8,9 @@ the first caption each pipeline draws a picture of a few steps, which is not cou
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from ditile import env, png
 from ditile.bench.evaluate_options import ORIGINAL, Evaluate, Session, Setting
 from ditile.bench.evaluation import Row, Store
 from ditile.bench.fidelity import Pictures, psnr
+from ditile.bench.turns import bar, cached, report_calls
 from ditile.bench.worlds import free_to_move
 from ditile.errors import ModelError
 from ditile.generate import arguments, quiet
@@ -35,7 +34,6 @@ from ditile.mesh import pick_device
 from ditile.models import model_of
 from ditile.plan import Plan
 from ditile.runner import parallelize
-from ditile.steps.build import IdleCacheWarning
 from ditile.transport import gather_json
 
 FIRST = 3  # steps of the picture that is not counted
@@ -103,7 +101,7 @@ def _draw(task: Task, turns: Sequence[Turn], rank: int, device: torch.device) ->
     for turn in turns[:1]:
         for plan in dict.fromkeys((ORIGINAL.plan, *task.plans)):
             _one(task, painters, Setting(plan, ORIGINAL.cache), turn, rank, first=True)
-    with _bar(task.title, total, shown=rank == 0) as advance:
+    with bar(task.title, total, shown=rank == 0) as advance:
         for number, turn in enumerate(turns):
             beside = [ORIGINAL] if task.with_original else []
             order = [*beside, *(setting for setting in turn.settings if setting != ORIGINAL)]
@@ -139,8 +137,7 @@ class Painter:
         self._target: Any = pipe
         if divided is None:
             pipe.to(device)
-            if (fd := env.progress_fd()) is not None:
-                model_of(pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+            report_calls(model_of(pipe))
         else:
             self._target = parallelize(pipe, divided, device=device)
 
@@ -159,7 +156,7 @@ class Painter:
         call |= {"output_type": "np"} | ({} if self._is_original else {"output": "first"})
         if steps is not None:
             call["num_inference_steps"] = steps
-        with self._cached(configs):
+        with cached(self._target, configs, str(configs["cache_config"])):
             before()
             began = self._now()
             result = self._target(**call)
@@ -170,23 +167,6 @@ class Painter:
         runs = [report.blocks * report.steps for report in reports]
         saved = sum(report.saved * count for report, count in zip(reports, runs, strict=True)) / max(1, sum(runs))
         return Drawn((result.images * 255).round().astype(np.uint8), seconds, saved)
-
-    @contextlib.contextmanager
-    def _cached(self, configs: dict[str, Any]) -> Iterator[None]:
-        """Has the cache within."""
-        if configs["cache_config"] is None:
-            yield
-            return
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", IdleCacheWarning)
-                ditile.enable_cache(self._target, **configs)
-        except IdleCacheWarning as warning:
-            raise ModelError(str(warning)) from warning
-        try:
-            yield
-        finally:
-            ditile.disable_cache(self._target)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -242,15 +222,3 @@ def _keep(task: Task, store: Store, turn: Turn, drawn: dict[Setting, Drawn]) -> 
             "blocks_saved": made.saved,
         })  # fmt: skip
     store.add(rows)
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the pictures of a session."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        bar = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(bar, count)

@@ -2,7 +2,8 @@
 
     draw({"methods": rows, "patches": rows}, Path("folder"))
 
-A whisker is from the fastest counted round to the slowest; a diamond is what was predicted.
+A whisker is from the fastest counted round to the slowest; a diamond is what was predicted of the denoising loop, the
+dark part of a bar.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ STYLE: Any = {
     "grid.alpha": 0.3, "legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "ditile", "hatch.linewidth": 0.6,
 }  # fmt: skip
 MARKERS = "osD^vP*X"
+DIAMOND: Any = {
+    "color": "#333333", "marker": "D", "mfc": "w", "ms": 4, "ls": "none", "label": "loop, predicted", "zorder": 3,
+}  # fmt: skip
 PARTS = (
     ("parameters", "weights, text encoders included", "#4477aa"), ("activations", "activations", "#ee6677"),
     ("keys", "stale keys and values", "#ccbb44"), ("cache", "caches", "#228833"),
@@ -63,9 +67,9 @@ def latency(rows: Sequence[Row]) -> Any:
     figure, axes = _bars(len(plans))
     for place, row in enumerate(plans):
         lowest, middle, highest = row["lowest_s"], row["median_s"], row["highest_s"]
-        axes.barh(
-            place, middle, height=0.7, color=colour_of(row["plan"]), hatch="///" if row["cache"] else None, ec="w"
-        )
+        colour, loop = colour_of(row["plan"]), row["loop_s"]
+        axes.barh(place, loop, height=0.7, color=colour, hatch="///" if row["cache"] else None, ec="w")
+        axes.barh(place, middle - loop, left=loop, height=0.7, color=colour, alpha=0.35, ec="w")
         axes.errorbar(middle, place, xerr=[[middle - lowest], [highest - middle]], color="#333333", capsize=2, lw=0.9)
         axes.text(1.02, place, f"{row['ratio']:.2f}x", transform=axes.get_yaxis_transform(), va="center")
     axes.text(1.02, -1, "speed-up", transform=axes.get_yaxis_transform(), va="center")
@@ -73,8 +77,8 @@ def latency(rows: Sequence[Row]) -> Any:
     for one in (row for row in rows if row["plan"] == ONE_RANK):
         axes.axvline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")
     axes.set_yticks(range(len(plans)), _labels(plans, several))
-    axes.set_xlim(0, 1.05 * max(max(row["highest_s"], row.get("predicted_s", 0.0)) for row in rows))
-    axes.set_xlabel("seconds (the speed-up is that over one rank, in pictures per second)")
+    axes.set_xlim(0, 1.05 * max(max(row["highest_s"], row.get("predicted_loop_s", 0.0)) for row in rows))
+    axes.set_xlabel("seconds of a call: denoising dark, text and decode light (speed-up: pictures per second)")
     _legend(axes)
     axes.set_title(title(rows), loc="left")
     return figure
@@ -262,12 +266,12 @@ def _line(axes: Any, index: int, name: str, points: Sequence[tuple[float, float,
 def _seconds_line(axes: Any, x: Sequence[int], rows: Sequence[Row]) -> None:
     middle = [row["median_s"] for row in rows]
     spread = [[row["median_s"] - row["lowest_s"] for row in rows], [row["highest_s"] - row["median_s"] for row in rows]]
-    axes.errorbar(x, middle, yerr=spread, color=COLOURS[0], marker="o", ms=4.5, lw=1.5, capsize=2, label="measured")
-    foretold = [(m, row["predicted_s"]) for m, row in zip(x, rows, strict=True) if "predicted_s" in row]
+    axes.errorbar(x, middle, yerr=spread, color=COLOURS[0], marker="o", ms=4.5, lw=1.5, capsize=2, label="whole call")
+    loops = [row["loop_s"] for row in rows]
+    axes.plot(x, loops, color=COLOURS[0], marker="o", mfc="w", ms=4.5, lw=1.2, ls="-.", label="denoising loop")
+    foretold = [(m, row["predicted_loop_s"]) for m, row in zip(x, rows, strict=True) if "predicted_loop_s" in row]
     if foretold:
-        axes.plot(
-            *zip(*foretold, strict=True), color="#333333", marker="D", mfc="w", ms=4, ls="none", label="predicted"
-        )
+        axes.plot(*zip(*foretold, strict=True), **DIAMOND)
 
 
 def _labels(rows: Sequence[Row], several: bool) -> list[str]:
@@ -281,10 +285,9 @@ def _labels(rows: Sequence[Row], several: bool) -> list[str]:
 
 
 def _predicted(axes: Any, rows: Sequence[Row]) -> None:
-    points = [(row["predicted_s"], place) for place, row in enumerate(rows) if "predicted_s" in row]
+    points = [(row["predicted_loop_s"], place) for place, row in enumerate(rows) if "predicted_loop_s" in row]
     if points:
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, color="#333333", marker="D", mfc="w", ms=4, ls="none", label="predicted", zorder=3)
+        axes.plot(*zip(*points, strict=True), **DIAMOND)
 
 
 def _one_rank_line(axes: Any, rows: Sequence[Row]) -> None:

@@ -13,6 +13,8 @@ from ditile.load import DTYPES
 from ditile.options import check_counts, check_writable
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
+RANDOM = "random-"
+"""What the names of models of random weights begin with."""
 RATES = ("100mbit", "1gbit", "10gbit")
 """What the sweep over links takes by default."""
 
@@ -42,6 +44,12 @@ class Comparison:
     rounds: int = option(3, "interleaved rounds that count", metavar="N")
     out: str = option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = option(False, "write no figures, which need matplotlib")
+    profile: str | None = option(
+        None, "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps", metavar="FILE"
+    )
+    hardware: str | None = option(
+        None, "predict for hardware of `ditile plan` instead, such as l40-pcie", metavar="NAME"
+    )
 
     def __post_init__(self) -> None:
         if (self.plans is None) == (self.sweep is None):
@@ -61,6 +69,8 @@ class Comparison:
             checked_rate(rate)
         if self.links is not None and self.sweep is not None and self.sweeps != ["links"]:
             raise PlanError("--links are for --plans, or --sweep links alone")
+        if self.hardware is not None and self.profile is not None:
+            raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
 
     def check_out(self) -> None:
         """Raises `ModelError` unless the folder can be written."""
@@ -114,3 +124,8 @@ class Workload:
         check_counts(self, "steps", "height", "width", "threads")
         if not self.stall_timeout > 0:
             raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=3600")
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the model is one of random weights."""
+        return self.model.startswith(RANDOM)

@@ -21,10 +21,10 @@ from diffusers import (
     PixArtTransformer2DModel,
 )
 
+from ditile.bench.options import RANDOM
 from ditile.errors import ModelError
 from ditile.flags import option, readers
 
-PREFIX = "random-"
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8
 TEXT = 64  # channels of an embedding
@@ -54,9 +54,9 @@ class RandomModel:
             ModelError: if it is none.
         """
         first, *words = text.split() or [""]
-        family = first.removeprefix(PREFIX)
+        family = first.removeprefix(RANDOM)
         if family not in FAMILIES:
-            raise ModelError(f"model {text!r} is not known; random ones are {', '.join(PREFIX + f for f in FAMILIES)}")
+            raise ModelError(f"model {text!r} is not known; random ones are {', '.join(RANDOM + f for f in FAMILIES)}")
         known = {field.name: read for field, read in readers(cls)}
         values: dict[str, Any] = {"family": family}
         for word in words:
@@ -70,7 +70,7 @@ class RandomModel:
         return cls(**values)
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.family} blocks={self.blocks} heads={self.heads} head_dim={self.head_dim}"
+        return f"{RANDOM}{self.family} blocks={self.blocks} heads={self.heads} head_dim={self.head_dim}"
 
     @property
     def pipeline_class(self) -> type:

@@ -19,7 +19,8 @@ RUNS, ROWS = "runs.jsonl", "rows.jsonl"
 Run = dict[str, Any]
 Row = dict[str, Any]
 Predicted = Mapping[str, float]
-"""Seconds that were foretold, by key."""
+"""Seconds of the denoising loop that were predicted, by key."""
+_BEGINS = '{"key": '
 
 
 def key_of(job: Mapping[str, Any], cell: Cell) -> str:
@@ -50,14 +51,16 @@ def read(folder: str) -> list[Run]:
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from error
     whole, _, rest = text.rpartition("\n")
-    if rest:
-        path.write_text(whole + "\n" if whole else "", "utf-8")
     try:
         runs = [json.loads(line) for line in whole.splitlines() if line.strip()]
     except ValueError as error:
         raise LoadError(f"{path} has a line that is no JSON ({error}); mend it, or give another --out") from error
     if not all(isinstance(run, dict) and isinstance(run.get("key"), dict) for run in runs):
         raise LoadError(f"{path} has lines that are no runs of ditile bench; give another --out")
+    if rest and not rest.startswith(_BEGINS) and not _BEGINS.startswith(rest):
+        raise LoadError(f"{path} ends in what is no run of ditile bench; give another --out")
+    if rest:
+        path.write_text(whole + "\n" if whole else "", "utf-8")
     return runs
 
 
@@ -76,7 +79,7 @@ def rows(runs: Iterable[Run], predicted: Predicted | None = None) -> list[Row]:
 
     Args:
         runs: as read.
-        predicted: seconds that were foretold; shown beside those that were measured, where there are some.
+        predicted: seconds; they stand beside those that were measured.
     """
     grouped: dict[str, list[Run]] = {}
     for run in runs:
@@ -84,8 +87,8 @@ def rows(runs: Iterable[Run], predicted: Predicted | None = None) -> list[Row]:
     made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
     for row in made:
         if predicted is not None and (foretold := predicted.get(row["key"])) is not None:
-            row["predicted_s"] = foretold
-            row["predicted_error"] = foretold / row["median_s"] - 1
+            row["predicted_loop_s"] = foretold
+            row["predicted_error"] = foretold / row["loop_s"] - 1
     return made
 
 
@@ -104,6 +107,7 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
     row: Row = {"key": key} | json.loads(key) | {
         "world": timed[-1]["world"], "rounds": len(timed), "when": timed[-1]["when"], "seconds": seconds,
         "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
+        "loop_s": statistics.median(run["loop"] for run in timed),
     }  # fmt: skip
     memory = [run["memory"] for run in runs if "memory" in run]
     if memory:
@@ -124,7 +128,6 @@ def _compared(row: Row, timed: Sequence[Run]) -> Row:
         "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
         "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
         "bound": timed[-1].get("bound"), "steps_run": timed[-1]["steps"], "bytes_sent": timed[-1]["bytes_sent"],
-        "denoise_s": statistics.median(run["parts"]["denoise"] for run in timed),
         "exposed": _mean([_medians(of_rank, "share") for of_rank in shares]),
         "exposed_warmup": _mean([_medians(of_rank, "warmup") for of_rank in shares]),
         "exposed_of_rank": [_medians(of_rank, "share") for of_rank in shares],

@@ -12,33 +12,28 @@ import datetime
 import gc
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from ditile import env
-from ditile.bench.cache_settings import OURS, Setting
 from ditile.bench.cells import ONE_RANK, Cell, by_world
 from ditile.bench.live import LiveBytes
 from ditile.bench.options import Workload
 from ditile.bench.runs import append
 from ditile.bench.subjects import Subject, subject_of
+from ditile.bench.turns import bar, cached, timed_loop
 from ditile.bench.worlds import Worlds, free_to_move, meet
-from ditile.caching import disable_cache, enable_cache
-from ditile.errors import ModelError
 from ditile.generate import quiet
 from ditile.mesh import pick_device
+from ditile.models import model_of
 from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
-from ditile.steps.build import IdleCacheWarning
 from ditile.transport import gather_json
 
 UNTIMED = 2
@@ -93,7 +88,7 @@ def run(task: Task) -> None:
     task = Task.from_json(worlds.first(task.to_json()))  # rank 0 knows what is there already
     groups = by_world(cell for cell, _ in task.todo)
     total = sum(_runs(cells, dict(task.todo)) for cells in groups.values())
-    with _bar(task.title, total, shown=worlds.rank == 0) as advance:
+    with bar(task.title, total, shown=worlds.rank == 0) as advance:
         for world, cells in groups.items():
             with worlds.of(world, task.threads) as inside:
                 if inside:
@@ -118,12 +113,14 @@ class _World:
 
     task: Task
     cells: Sequence[Cell]
-    advance: Callable[[], None]
+    advance: Callable[[int], None]
     rank: int = field(init=False)
     subject: Subject = field(init=False)
     device: torch.device = field(init=False)
     whole: Any = field(init=False, default=None)
     runners: dict[str, Runner] = field(init=False, default_factory=dict)
+    loop: float = field(init=False, default=0.0)
+    """Seconds of the plain pipeline's last loop."""
 
     def measure(self) -> None:
         """All of it."""
@@ -140,7 +137,7 @@ class _World:
                 due = [cell for cell in self.cells if cell.one_rank == one and left[cell] > k]
                 if due:
                     seconds = self._run(one)
-                    self._write(one, {"seconds": seconds})
+                    self._write(one, {"seconds": seconds, "loop": self.loop})
                 for cell in due:
                     timed = {"one_rank_s": seconds, "seconds": self._run(cell), "bound": self.task.bounds.get(cell)}
                     self._write(cell, timed | self._reported(cell))
@@ -175,7 +172,7 @@ class _World:
                 call()
                 self._settle()
                 seconds = time.perf_counter() - began
-        self.advance()
+        self.advance(1)
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
     def _memory(self, cell: Cell) -> list[dict[str, int]]:
@@ -192,7 +189,7 @@ class _World:
                     "parameters": parameters, "keys": keys, "cache": cache,
                     "activations": max(0, peak - keys - cache),
                 }  # fmt: skip
-        self.advance()
+        self.advance(1)
         return [one for one in gather_json(found, dist.group.WORLD) if one is not None]
 
     def _peak(self, call: Callable[[], None]) -> int:
@@ -214,9 +211,7 @@ class _World:
         """Everything in place for one call, on all ranks at once; None where this rank waits meanwhile."""
         plain = cell.plan == ONE_RANK
         target = self.whole if plain else self.runners[cell.plan]
-        if cell.cache:
-            self._enable(target, cell)
-        try:
+        with cached(target, cell.configs, cell.label):
             meet()
             if plain and self.rank > 0:
                 yield None
@@ -228,27 +223,19 @@ class _World:
             def call() -> None:
                 target(**arguments)
 
-            with free_to_move(self.task.cores) if plain else nullcontext():
+            if not plain:
                 yield call
-        finally:
-            if cell.cache:
-                disable_cache(target)
-
-    def _enable(self, target: Any, cell: Cell) -> None:
-        setting = Setting(OURS, cell.cache)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", IdleCacheWarning)
-                enable_cache(target, setting.cache, setting.calibrator)
-        except IdleCacheWarning as warning:
-            raise ModelError(f"{cell.label!r}: {warning}") from warning
+                return
+            with free_to_move(self.task.cores), timed_loop(model_of(self.whole)) as taken:
+                yield call
+            self.loop = taken()
 
     def _reported(self, cell: Cell) -> dict[str, Any]:
         """What every rank has to say of the last call."""
         reports = self.runners[cell.plan].reports()
         return {
             "bytes_sent": [report["bytes_sent"] for report in reports],
-            "parts": reports[0]["seconds"],
+            "loop": max(sum(report["step_seconds"]) for report in reports),
             "steps": reports[0]["steps"],
             "exposed": [exposed(report) for report in reports],
         }
@@ -287,11 +274,3 @@ def held(pipe: Any) -> int:
 def _shares(plan: Plan) -> bool:
     """Whether a plan leaves the whole pipeline on every rank, which others may use too."""
     return not plan.divides_weights and plan.text == "each"
-
-
-@contextmanager
-def _bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)

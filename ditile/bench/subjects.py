@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from ditile.bench.cache_settings import OURS, Setting
-from ditile.bench.cells import Cell
+from ditile.bench.cells import ONE_RANK, Cell
 from ditile.bench.options import Workload
-from ditile.bench.random_models import PREFIX, VAE_SCALE, RandomModel
+from ditile.bench.random_models import VAE_SCALE, RandomModel
 from ditile.cost import Job
-from ditile.dry_run import job_of, planned
+from ditile.dry_run import job_of
 from ditile.errors import ModelError
 from ditile.generate import arguments, planned_call
 from ditile.load import defaults, find, load
 from ditile.options import Generate
 from ditile.plan import Plan
+from ditile.planner.subject import Subject as Described
 
 SIZE, STEPS = 512, 20
 """Of a random model, where nothing is said."""
@@ -36,6 +36,13 @@ class Subject(Protocol):
 
     def side(self) -> int | None:
         """Pixels of a side of its own size, where they are known."""
+
+    @property
+    def described(self) -> Described:
+        """The model without its weights."""
+
+    def numbers(self, cell: Cell) -> dict[str, Any]:
+        """What of a call changes how long it takes."""
 
     def job(self, cell: Cell) -> Job | None:
         """A cell as numbers; None where nothing is known of the model.
@@ -57,18 +64,23 @@ def subject_of(work: Workload) -> Subject:
     Raises:
         ModelError, LoadError: if there is no such model.
     """
-    if work.model.startswith(PREFIX):
+    if work.is_random:
         return Random(work, str(RandomModel.parse(work.model)))
     find(work.model)
     return Stored(work, work.model)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A bundled model, a folder or a hub id."""
 
     work: Workload
     name: str
+
+    @cached_property
+    def described(self) -> Described:
+        """From its configs."""
+        return Described.of(self.name, find(self.name))
 
     def steps(self) -> int | None:
         """As asked for, or as the model has them beside it."""
@@ -76,13 +88,21 @@ class Stored:
 
     def side(self) -> int | None:
         """The model's own height."""
-        job = self._job(Plan(), Cell(""), {"cache_config": None})
+        job = self.job(Cell(ONE_RANK))
         return None if job is None else job.shape.height
+
+    def numbers(self, cell: Cell) -> dict[str, Any]:
+        """With the model's own options."""
+        return planned_call(replace(self._wanted(cell), num_images=cell.pictures), defaults(self.name))
 
     def job(self, cell: Cell) -> Job | None:
         """From the configs alone."""
-        cache = {"cache_config": Setting(OURS, cell.cache).cache if cell.cache else None}
-        return self._job(cell.parsed, cell, cache)
+        try:
+            return job_of(self.described, cell.parsed, self.numbers(cell), cell.configs)
+        except ModelError:
+            if cell.parsed.divides_the_batch_alone and not cell.cache and not self._is_known:
+                return None
+            raise
 
     def pipeline(self, plan: Plan | None) -> Any:
         """Its progress bar is off."""
@@ -97,21 +117,20 @@ class Stored:
             call["num_images_per_prompt"] = cell.pictures
         return call | {"generator": torch.Generator("cpu").manual_seed(0), "output_type": _output(self.work)}
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether there is a spec of its transformer."""
+        try:
+            return bool(self.described.spec)
+        except ModelError:
+            return False
+
     def _wanted(self, cell: Cell) -> Generate:
         work = self.work
         return Generate(prompt=work.prompt, model=self.name, steps=work.steps, height=cell.height, width=cell.width)
 
-    def _job(self, plan: Plan, cell: Cell, cache: Mapping[str, Any]) -> Job | None:
-        call = planned_call(replace(self._wanted(cell), num_images=plan.data), defaults(self.name))
-        try:
-            return planned(self.name, plan, call, cache)
-        except ModelError:
-            if plan.divides_the_batch_alone and not cell.cache:  # needs no spec
-                return None
-            raise
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Random:
     """A model of random weights."""
 
@@ -123,6 +142,13 @@ class Random:
         """Its sizes."""
         return RandomModel.parse(self.name)
 
+    @cached_property
+    def described(self) -> Described:
+        """From the model on the meta device."""
+        with torch.device("meta"):
+            transformer = self.model.transformer(SIZE)
+        return Described(self.name, self.model.pipeline_class, transformer, VAE_SCALE)
+
     def steps(self) -> int:
         """As asked for, or 20."""
         return self.work.steps or STEPS
@@ -131,15 +157,14 @@ class Random:
         """512."""
         return SIZE
 
+    def numbers(self, cell: Cell) -> dict[str, Any]:
+        """With embeddings for a prompt."""
+        call = self.model.arguments(*self._size(cell), self.steps(), self._dtype)
+        return call | {"num_images_per_prompt": cell.pictures}
+
     def job(self, cell: Cell) -> Job:
         """From the model on the meta device."""
-        model, (height, width) = self.model, self._size(cell)
-        with torch.device("meta"):
-            transformer = model.transformer(SIZE)
-        call = model.arguments(height, width, self.steps())
-        cache = {"cache_config": Setting(OURS, cell.cache).cache if cell.cache else None}
-        call["num_images_per_prompt"] = cell.pictures
-        return job_of(model.pipeline_class, transformer, VAE_SCALE, cell.parsed, call, cache)
+        return job_of(self.described, cell.parsed, self.numbers(cell), cell.configs)
 
     def pipeline(self, plan: Plan | None) -> Any:
         """Whole, whatever the plan: `parallelize` cuts it."""
@@ -147,10 +172,7 @@ class Random:
 
     def call(self, pipe: Any, cell: Cell) -> dict[str, Any]:
         """With embeddings for a prompt."""
-        call = self.model.arguments(*self._size(cell), self.steps(), self._dtype)
-        if cell.pictures > 1:
-            call["num_images_per_prompt"] = cell.pictures
-        return call | {"output_type": _output(self.work)}
+        return self.numbers(cell) | {"output_type": _output(self.work)}
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -89,7 +89,8 @@ COLUMNS = (
     Column("ranks", lambda row: str(row["world"])),
     Column("plan", _plan, right=False),
     Column("median, s", lambda row: f"{row['median_s']:.3f}"),
-    Column("predicted, s", lambda row: f"{row['predicted_s']:.3f}" if "predicted_s" in row else ""),
+    Column("loop, s", lambda row: f"{row['loop_s']:.3f}"),
+    Column("predicted", lambda row: f"{row['predicted_loop_s']:.3f}" if "predicted_loop_s" in row else ""),
     Column("speed-up", _speedup),
     Column("bound", _bound),
     Column("sent/step", _sent),
@@ -97,5 +98,6 @@ COLUMNS = (
     Column("weights", _memory("parameters")),
     Column("activations", _memory("rest")),
 )
-"""Speed-ups with the range of the rounds; bytes sent are those of the rank that sends most, memory that of the rank
-that holds most; of the exposed share, the part in synchronous warmup steps."""
+"""Seconds of whole calls and of the denoising loop, and those predicted of the loop; speed-ups with the range of the
+rounds; bytes sent are those of the rank that sends most, memory that of the rank that holds most; of the exposed share,
+the part in synchronous warmup steps."""

@@ -24,6 +24,9 @@ from ditile.launch import keep_to_own_cores
 from ditile.mesh import join
 from ditile.transport import gather_json
 
+IDLE = datetime.timedelta(days=30)
+"""How long a rank sleeps at most while others measure; who started the ranks ends those that are left over."""
+
 
 @dataclass(slots=True)
 class Worlds:
@@ -73,7 +76,7 @@ class Worlds:
         name = f"world-{self._made}"
         if self.rank >= world:
             yield False
-            self._store.wait([name], self.timeout)
+            self._store.wait([name], IDLE)
         else:
             _use(self.cores)
             if not torch.cuda.is_available():

@@ -100,11 +100,21 @@ class Subject:
         return counted(self.transformer, self.spec)
 
     def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
-        """A call of it; the pipeline's own defaults fill the gaps."""
+        """A call of it; the pipeline's own defaults fill the gaps.
+
+        Raises:
+            ModelError: if a side is not a whole number of tokens.
+        """
         config: Any = self.transformer.config
-        return Shape.of(
-            self.spec, config, self.vae_scale, element_size, filled_call(self.pipeline, config, self.vae_scale, call)
-        )
+        filled = filled_call(self.pipeline, config, self.vae_scale, call)
+        unit = self.vae_scale * self.spec.latent_per_token(config)
+        for name in ("height", "width"):
+            if filled[name] % unit:
+                raise ModelError(
+                    f"{name}={filled[name]} is not a multiple of {unit}, a token of this model; try {name}="
+                    f"{max(unit, round(filled[name] / unit) * unit)}"
+                )
+        return Shape.of(self.spec, config, self.vae_scale, element_size, filled)
 
     def job(self, plan: Plan, shape: Shape) -> Job:
         """The call under a plan.

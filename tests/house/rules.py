@@ -25,6 +25,8 @@ CALLED = {
 }
 TOP = {
     "cli",
+    "console",
+    "measuring",
     "bench",
     "generate",
     "matrix",

@@ -1,0 +1,82 @@
+"""What measurements that take turns share: a cache for one call, the loop's seconds, a progress bar."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from ditile import env
+from ditile.caching import disable_cache, enable_cache
+from ditile.errors import ModelError
+from ditile.steps.build import IdleCacheWarning
+from ditile.trace import Trace
+
+
+@contextmanager
+def cached(target: Any, configs: Mapping[str, Any], name: str) -> Iterator[None]:
+    """A pipeline or runner has a cache within; none where the config is None.
+
+    Args:
+        target: the pipeline or runner.
+        configs: as `enable_cache` takes them.
+        name: what the cache is called if it will not do.
+
+    Raises:
+        ModelError: if it could never leave anything out.
+    """
+    if configs["cache_config"] is None:
+        yield
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", IdleCacheWarning)
+            enable_cache(target, **configs)
+    except IdleCacheWarning as warning:
+        raise ModelError(f"{name!r}: {warning}") from warning
+    try:
+        yield
+    finally:
+        disable_cache(target)
+
+
+def report_calls(model: nn.Module) -> Any:
+    """Every call of a model that no runner has is progress for `launch`. Returns the hook's handle; None elsewhere."""
+    fd = env.progress_fd()
+    return None if fd is None else model.register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+
+
+@contextmanager
+def timed_loop(model: nn.Module) -> Iterator[Callable[[], float]]:
+    """Yields what says, after a call of the pipeline, how many seconds its loop took.
+
+    They are from the first call of the transformer to the end of the last one: a runner's, but for the last step of the
+    scheduler.
+    """
+    trace = Trace()
+    trace.on = True
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: trace.mark()),
+        model.register_forward_hook(lambda *_: trace.mark()),
+        report_calls(model),
+    ]
+    try:
+        yield lambda: sum(trace.waited()[0])
+    finally:
+        for hook in filter(None, hooks):
+            hook.remove()
+
+
+@contextmanager
+def bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar; yields what moves it on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)
