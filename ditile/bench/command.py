@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -27,6 +26,7 @@ from ditile.errors import ModelError, PlanError
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.plan import Plan
+from ditile.planner.profile import Profile
 from ditile.table import bounds
 
 PLANS = "plans"
@@ -68,13 +68,22 @@ def bench(compared: Comparison, work: Workload) -> Measured | None:
         done = runs.counted(runs.read(compared.out))
         todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
         task = replace(task, todo=[(cell, left) for cell, left in todo if left > 0])
+    remarks = _remarks(task, _left_out(compared, work, subject, ranks, cells), profile)
     _measure(task, most)
     if place is not None and place.rank:
         return None
-    left_out = _left_out(compared, work, subject, ranks, cells)
+    return _written(compared, wanted, task, foretold, remarks)
+
+
+def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> list[str]:
     remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop on {profile.name}")
-    return _written(compared, wanted, task, foretold, remarks)
+    if task.todo and (task.load or 0.0) > machine.num_cores() / 2:
+        remarks.append(
+            f"others kept this machine busy (load {task.load:.1f} on {machine.num_cores()} cores): several ranks get "
+            "more of it than one, so speed-ups are too high"
+        )
+    return remarks
 
 
 def _written(
@@ -150,13 +159,13 @@ def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[
     return Task(
         work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in jobs},
         bounds={cell: math.prod(bounds(found).values()) for cell, found in known.items()},
-        out=compared.out, threads=work.threads or 1, cores=cores(),
+        out=compared.out, threads=work.threads or 1, cores=cores(), load=machine.load(),
     )  # fmt: skip
 
 
 def _threads(work: Workload, most: int) -> int:
     """Of each rank: by default the cores are shared out."""
-    return work.threads or max(1, len(cores() or range(os.cpu_count() or 1)) // most)
+    return work.threads or max(1, machine.num_cores() // most)
 
 
 def _measure(task: Task, most: int) -> None:

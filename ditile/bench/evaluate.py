@@ -11,9 +11,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
-import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ from ditile.bench.evaluate_draw import Task, Turn, draw
 from ditile.bench.evaluate_options import ORIGINAL, Evaluate, Judge, Session, Setting
 from ditile.bench.evaluation import Key, Row, Store, complete, summed_up, write
 from ditile.bench.judging import Judged, Panel
+from ditile.bench.machine import load, num_cores
 from ditile.budget import FILE
 from ditile.dry_run import planned
 from ditile.errors import ModelError
@@ -63,7 +62,7 @@ def evaluate(wanted: Evaluate, judge: Judge, session: Session) -> dict[str, Any]
     settings = wanted.settings
     _check(wanted, settings)
     captions = captions_of(wanted.captions, wanted.num, CAPTIONS)
-    threads = session.threads or max(1, _cores() // max(s.world for s in settings))
+    threads = session.threads or max(1, num_cores() // max(s.world for s in settings))
     job, store = _job(wanted, session, threads), Store(Path(session.out))
     rows: dict[Key, Row] = {}
     panel = None
@@ -249,16 +248,11 @@ def _job_of(store: Store) -> Any:
 def _machine() -> dict[str, Any]:
     """Where it ran, and with what."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "machine": ", ".join(names) or f"{_cores()} core(s), {platform.machine()}", "load_average": load,
+        "machine": ", ".join(names) or f"{num_cores()} core(s), {platform.machine()}", "load_average": load(),
         "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__,
         "diffusers": diffusers.__version__,
     }  # fmt: skip
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _is_first() -> bool:

@@ -72,7 +72,7 @@ def latency(rows: Sequence[Row]) -> Any:
         axes.barh(place, middle - loop, left=loop, height=0.7, color=colour, alpha=0.35, ec="w")
         axes.errorbar(middle, place, xerr=[[middle - lowest], [highest - middle]], color="#333333", capsize=2, lw=0.9)
         axes.text(1.02, place, f"{row['ratio']:.2f}x", transform=axes.get_yaxis_transform(), va="center")
-    axes.text(1.02, -1, "speed-up", transform=axes.get_yaxis_transform(), va="center")
+    axes.annotate("speed-up", (1.02, 1), (0, 6), xycoords="axes fraction", textcoords="offset points")
     _predicted(axes, plans)
     for one in (row for row in rows if row["plan"] == ONE_RANK):
         axes.axvline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")

@@ -23,12 +23,21 @@ def facts(device: str | None) -> dict[str, Any]:
     """
     gpu = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
     count = torch.cuda.device_count() if gpu else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "processor": processor(), "cores": cores, "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
+        "processor": processor(), "cores": num_cores(), "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
         "system": f"{platform.system()} {platform.machine()}", "torch": torch.__version__,
         "diffusers": diffusers.__version__, "ditile": ditile.__version__,
     }  # fmt: skip
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load() -> float | None:
+    """Processes that want a core at a time, mean of the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def processor() -> str:

@@ -53,6 +53,7 @@ class Task:
         out: the folder.
         threads: of each rank.
         cores: that may be used.
+        load: of the machine before the session, where it says.
         title: of the progress bar.
     """
 
@@ -63,6 +64,7 @@ class Task:
     out: str
     threads: int
     cores: Sequence[int] | None
+    load: float | None = None
     title: str = "runs"
 
     def to_json(self) -> str:
@@ -243,7 +245,11 @@ class _World:
     def _write(self, cell: Cell, record: dict[str, Any]) -> None:
         if self.rank == 0:
             when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            append(self.task.out, self.task.keys[cell], record | {"world": cell.world, "when": when})
+            append(
+                self.task.out,
+                self.task.keys[cell],
+                record | {"world": cell.world, "when": when, "load": self.task.load},
+            )
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

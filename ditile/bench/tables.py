@@ -32,7 +32,7 @@ def table(rows: Sequence[Row]) -> Table:
     columns = [one for one in COLUMNS if any(one.text(row) for row in rows) and (one.name != "size" or sizes > 1)]
     shown = Table(title=title(rows) if rows else None, title_justify="left")
     for column in columns:
-        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+        shown.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(column.text(row) for column in columns))
     return shown

@@ -46,6 +46,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
         (("--plans", "ulysses=4", "--links", "1gbit"), "links join two hosts"),
         (("--plans", "ulysses=2", "--height", "100"), "height=100"),
+        (("--plans", "ulysses=2", "--hardware", "l40"), "did you mean l40-pcie?"),
+        (("--plans", "ulysses=2", "--profile", "nowhere"), "profile='nowhere'"),
         (("--sweep", "methods", "--model", "random-flux heads=3", "--height", "72"), "multiple of 16"),
     ],
 )
@@ -84,15 +86,18 @@ def test_two_ranks_measured_with_figures_and_again(
     """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
     plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
     words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
+    words += ["--hardware", "l40-pcie"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command_line = [sys.executable, "-m", "ditile", "bench", "--plans", plans, *words]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "pipefusion=2 patches=2" in done.stdout and "speed-up" in done.stdout, done.stdout
+    assert "pipefusion=2 patches=2" in done.stdout and "predicted: seconds of the loop" in done.stdout, done.stdout
     found = {(row["plan"], row["cache"]): row for row in rows()}
     one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
     assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
     assert pipe["world"] == 2 and len(pipe["seconds"]) == 1 and pipe["ratio"] > 0 and pipe["bound"] > 1
+    assert all(0 < row["loop_s"] < row["median_s"] for row in found.values()), "text and decode are beside the loop"
+    assert one["predicted_loop_s"] > 0 and pipe["predicted_loop_s"] > 0
     assert len(pipe["bytes_sent"]) == len(pipe["memory"]) == 2 and min(pipe["bytes_sent"]) > 0
     assert 0 < pipe["exposed"] < 1 and pipe["exposed_kinds"].keys() >= {"activations", "latents"}
     assert all(rank["keys"] > 0 and rank["activations"] > 0 for rank in pipe["memory"])
@@ -103,9 +108,11 @@ def test_two_ranks_measured_with_figures_and_again(
             assert image.width > 900
         assert "<svg" in Path(f"b/{name}.svg").read_text()
     monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DITILE_PROFILE", "none")
     before = Path("b/runs.jsonl").read_text()
-    assert cli.main(["bench", "--plans", plans, *words, "--no-figures"]) == 0
-    assert "speed-up" in capsys.readouterr().out and Path("b/runs.jsonl").read_text() == before
+    assert cli.main(["bench", "--plans", plans, *words[:-2], "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out and "run `ditile calibrate`" in out and Path("b/runs.jsonl").read_text() == before
     todo: list[Any] = []
     monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: todo.extend(args[0].todo))
     assert cli.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0

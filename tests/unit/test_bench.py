@@ -13,10 +13,15 @@ from ditile.bench import runs, sweeps
 from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
 from ditile.bench.naming import kind_of, method, warmup_table
 from ditile.bench.options import SWEEPS, Comparison, Workload
+from ditile.bench.predict import predicted, profile_of
 from ditile.bench.random_models import RandomModel
 from ditile.bench.session import Task, _runs, exposed
+from ditile.bench.subjects import subject_of
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.options import Ask
 from ditile.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.answer import answer
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
@@ -67,7 +72,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 
 def test_lines_of_plans_and_caches() -> None:
-    made = cells_of("ulysses=2;  ulysses=2 | F=1  W=4 R=0.12; ulysses=2; ;pipefusion=4 patches=4")
+    made = cells_of("ulysses=2;  ulysses=2 | F=1  W=4 R=0.12; ulysses=2 | none; ;pipefusion=4 patches=4")
     assert made == [Cell("ulysses=2"), Cell("ulysses=2", "F=1 W=4 R=0.12"), Cell("pipefusion=4 patches=4")]
     assert {world: len(cells) for world, cells in by_world(made).items()} == {4: 1, 2: 2}
     for lines, says in ((" ; ", "names no plan"), ("ulysses=2 |", "no cache behind"), ("ulysses=0", "ulysses=0")):
@@ -89,6 +94,7 @@ def test_lines_of_plans_and_caches() -> None:
         ({"sweep": "methods", "links": "1gbit"}, "--sweep links alone"),
         ({"plans": "ulysses=2", "links": "fast"}, "write it as 100mbit"),
         ({"plans": "ulysses=2", "links": "0gbit"}, "write it as 100mbit"),
+        ({"plans": "ulysses=2", "hardware": "l40-pcie", "profile": "file"}, "give one of them"),
     ],
 )
 def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
@@ -104,7 +110,7 @@ def test_rates_and_sweeps_are_read() -> None:
 
 def run(cell: Cell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"key": json.loads(runs.key_of(JOB, cell)), "seconds": seconds, "world": cell.world}
-    record |= {"when": "now", "bound": 2.0, "steps": 4, "bytes_sent": [10, 30], "parts": {"denoise": seconds / 2}}
+    record |= {"when": "now", "load": 0.5, "bound": 2.0, "steps": 4, "bytes_sent": [10, 30], "loop": seconds / 2}
     waits = [{"share": 0.1, "warmup": 0.0, "kinds": {"ring": 0.1}}, {"share": 0.3, "warmup": 0.2, "kinds": {}}]
     return record | {"one_rank_s": one, "exposed": waits} | more
 
@@ -120,18 +126,25 @@ def test_a_row_by_hand() -> None:
     assert (row["median_s"], row["lowest_s"], row["highest_s"], row["rounds"]) == (2.0, 1.0, 3.0, 3)
     assert row["exposed"] == pytest.approx(0.2) and row["exposed_warmup"] == pytest.approx(0.1)
     assert row["exposed_kinds"] == {"ring": pytest.approx(0.05)} and row["exposed_of_rank"] == [0.1, 0.3]
-    assert row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
-    assert row["predicted_s"] == 1.5 and row["predicted_error"] == -0.25
+    assert row["load_before"] == 0.5 and row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
+    assert row["loop_s"] == 1.0 and row["predicted_loop_s"] == 1.5 and row["predicted_error"] == 0.5
 
 
 def test_replicas_are_compared_in_pictures() -> None:
     """Two pictures in the time of one are twice as fast. A failure means that data parallel looks useless."""
     (row,) = runs.rows([run(Cell("data=2"), 1.0, 1.0)])
-    assert row["ratio"] == 2.0 and row["pictures"] == 2 and "predicted_s" not in row
+    assert row["ratio"] == 2.0 and row["pictures"] == 2 and "predicted_loop_s" not in row
 
 
 def test_one_rank_is_a_row_without_a_ratio() -> None:
-    plain = {"key": json.loads(runs.key_of(JOB, Cell(ONE_RANK))), "seconds": 2.0, "world": 1, "when": "now"}
+    plain = {
+        "key": json.loads(runs.key_of(JOB, Cell(ONE_RANK))),
+        "seconds": 2.0,
+        "loop": 1.5,
+        "world": 1,
+        "when": "now",
+        "load": None,
+    }
     (row,) = runs.rows([plain])
     assert row["median_s"] == 2.0 and "ratio" not in row and method(row) == "one rank"
 
@@ -168,11 +181,12 @@ def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) 
     assert [line.get("seconds") for line in runs.read(str(folder))] == [1.0, 2.0, None, 3.0]
 
 
-@pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"a": 1}\n'])
-def test_a_file_that_is_something_else_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"a": 1}\n', "no line", '{"a": 1'])
+def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / runs.RUNS).write_text(text)
     with pytest.raises(LoadError, match="--out"):
         runs.read(str(tmp_path))
+    assert (tmp_path / runs.RUNS).read_text() == text
 
 
 def test_exposed_by_hand() -> None:
@@ -209,6 +223,29 @@ def test_the_table_of_warmup_by_hand() -> None:
     header, lines = warmup_table(rows)
     assert header == ["W", "PipeFusion\nserial", "PipeFusion\npipelined"]
     assert lines == [["0", "2.000 s", ""], ["1", "3.000 s (+50%)", "2.500 s (+25%)"]]
+
+
+def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
+    """The planner's own price of the same call; a failure means a column that is about something else."""
+    subject, profile = subject_of(Workload(model="shapes-pixart", steps=4)), hardware.profile("l40-pcie")
+    one, plan = Cell(ONE_RANK), Cell("pipefusion=2 patches=4")
+    linked, cached = plan._replace(link="100mbit"), plan._replace(cache="F=1 W=1")
+    found = predicted(subject, {cell: subject.job(cell) for cell in (one, plan, linked, cached)}, profile)
+    assert found.keys() == {one, plan, linked}, "what a cache leaves out is not known"
+    assert found[linked] > found[plan] > 0
+    ask = Ask(model="shapes-pixart", steps=4, hardware="l40-pcie", price=plan.plan)
+    assert found[plan] == pytest.approx(answer(ask).found.prices[0].latency_s)
+
+
+def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "profile.json"))
+    assert profile_of(Comparison(plans="ulysses=2")) is None
+    named = profile_of(Comparison(plans="ulysses=2", hardware="l40-pcie"))
+    assert named is not None and named.name == "l40-pcie"
+    (tmp_path / "profile.json").write_text(named.to_json())
+    assert profile_of(Comparison(plans="ulysses=2")) == named
+    with pytest.raises(ModelError, match="cannot be read"):
+        profile_of(Comparison(plans="ulysses=2", profile=str(tmp_path / "nothing")))
 
 
 def test_random_models_are_parsed_and_refused() -> None:
