@@ -245,11 +245,8 @@ class _World:
     def _write(self, cell: Cell, record: dict[str, Any]) -> None:
         if self.rank == 0:
             when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            append(
-                self.task.out,
-                self.task.keys[cell],
-                record | {"world": cell.world, "when": when, "load": self.task.load},
-            )
+            about = {"world": cell.world, "when": when, "load": self.task.load}
+            append(self.task.out, self.task.keys[cell], record | about)
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

@@ -137,15 +137,8 @@ def test_replicas_are_compared_in_pictures() -> None:
 
 
 def test_one_rank_is_a_row_without_a_ratio() -> None:
-    plain = {
-        "key": json.loads(runs.key_of(JOB, Cell(ONE_RANK))),
-        "seconds": 2.0,
-        "loop": 1.5,
-        "world": 1,
-        "when": "now",
-        "load": None,
-    }
-    (row,) = runs.rows([plain])
+    plain = {"key": json.loads(runs.key_of(JOB, Cell(ONE_RANK))), "seconds": 2.0, "loop": 1.5}
+    (row,) = runs.rows([plain | {"world": 1, "when": "now", "load": None}])
     assert row["median_s"] == 2.0 and "ratio" not in row and method(row) == "one rank"
 
 
