@@ -27,7 +27,7 @@ from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
 from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
-from ditile.plan import Plan
+from ditile.plan import AUTO, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,6 +139,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     cache, budget = Cache(**collect(Cache, arguments)), Budget(**collect(Budget, arguments))
     plan = _plan(arguments, cache)
     wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
+    if run.plan is not None:
+        plan = _named(run.plan, wanted, run, plan)
     if budget.is_set:
         plan, cache = _within(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.attention(run.attention))
@@ -158,6 +160,28 @@ def _generate(arguments: argparse.Namespace) -> int:
     if outcome is not None:
         _report(outcome, run)
     return 0
+
+
+def _named(text: str, wanted: Generate, run: Run, given: Plan) -> Plan:
+    """The plan of `--plan`; of `auto` the first of `ditile plan`, which is said.
+
+    Raises:
+        DitileError: if flags say a plan too, or this machine was not measured.
+    """
+    if given != Plan():
+        raise PlanError(f"plan={text!r} is a whole plan, and flags say '{given}' too; leave one of them out")
+    if text != AUTO:
+        return Plan.parse(text)
+    from ditile.answer import answer
+
+    asked = {name: getattr(wanted, name) for name in ("model", "height", "width", "steps", "guidance", "num_images")}
+    place = env.torchrun()
+    found = answer(Ask(devices=None if place is None else place.world, **asked), all_devices=place is not None)
+    if _writes():
+        best = found.found.prices[0]
+        line = f"planned: {best.plan} (predicted {best.latency_s:.3g} s a loop on {found.hardware})"
+        _console(stderr=run.json == "-").print(line, soft_wrap=True)
+    return found.found.prices[0].plan
 
 
 def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:
@@ -295,7 +319,7 @@ def _ask(arguments: argparse.Namespace) -> int:
 
     ask = Ask(**collect(Ask, arguments))
     quiet()
-    from ditile.planner.answer import answer
+    from ditile.answer import answer
 
     found = answer(ask)
     _print(found.as_table(), found.to_json(), ask.json)
@@ -307,9 +331,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from ditile.generate import quiet
 
     quiet()
-    from ditile.planner import measure
+    from ditile.bench import calibrate
 
-    path = measure.calibrate(wanted)
+    path = calibrate.calibrate(wanted)
     print(path)
     return 0
 

@@ -35,6 +35,7 @@ class Wanted:
         memory_bytes: of a device; the profile's by default.
         max_latency_s: plans that take longer are set aside.
         warmup: synchronous steps of plans with stale keys.
+        all_devices: only plans that use every device.
     """
 
     devices: int
@@ -42,6 +43,7 @@ class Wanted:
     memory_bytes: int | None = None
     max_latency_s: float | None = None
     warmup: int = 1
+    all_devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,9 @@ def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, hosts
 
 
 def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
-    """Every plan that the model and the call allow, on so many ranks and on every divisor of them."""
+    """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
     facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
-    for world in _divisors(wanted.devices):
+    for world in [wanted.devices] if wanted.all_devices else _divisors(wanted.devices):
         for degrees in _degrees(world, shape):
             for more in _patches(degrees, wanted.warmup):
                 plan = Plan(**degrees, **more)
