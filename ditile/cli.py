@@ -30,7 +30,7 @@ from ditile.launch import launch
 from ditile.load import bundled, defaults, find
 from ditile.measuring import bench, calibrate, evaluate, plan
 from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
-from ditile.plan import Plan
+from ditile.plan import AUTO, Plan
 
 if TYPE_CHECKING:
     from ditile.outcome import Outcome
@@ -147,6 +147,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     cache, budget = Cache(**collect(Cache, arguments)), Budget(**collect(Budget, arguments))
     plan = _plan(arguments, cache)
     wanted, run = Generate(**_collect(Generate, arguments)), Run(**_collect(Run, arguments))
+    if run.plan is not None:
+        plan = _named(run.plan, wanted, run, plan)
     if budget.is_set:
         plan, cache = _within(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.attention(run.attention))
@@ -166,6 +168,28 @@ def _generate(arguments: argparse.Namespace) -> int:
     if outcome is not None:
         _report(outcome, run)
     return 0
+
+
+def _named(text: str, wanted: Generate, run: Run, given: Plan) -> Plan:
+    """The plan of `--plan`; of `auto` the first of `ditile plan`, which is said.
+
+    Raises:
+        DitileError: if flags say a plan too, or this machine was not measured.
+    """
+    if given != Plan():
+        raise PlanError(f"plan={text!r} is a whole plan, and flags say '{given}' too; leave one of them out")
+    if text != AUTO:
+        return Plan.parse(text)
+    from ditile.answer import answer
+
+    asked = {name: getattr(wanted, name) for name in ("model", "height", "width", "steps", "guidance", "num_images")}
+    place = env.torchrun()
+    found = answer(Ask(devices=None if place is None else place.world, **asked), all_devices=place is not None)
+    if writes():
+        best = found.found.prices[0]
+        line = f"planned: {best.plan} (predicted {best.latency_s:.3g} s a loop on {found.hardware})"
+        console(stderr=run.json == "-").print(line, soft_wrap=True)
+    return found.found.prices[0].plan
 
 
 def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ditile.blocks.schedule import Schedule
@@ -47,7 +48,7 @@ class Place(NamedTuple):
     tensor: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A call under a plan.
 
@@ -63,25 +64,31 @@ class Job:
     weights: Weights
     stages: Sequence[range]
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The order of work."""
         return Schedule.of(self.plan, self.shape.steps, self.shape.shared_out(self.plan).batch)
 
     def own(self, place: Place) -> Shape:
         """The shape of a rank's calls: its replica's images and its half's branches."""
-        return self.shape.shared_out(self.plan, place.data)
+        if place.data not in self._owned:
+            self._owned[place.data] = self.shape.shared_out(self.plan, place.data)
+        return self._owned[place.data]
+
+    @cached_property
+    def _owned(self) -> dict[int, Shape]:
+        return {}
 
     def calls(self, step: int) -> int:
         """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
         return self.shape.calls if step == 0 else self.shape.shared_out(self.plan).calls
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The cuts of the image."""
         return self.shape.layout(self.plan, self.spec)
 
-    @property
+    @cached_property
     def split(self) -> Split:
         """How the tokens are shared out."""
         return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
@@ -219,10 +226,14 @@ def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
         return
     parts, heads = _row(job, place, micro), job.shape.heads // job.plan.tensor
     each = job.own(place).batch * job.shape.head_dim * job.shape.element_size
-    for joint in job.layers(place):
+    mine, layers = job.heads(place), job.layers(place)
+    sizes = {}
+    for joint in set(layers):
         lengths = [_length(part) if joint else part.image_tokens for part in parts]
-        own, mine = lengths[place.ulysses], job.heads(place)
-        yield "ulysses", each * (3 * own * (heads - mine) + (sum(lengths) - own) * mine)
+        own = lengths[place.ulysses]
+        sizes[joint] = each * (3 * own * (heads - mine) + (sum(lengths) - own) * mine)
+    for joint in layers:
+        yield "ulysses", sizes[joint]
 
 
 def _ring(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
@@ -232,10 +243,13 @@ def _ring(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
         return
     kept = job.plan.num_patches > 1 and (micro.patch is not None or job.schedule.keeps_keys(micro.step))
     rows = [_row(job, place._replace(outer=outer), micro) for outer in range(n)]
-    for joint in job.layers(place):
+    sizes, layers = {}, job.layers(place)
+    for joint in set(layers):
         lengths = [sum(_length(part) if joint else part.image_tokens for part in row) for row in rows]
         tokens = (n - 1) * lengths[place.outer] if kept else sum(lengths) - lengths[(place.outer + 1) % n]
-        yield "ring", 2 * tokens * _number(job, place)
+        sizes[joint] = 2 * tokens * _number(job, place)
+    for joint in layers:
+        yield "ring", sizes[joint]
 
 
 def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
@@ -243,8 +257,9 @@ def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, i
     if n == 1 or (schedule.is_stale(micro.step) and not schedule.keeps_keys(micro.step)):
         return
     image = sum(part.image_tokens for part in _row(job, place, micro))
+    size = 2 * (n - 1) * image * _number(job, place)
     for _ in job.layers(place):
-        yield "distrifusion", 2 * (n - 1) * image * _number(job, place)
+        yield "distrifusion", size
 
 
 def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:

@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     ask = Ask(**collect(Ask, arguments))
     quiet()
-    from ditile.planner.answer import answer
+    from ditile.answer import answer
 
     found = answer(ask)
     print_both(found.as_table(), found.to_json(), ask.json)
@@ -73,7 +73,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from ditile.generate import quiet
 
     quiet()
-    from ditile.planner import measure
+    from ditile.bench import calibrate
 
-    print(measure.calibrate(wanted))
+    print(calibrate.calibrate(wanted))
     return 0

@@ -72,6 +72,9 @@ class Run:
         ModelError: if a value is out of its range.
     """
 
+    plan: str | None = option(
+        None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
+    )
     out: str = option("ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE")
     out_dir: str | None = option(None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(

@@ -186,13 +186,14 @@ class Plan:
         Args:
             model: a published model, a bundled one, a folder or a hub id.
             asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others
-                of `ditile plan`.
+                of `ditile plan`. Or `min_psnr`, in dB: the fastest plan that was evaluated (`ditile evaluate`) with at
+                least that, with `evaluation`, `devices` and `max_latency` where they are given.
 
         Raises:
-            PlanError: if the machine was not measured and none is named, or no plan fits it.
-            ModelError, LoadError: if the model cannot be planned for.
+            PlanError: if the machine was not measured and none is named, or no plan fits it or the quality.
+            ModelError, LoadError: if the model cannot be planned for, or was not evaluated.
         """
-        planner = importlib.import_module("ditile.planner.answer")  # which is built on plans, as all above this file is
+        planner = importlib.import_module("ditile.answer")  # which is built on plans, as all above this file is
         best: Plan = planner.best(model, **asked)
         return best
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ditile import env
+from ditile.answer import machine
 from ditile.bench.cells import Cell
 from ditile.bench.options import Comparison
 from ditile.bench.subjects import Subject
 from ditile.cost import Job
 from ditile.options import Ask
 from ditile.planner import hardware
-from ditile.planner.answer import machine
 from ditile.planner.profile import Profile
 from ditile.planner.search import pricer_of
 

@@ -9,6 +9,7 @@ The three make up the latency of the denoising loop. Caches enter by the share o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from ditile.planner.kernels import Counted, Work
 from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Tokens, seconds, together
 
-STEADY = 4  # steps after the warmup that are simulated; the others are like the last of them
+STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
 COLLECTIVES = {"ulysses": "ulysses", "ring": "ring", "distrifusion": "distrifusion", "tensor": "tensor"}
 BEHIND = 2  # messages of a ring that are on their way
 
@@ -90,12 +91,11 @@ class Pricer:
     def price(self, job: Job, left: Left | None = None, memory_bytes: int = 0) -> Price:
         """The price of a call."""
         run = _Run(self, job, left or Left())
-        latency, compute = run.latency(free=False), run.compute
-        free = run.latency(free=True)
-        sent = _sent(job)
+        latency, _ = run.walk(free=False)
+        free, compute = run.walk(free=True)
         return Price(
             plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
-            bubble_s=max(free - compute, 0.0), bytes_per_step=sent / job.shape.steps, memory_bytes=memory_bytes,
+            bubble_s=max(free - compute, 0.0), bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
         )  # fmt: skip
 
     def estimate(self, job: Job, left: Left | None = None) -> float:
@@ -120,14 +120,6 @@ class _Run:
         self._crowd = max(1.0, ranks / pricer.profile.devices)
         self._seen: dict[Any, float] = {}
 
-    @property
-    def compute(self) -> float:
-        """Seconds of work of the busiest stage."""
-        return max(
-            sum(self._cost(stage, op, free=True) for op in self._schedule.program(stage, self._calls))
-            for stage in range(self._job.plan.pipefusion)
-        )
-
     @cached_property
     def _schedule(self) -> Schedule:
         return self._job.schedule
@@ -136,8 +128,20 @@ class _Run:
     def _calls(self) -> int:
         return self._job.own(self._places[0]).calls
 
-    def latency(self, *, free: bool) -> float:
-        """Seconds of the loop; `free`: with messages that take no time."""
+    @cached_property
+    def _like(self) -> list[int]:
+        """Of each stage, the first one that has the same to do."""
+        found: list[int] = []
+        seen: dict[Any, int] = {}
+        counted, last = self._pricer.counted, self._job.plan.pipefusion - 1
+        for stage, blocks in enumerate(self._job.stages):
+            work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
+            what = (frozenset(work.items()), stage == 0, stage == last, stage < self._schedule.crew)
+            found.append(seen.setdefault(what, stage))
+        return found
+
+    def walk(self, *, free: bool) -> tuple[float, float]:
+        """Seconds of the loop, and those that its busiest stage works; `free`: with messages that take no time."""
         schedule, steps = self._schedule, self._job.shape.steps
         shown = min(steps, schedule.warmup + STEADY)
         spans = simulate(
@@ -146,7 +150,25 @@ class _Run:
         )  # fmt: skip
         ends = _ends(spans, shown)
         tail = ends[-1] - ends[-2] if shown > 1 else ends[-1]
-        return ends[-1] + (steps - shown) * tail
+        busy = [0.0] * schedule.stages
+        for span in spans:
+            busy[span.stage] += (span.end - span.start) * (1 + steps - shown if span.op.step == shown - 1 else 1)
+        return ends[-1] + (steps - shown) * tail, max(busy)
+
+    def sent(self) -> int:
+        """Bytes that all ranks send in the whole call; steps of one kind are alike, and so are stages."""
+        job, plan, last = self._job, self._job.plan, self._job.shape.steps - 1
+        kinds: dict[tuple[bool, ...], list[int]] = {}
+        for step in range(last + 1):
+            kind = (job.schedule.is_stale(step), job.schedule.keeps_keys(step), step == 0, step == last)
+            kinds.setdefault(kind, []).append(step)
+        inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
+        for rank in range(plan.world):
+            stage = rank // inner % plan.pipefusion
+            if self._like[stage] == stage:
+                sizes = [len(steps) * sum(cost.sent_in_step(job, rank, steps[0]).values()) for steps in kinds.values()]
+                total += self._like.count(stage) * sum(sizes)
+        return total
 
     def estimate(self) -> float:
         """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all."""
@@ -174,6 +196,7 @@ class _Run:
         return total + (steps - warm) * period + sum(ends[-1]) - max(ends[-1])
 
     def _cost(self, stage: int, op: Op, *, free: bool) -> float:
+        stage = self._like[stage]
         key = (stage, op.kind, self._kind_of(op), op.branch == 0, op.piece, free)
         if key not in self._seen:
             self._seen[key] = self._priced(stage, op, free=free)
@@ -197,8 +220,11 @@ class _Run:
         return (1 - link.overlap) * self._message(stage, op)
 
     def _travel(self, stage: int, op: Op) -> float:
-        link = self._link("pipefusion")
-        return link.latency_s + link.overlap * self._message(stage, op)
+        key = ("travel", self._like[stage], op.kind, op.patch, op.piece, self._kind_of(op))
+        if key not in self._seen:
+            link = self._link("pipefusion")
+            self._seen[key] = link.latency_s + link.overlap * self._message(stage, op)
+        return self._seen[key]
 
     def _message(self, stage: int, op: Op) -> float:
         """Seconds of a message on an idle link."""
@@ -303,19 +329,6 @@ class _Run:
         for name in names:
             span *= getattr(plan, name)
         return profile.interlink if span > plan.world // self._pricer.hosts else profile.link
-
-
-def _sent(job: Job) -> int:
-    """Bytes that all ranks send in the whole call; steps of one kind are alike."""
-    ranks, last = range(job.plan.world), job.shape.steps - 1
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for step in range(job.shape.steps):
-        kind = (job.schedule.is_stale(step), job.schedule.keeps_keys(step), step == 0, step == last)
-        kinds.setdefault(kind, []).append(step)
-    return sum(
-        len(steps) * sum(sum(cost.sent_in_step(job, rank, steps[0]).values()) for rank in ranks)
-        for steps in kinds.values()
-    )
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ditile.cost import Job
 from ditile.errors import PlanError
@@ -21,7 +21,7 @@ from ditile.planner.subject import Subject
 from ditile.shape import Shape
 
 MOST_PATCHES = 32
-SHOWN = 12  # plans that are priced to the end, of those that the formula puts first
+SHOWN = 8  # plans that are priced to the end, of those that the formula puts first
 FACTORS = (1, 2, 4)  # patches for each stage
 
 
@@ -35,6 +35,7 @@ class Wanted:
         memory_bytes: of a device; the profile's by default.
         max_latency_s: plans that take longer are set aside.
         warmup: synchronous steps of plans with stale keys.
+        all_devices: only plans that use every device.
     """
 
     devices: int
@@ -42,6 +43,7 @@ class Wanted:
     memory_bytes: int | None = None
     max_latency_s: float | None = None
     warmup: int = 1
+    all_devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,15 @@ class Found:
     legal: int
 
 
+class _Rough(NamedTuple):
+    """A plan by the formula's seconds, and in the order of the search."""
+
+    seconds: float
+    order: int
+    job: Job
+    memory: int
+
+
 def search(
     subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
 ) -> Found:
@@ -70,7 +81,7 @@ def search(
     shape = subject.shape(call, profile.element_size)
     pricer = pricer_of(subject, call, profile, wanted.hosts)
     space = wanted.memory_bytes or profile.memory_bytes
-    rough: list[tuple[float, int, Job, int]] = []
+    rough: list[_Rough] = []
     too_large, legal = list[Price](), 0
     for plan in plans(subject, shape, wanted):
         legal += 1
@@ -80,9 +91,14 @@ def search(
             too_large.append(Price(plan=plan, latency_s=0, compute_s=0, exposed_s=0, bubble_s=0, bytes_per_step=0,
                                    memory_bytes=memory))  # fmt: skip
         else:
-            rough.append((pricer.estimate(job, left), legal, job, memory))
-    rough.sort(key=lambda found: found[:2])
-    fits = [pricer.price(job, left, memory) for _, _, job, memory in rough[:SHOWN]]
+            rough.append(_Rough(pricer.estimate(job, left), legal, job, memory))
+    for found in sorted(rough)[:SHOWN]:
+        for plan in _other_warmups(found.job):
+            job = subject.job(plan, shape)
+            memory = peak(subject, job, profile)
+            if memory <= space:
+                rough.append(_Rough(pricer.estimate(job, left), len(rough) + legal, job, memory))
+    fits = [pricer.price(found.job, left, found.memory) for found in sorted(rough)[:SHOWN]]
     fits.sort(key=lambda price: price.latency_s)
     too_large.sort(key=lambda price: price.memory_bytes)
     if not fits:
@@ -109,9 +125,9 @@ def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, hosts
 
 
 def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
-    """Every plan that the model and the call allow, on so many ranks and on every divisor of them."""
+    """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
     facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
-    for world in _divisors(wanted.devices):
+    for world in [wanted.devices] if wanted.all_devices else _divisors(wanted.devices):
         for degrees in _degrees(world, shape):
             for more in _patches(degrees, wanted.warmup):
                 plan = Plan(**degrees, **more)
@@ -139,12 +155,20 @@ def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]
     if stages == 1:
         yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
         return
-    alone = degrees["ring"] * degrees["ulysses"] * degrees["tensor"] == 1
-    modes = ("serial", "pipelined", "sequence") if alone else ("serial", "pipelined")
     for factor in FACTORS:
         if stages * factor <= MOST_PATCHES:
-            for mode in modes if warmup else modes[:1]:
-                yield {"patches": stages * factor, "warmup": warmup, "warmup_mode": mode}
+            yield {"patches": stages * factor, "warmup": warmup}
+
+
+def _other_warmups(job: Job) -> Iterator[Plan]:
+    """A plan with its synchronous steps run in the other ways that could make them shorter."""
+    plan = job.plan
+    if plan.pipefusion == 1 or plan.warmup == 0:
+        return
+    if job.shape.shared_out(plan).batch > 1:
+        yield replace(plan, warmup_mode="pipelined")
+    if plan.token_ranks * plan.tensor == 1:
+        yield replace(plan, warmup_mode="sequence")
 
 
 def _divisors(number: int) -> list[int]:

@@ -24,6 +24,7 @@ CALLED = {
     "cache_options",
 }
 TOP = {
+    "answer",
     "cli",
     "console",
     "measuring",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ditile.answer import answer
 from ditile.bench import runs, sweeps
 from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
 from ditile.bench.naming import kind_of, method, warmup_table
@@ -21,7 +22,6 @@ from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}

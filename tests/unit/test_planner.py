@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ditile.answer import answer
 from ditile.cli import main
 from ditile.errors import ModelError, PlanError
 from ditile.layout import Grid
@@ -22,7 +23,6 @@ from ditile.load import defaults, find
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer
 from ditile.planner.memory import needed, peak
 from ditile.planner.price import Left
 from ditile.planner.profile import Curve, Link, Profile, rising

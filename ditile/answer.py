@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile import env
+from ditile.budget import choose, stored
 from ditile.errors import ModelError, PlanError
 from ditile.load import defaults, find
 from ditile.options import Ask
@@ -103,8 +104,12 @@ class Answer:
         return shown
 
 
-def answer(ask: Ask) -> Answer:
+def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
     """The answer to a question.
+
+    Args:
+        ask: the question.
+        all_devices: only plans that use every device: the ranks that are there already.
 
     Raises:
         PlanError: if no plan fits, or the priced one does not.
@@ -116,7 +121,7 @@ def answer(ask: Ask) -> Answer:
     devices = ask.devices or profile.devices
     wanted = Wanted(
         devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.amount(ask.memory),
-        max_latency_s=ask.max_latency, warmup=ask.warmup,
+        max_latency_s=ask.max_latency, warmup=ask.warmup, all_devices=all_devices,
     )  # fmt: skip
     if ask.price is None:
         return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted))
@@ -127,12 +132,19 @@ def answer(ask: Ask) -> Answer:
     return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
 
 
-def best(model: str, **asked: Any) -> Plan:
-    """The first plan of the answer; see `Plan.auto`.
+def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any) -> Plan:
+    """The first plan of the answer, or with `min_psnr` that of an evaluation without caches; see `Plan.auto`.
 
     Raises:
-        PlanError: if a word of the question is not known; and those of `answer`.
+        PlanError: if a word of the question is not known; and those of `answer` and `choose`.
+        LoadError: if there is no such evaluation.
     """
+    if min_psnr is not None:
+        if others := sorted(set(asked) - {"devices", "max_latency"}):
+            raise PlanError(f"min_psnr={min_psnr:g} asks an evaluation, which has no {others[0]}; leave it out")
+        rows = [row for row in stored(model, evaluation)["settings"] if row["cache"] == "none"]
+        limit = asked.get("max_latency")
+        return Plan.parse(choose(rows, min_psnr=min_psnr, max_latency=limit, world=asked.get("devices"))["plan"])
     known_words = [field.name for field in dataclasses.fields(Ask)]
     if unknown := sorted(set(asked) - set(known_words)):
         raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
