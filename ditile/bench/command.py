@@ -80,8 +80,8 @@ def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> li
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop on {profile.name}")
     if task.todo and (task.load or 0.0) > machine.num_cores() / 2:
         remarks.append(
-            f"others kept this machine busy (load {task.load:.1f} on {machine.num_cores()} cores): several ranks get "
-            "more of it than one, so speed-ups are too high"
+            f"others kept this machine busy (load {task.load:.1f} on {machine.num_cores()} cores): two ranks get more "
+            "of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
 

@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from ditile.bench.cells import ONE_RANK
@@ -49,6 +50,8 @@ def draw(shown: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
             continue
         which = "links" if any(row["link"] for row in rows) else sweep
         for name, make in OF_SWEEP[which].items():
+            if make is exposed and max(row["world"] for row in rows) == 1:
+                continue  # nobody to wait for
             with plt.rc_context(STYLE):
                 figure = make(rows)
                 for suffix in (".png", ".svg"):
@@ -160,20 +163,16 @@ def patches(rows: Sequence[Row]) -> Any:
     plans = sorted((row for row in rows if row["plan"] != ONE_RANK), key=_patches)
     x = [_patches(row) for row in plans]
     _seconds_line(axes, x, plans)
-    for m, row in zip(x, plans, strict=True):
-        axes.annotate(
-            f"{row['ratio']:.2f}x", (m, row["highest_s"]), (0, 5), textcoords="offset points", ha="center", fontsize=8
-        )
     _one_rank_line(axes, rows)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(x, [str(m) for m in x])
+    axes.set_xticks(x, [f"{m}\n{row['ratio']:.2f}x" for m, row in zip(x, plans, strict=True)])
     axes.minorticks_off()
-    axes.set_xlabel("patches M")
+    axes.set_xlabel("patches M; below, the speed-up over one rank")
     axes.set_ylabel("seconds for a picture")
-    axes.set_ylim(0, 1.15 * max(row["highest_s"] for row in rows))
+    axes.set_ylim(0, 1.08 * max(max(row["highest_s"], row.get("predicted_loop_s", 0.0)) for row in rows))
     axes.set_title(f"{kind_of(plans[0]['plan'])}, {plans[0]['world']} ranks, no warmup; {title(rows)}", loc="left")
     axes.grid(axis="y")
-    _legend(axes)
+    _legend(axes, columns=4, below=-0.62)
     return figure
 
 
@@ -194,9 +193,12 @@ def resolution(rows: Sequence[Row]) -> Any:
         axes.set_xticks(sides, [str(side) for side in sides])
         axes.minorticks_off()
         axes.set_xlabel("pixels of a side")
-        axes.set_ylabel(label)
+        axes.set_ylabel(label, labelpad=8)
         axes.grid(axis="y")
     left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    left.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
+    left.yaxis.set_minor_locator(NullLocator())
     right.set_ylim(0)
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.12))
@@ -304,12 +306,13 @@ def _speedups(figure: Any, axes: Any, rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _legend(axes: Any, columns: int = 3) -> None:
+def _legend(axes: Any, columns: int = 3, below: float = -0.48) -> None:
+    """Below the axes, by inches that the labels there need."""
     handles, labels = axes.get_legend_handles_labels()
     of_label = dict(zip(labels, handles, strict=True))
     if of_label:
         axes.legend(
-            of_label.values(), of_label.keys(), loc="upper left", bbox_to_anchor=(0, -0.48 / axes.bbox.height * 100),
+            of_label.values(), of_label.keys(), loc="upper left", bbox_to_anchor=(0, below / axes.bbox.height * 100),
             ncols=columns, borderaxespad=0,
         )  # fmt: skip
 
