@@ -31,7 +31,7 @@ from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8
-WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
+WAN_14B: dict[str, Any] = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
            "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}  # fmt: skip
 """Of Wan-AI/Wan2.1-T2V-14B-Diffusers (its transformer/config.json); text encoder and VAE by their model cards."""
 UMT5_XXL, WAN_VAE, WORDS = 5_680_000_000, 127_000_000, 512
@@ -81,7 +81,7 @@ def flux() -> Task:
 def wan() -> Task:
     """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls."""
     with torch.device("meta"):
-        transformer = diffusers.WanTransformer3DModel(**WAN_14B)
+        transformer: Any = diffusers.WanTransformer3DModel(**WAN_14B)
     heads, head = WAN_14B["num_attention_heads"], WAN_14B["attention_head_dim"]
     shape = Shape(
         height=720, width=1280, steps=50, grid=VIDEO, text=0, batch=1, images=1, calls=2, heads=heads, head_dim=head,
