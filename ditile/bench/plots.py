@@ -81,7 +81,8 @@ def pareto(files: Sequence[Path], out: Path) -> None:
             mine = [row for row in here if row["engine"] == engine]
             if not mine:
                 continue
-            axes.scatter([r["speedup"] for r in mine], [r["psnr"] for r in mine], 16, colour, marker, alpha=0.45, lw=0)
+            speed, quality = ([row[name] for row in mine] for name in ("speedup", "psnr"))
+            axes.scatter(speed, quality, s=16, color=colour, marker=marker, alpha=0.45, lw=0)
             axes.plot(
                 *zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine
             )
@@ -130,6 +131,27 @@ def tradeoff(found: Mapping[str, Any], out: Path) -> None:
     axes.set_title(f"{found['model']}, {count} caption(s), {found['measured']['machine']}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, plans, caches)
+    _save(figure, out)
+
+
+def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
+    """Draws seconds over devices, both logarithmic, a panel for each title and a line for each group of methods."""
+    figure, grid = plt.subplots(-(-len(panels) // 2), 2, figsize=(10.4, 3.9 * -(-len(panels) // 2)), squeeze=False)
+    for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
+        for k, (name, seconds) in enumerate(groups.items()):
+            if seconds:
+                axes.plot(
+                    list(seconds), list(seconds.values()), color=COLOURS[k % 8], marker=MARKERS[k], ms=5, label=name
+                )
+        devices = sorted({count for seconds in groups.values() for count in seconds})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(devices, list(map(str, devices)))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("predicted latency (s)")
+        axes.set_title(title, fontsize=9.5)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(frameon=False, fontsize=8)
     _save(figure, out)
 
 

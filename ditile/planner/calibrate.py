@@ -210,7 +210,7 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float, float
 
 def provenance() -> str:
     """What machine, with what, when."""
-    when = datetime.datetime.now(datetime.UTC).date().isoformat()
+    when = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return f"measured by ditile calibrate on {machine()}, torch {torch.__version__}, {when}"
 
 

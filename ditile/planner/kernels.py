@@ -121,15 +121,21 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
         with torch.device("meta"), torch.no_grad(), note, note.attention:
             transformer(**spec.example(config, GRID, TEXT), return_dict=False)
     kinds_in_order = [first for _, first in sorted(note.alike.items())]
-    of_blocks = (tuple(note.work[name, k] for k in kinds_in_order) for name in ("block", "block step", "block once"))
-    return Counted(*of_blocks, *(note.work[name, 0] for name in ("first", "last", "every", "step", "once")))
+
+    def of(name: str) -> tuple[Work, ...]:
+        return tuple(note.work[name, k] for k in kinds_in_order)
+
+    return Counted(
+        blocks=of("block"), block_steps=of("block step"), block_once=of("block once"), first=note.work["first", 0],
+        last=note.work["last", 0], every=note.work["every", 0], step=note.work["step", 0], once=note.work["once", 0],
+    )  # fmt: skip
 
 
 class _Note(TorchDispatchMode):
     """Notes kernels under the innermost of the modules that were named."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work: dict[tuple[str, int], Counter[Kernel]] = {
             (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
         }

@@ -135,7 +135,7 @@ def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
                     yield plan
 
 
-def _degrees(world: int, shape: Shape) -> Iterator[dict[str, int]]:
+def _degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
     branches = shape.rows * shape.calls
     for data, cfg, pipefusion, ring, distrifusion, ulysses in itertools.product(_divisors(world), repeat=6):

@@ -44,6 +44,7 @@ class Subject:
         transformer: on the meta device.
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
+        family: its table, where none is registered for its class.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Subject:
     vae_scale: int
     text: int = 0
     vae: int = 0
+    family: ModelSpec | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -82,7 +84,7 @@ class Subject:
     @cached_property
     def spec(self) -> ModelSpec:
         """Its family."""
-        return spec_of(self.transformer)
+        return self.family or spec_of(self.transformer)
 
     @cached_property
     def seats(self) -> Seats:

@@ -1,0 +1,177 @@
+"""Predicted scaling past the machines that are here: 8 to 512 devices, two jobs, two kinds of cluster.
+
+    python -m ditile.bench.scale docs/images/scale.png          # the tables as Markdown, the figure as a file
+
+Every group of methods has the best of its plans on so many devices, by the formula that the planner sifts with; the
+best of all is simulated. Wan has no table in `ditile.models` yet: the one here serves to count its work, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from rich.progress import track
+
+from ditile.layout import Grid
+from ditile.models.slicers import image_grid
+from ditile.plan import Plan
+from ditile.planner.hardware import profile
+from ditile.planner.memory import peak
+from ditile.planner.price import Pricer
+from ditile.planner.search import Wanted, plans
+from ditile.planner.subject import CONFIGS, Subject
+from ditile.shape import Shape
+from ditile.spec import BlockIO, Conditioning, ModelSpec
+
+DEVICES = (8, 16, 32, 64, 128, 256, 512)
+IN_A_HOST = 8
+WAN_14B: dict[str, Any] = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
+           "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}  # fmt: skip
+"""Of Wan-AI/Wan2.1-T2V-14B-Diffusers (its transformer/config.json); text encoder and VAE by their model cards."""
+UMT5_XXL, WAN_VAE, WORDS = 5_680_000_000, 127_000_000, 512
+VIDEO = Grid(rows=21 * 45, tokens_per_row=80, units_per_row=2)  # 81 frames of 720 x 1280
+GROUPS: dict[str, Callable[[Plan], bool]] = {
+    "tensor": lambda plan: plan.tensor * plan.cfg == plan.world,
+    "sequence": lambda plan: plan.ulysses * plan.ring * plan.cfg == plan.world,
+    "DistriFusion": lambda plan: plan.distrifusion * plan.cfg == plan.world,
+    "PipeFusion": lambda plan: plan.pipefusion * plan.cfg == plan.world,
+    "all together": lambda plan: True,
+}
+"""Methods by themselves, each with cfg where there is guidance, and any product of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Hosts of eight devices."""
+
+    name: str
+    hardware: str
+    interlink: str
+
+
+CLUSTERS = (
+    Cluster("L40 on PCIe, 100 Gbit Ethernet a host", "l40-pcie", "100Gbit"),
+    Cluster("H100 on NVLink, 8 x 400 Gbit InfiniBand a host", "h100-nvlink", "3200Gbit"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job, its work, and the text beside its sequence."""
+
+    name: str
+    subject: Subject
+    shape: Shape
+    words: int = 0
+
+
+def flux() -> Task:
+    """FLUX.1-dev at 4096 x 4096, 28 steps."""
+    subject = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    call = {"prompt": "a prompt", "height": 4096, "width": 4096, "num_inference_steps": 28}
+    return Task("FLUX.1-dev, 4096 px, 28 steps", subject, subject.shape(call, 2))
+
+
+def wan() -> Task:
+    """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls."""
+    with torch.device("meta"):
+        transformer: Any = diffusers.WanTransformer3DModel(**WAN_14B)
+    heads, head = WAN_14B["num_attention_heads"], WAN_14B["attention_head_dim"]
+    shape = Shape(
+        height=720, width=1280, steps=50, grid=VIDEO, text=0, batch=1, images=1, calls=2, heads=heads, head_dim=head,
+        latent_elements=VIDEO.rows * VIDEO.tokens_per_row * 64, element_size=2,
+    )  # fmt: skip
+    subject = Subject("Wan2.1-14B", diffusers.WanPipeline, transformer, 8, UMT5_XXL, WAN_VAE, _WAN)
+    return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, shape, WORDS)
+
+
+def _example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    side = config["patch_size"][1]
+    return {
+        "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
+        "timestep": torch.empty(1), "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
+    }  # fmt: skip
+
+
+_WAN = ModelSpec(
+    name="Wan", blocks={"blocks": BlockIO(attn=("attn1",))}, joint="none", latent_dim=3, grid=image_grid,
+    latent_per_token=lambda config: int(config["patch_size"][1]), conditioning=lambda call: Conditioning(calls=2),
+    example=_example, image_tokens="patch_embedding",
+    constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
+    per_step=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
+    tensor_tokens={f"blocks.*.{to}": {"return": "image"} for to in ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")},
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best plan of a group."""
+
+    plan: Plan
+    seconds: float
+    memory_bytes: int
+
+
+def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
+    """Of every group that has a plan which uses all devices and fits their memory."""
+    machine = profile(cluster.hardware, cluster.interlink)
+    pricer = Pricer(task.subject.counted, machine, task.words, devices // IN_A_HOST)
+    found: dict[str, tuple[float, Plan]] = {}
+    for plan in plans(task.subject, task.shape, Wanted(devices=devices, all_devices=True)):
+        groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
+        job = task.subject.job(plan, task.shape)
+        if groups and peak(task.subject, job, machine) <= machine.memory_bytes:
+            took = pricer.estimate(job)
+            for name in groups:
+                if name not in found or took < found[name][0]:
+                    found[name] = (took, plan)
+    return {name: _simulated(task, pricer, plan) for name, (_, plan) in found.items()}
+
+
+def _simulated(task: Task, pricer: Pricer, plan: Plan) -> Best:
+    job = task.subject.job(plan, task.shape)
+    memory = peak(task.subject, job, pricer.profile)
+    return Best(plan, pricer.price(job, memory_bytes=memory).latency_s, memory)
+
+
+def as_markdown(task: Task, cluster: Cluster, found: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
+    """A table: seconds of each group over devices, and the plan of the best."""
+    yield f"### {task.name}: {cluster.name}\n"
+    yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
+    yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
+    for devices, groups in found.items():
+        cells = [f"{groups[name].seconds:.3g} s" if name in groups else "" for name in GROUPS]
+        whole = groups["all together"]
+        yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
+    yield ""
+
+
+def main() -> None:
+    """Prints the tables and draws the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", type=Path, help="the picture to write")
+    figure = parser.parse_args().figure
+    cells = [(task, cluster) for task in (flux(), wan()) for cluster in CLUSTERS]
+    found = {
+        (task.name, cluster.name): {devices: best(task, cluster, devices) for devices in track(DEVICES, cluster.name)}
+        for task, cluster in cells
+    }
+    for task, cluster in cells:
+        print("\n".join(as_markdown(task, cluster, found[task.name, cluster.name])))
+    from ditile.bench.plots import scaling
+
+    scaling(
+        {f"{task}\n{cluster}": {name: {d: groups[name].seconds for d, groups in by_devices.items() if name in groups}
+                                for name in GROUPS} for (task, cluster), by_devices in found.items()},
+        figure,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
