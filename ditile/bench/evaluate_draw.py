@@ -156,7 +156,7 @@ class Painter:
         call |= {"output_type": "np"} | ({} if self._is_original else {"output": "first"})
         if steps is not None:
             call["num_inference_steps"] = steps
-        with cached(self._target, configs, str(configs["cache_config"])):
+        with cached(self._target, configs):
             before()
             began = self._now()
             result = self._target(**call)

@@ -20,13 +20,13 @@ from ditile.trace import Trace
 
 
 @contextmanager
-def cached(target: Any, configs: Mapping[str, Any], name: str) -> Iterator[None]:
+def cached(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[None]:
     """A pipeline or runner has a cache within; none where the config is None.
 
     Args:
         target: the pipeline or runner.
         configs: as `enable_cache` takes them.
-        name: what the cache is called if it will not do.
+        name: what it is called if it will not do.
 
     Raises:
         ModelError: if it could never leave anything out.
@@ -39,7 +39,7 @@ def cached(target: Any, configs: Mapping[str, Any], name: str) -> Iterator[None]
             warnings.simplefilter("error", IdleCacheWarning)
             enable_cache(target, **configs)
     except IdleCacheWarning as warning:
-        raise ModelError(f"{name!r}: {warning}") from warning
+        raise ModelError(f"{name!r}: {warning}" if name else str(warning)) from warning
     try:
         yield
     finally:
