@@ -29,7 +29,7 @@ from rich.table import Table
 
 from ditile.load import ASSETS
 from ditile.plan import Plan
-from ditile.planner.hardware import EFFICIENCY, SHEETS, Efficiency, of_sheet, to_json
+from ditile.planner.hardware import EFFICIENCY, SHEETS, Efficiency, Wire, of_sheet, to_json
 from ditile.planner.search import pricer_of
 from ditile.planner.subject import CONFIGS, Subject
 
@@ -169,13 +169,8 @@ def _flat(gets: Efficiency) -> Iterator[tuple[str, float]]:
 
 def _made(values: dict[str, float]) -> Efficiency:
     own = {name: value for name, value in values.items() if "." not in name}
-    wires = {
-        kind: dataclasses.replace(
-            getattr(EFFICIENCY, kind), **{n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{kind}.")}
-        )
-        for kind in ("pcie", "nvlink")
-    }
-    return Efficiency(**own, **wires)
+    wire = {name.removeprefix("wire."): value for name, value in values.items() if "." in name}
+    return Efficiency(**own, wire=Wire(**wire))
 
 
 def _ceiling(name: str) -> float:
