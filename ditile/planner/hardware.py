@@ -49,13 +49,18 @@ class Sheet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """What a link of any kind gives of its bandwidth, and costs besides: the fields of `Link`."""
+    """What a link of any kind gives of its bandwidth, and costs besides.
+
+    Attributes:
+        latency_s, call_s, collective, crossing, overlap: see `Link`.
+        ring: share of the bandwidth of all that goes from neighbour to neighbour: rings, gathers, all-reduces.
+    """
 
     latency_s: float
     call_s: float
     collective: float
-    neighbours: float
-    reduce: float
+    crossing: float
+    ring: float
     overlap: float
 
 
@@ -86,7 +91,7 @@ class Efficiency:
 EFFICIENCY = Efficiency(
     matmul=0.596, matmul_half=373e3, attention=0.53, attention_half=112.0, memory=0.553, kernel_s=4.74e-6,
     micro_s=1.1e-3,
-    wire=Wire(latency_s=5e-5, call_s=4e-4, collective=0.5, neighbours=0.6, reduce=0.8, overlap=0.438),
+    wire=Wire(latency_s=7e-5, call_s=4.3e-4, collective=0.4, crossing=0.5, ring=0.7, overlap=0.2),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
@@ -145,7 +150,15 @@ def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
         memory_bytes=sheet.memory_gb * 10**9, element_size=2, matmul=Curve(SIZES, matmul, WIDTHS),
         attention=Curve(SIZES, attention, SIZES), pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s, runs_ahead=True, micro_s=gets.micro_s,
-        link=Link(bandwidth=sheet.p2p, socket=SOCKET if sheet.link == "pcie" else 0, **dataclasses.asdict(gets.wire)),
+        link=_link(sheet, gets.wire),
+    )  # fmt: skip
+
+
+def _link(sheet: Sheet, wire: Wire) -> Link:
+    return Link(
+        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.collective, call_s=wire.call_s,
+        neighbours=wire.ring, reduce=wire.ring, overlap=wire.overlap, socket=SOCKET if sheet.link == "pcie" else 0,
+        crossing=wire.crossing,
     )  # fmt: skip
 
 

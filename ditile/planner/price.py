@@ -333,7 +333,8 @@ def _share(link: Link, kind: str, n: int) -> float:
         return link.reduce
     if kind in ("ring", "distrifusion"):
         return link.neighbours
-    return link.collective / (max(1.0, n**2 / 4 / (n - 1)) if 0 < link.socket < n else 1.0)
+    crossed = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
+    return min(link.collective, 1 / crossed) if crossed else link.collective
 
 
 def _exposed(sending: float, overlap: float, compute: float) -> float:
