@@ -52,15 +52,16 @@ class Wire:
     """What a link of any kind gives of its bandwidth, and costs besides.
 
     Attributes:
-        latency_s, call_s, collective, crossing, overlap: see `Link`.
-        ring: share of the bandwidth of all that goes from neighbour to neighbour: rings, gathers, all-reduces.
+        latency_s, call_s, crossing, reduce, overlap: see `Link`.
+        exchange: share of the bandwidth between two that a device has while all exchange, with all of its socket or
+            with its neighbours: what its own port gives.
     """
 
     latency_s: float
     call_s: float
-    collective: float
+    exchange: float
     crossing: float
-    ring: float
+    reduce: float
     overlap: float
 
 
@@ -91,7 +92,7 @@ class Efficiency:
 EFFICIENCY = Efficiency(
     matmul=0.596, matmul_half=373e3, attention=0.53, attention_half=112.0, memory=0.553, kernel_s=4.74e-6,
     micro_s=1.1e-3,
-    wire=Wire(latency_s=7e-5, call_s=4.3e-4, collective=0.4, crossing=0.5, ring=0.7, overlap=0.2),
+    wire=Wire(latency_s=7e-5, call_s=4.3e-4, exchange=0.6, crossing=0.2, reduce=0.8, overlap=0.2),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
@@ -156,9 +157,9 @@ def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
 
 def _link(sheet: Sheet, wire: Wire) -> Link:
     return Link(
-        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.collective, call_s=wire.call_s,
-        neighbours=wire.ring, reduce=wire.ring, overlap=wire.overlap, socket=SOCKET if sheet.link == "pcie" else 0,
-        crossing=wire.crossing,
+        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.exchange, call_s=wire.call_s,
+        neighbours=wire.exchange, reduce=wire.reduce, overlap=wire.overlap,
+        socket=SOCKET if sheet.link == "pcie" else 0, crossing=wire.crossing,
     )  # fmt: skip
 
 
