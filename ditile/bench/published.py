@@ -261,9 +261,7 @@ def _ceiling(name: str) -> float:
 def fit_left_out(every: Sequence[Row]) -> dict[str, Efficiency]:
     """Of each hardware, the shares that were fitted without it."""
     names = sorted({row.hardware for row in every})
-    return {
-        name: fitted([row for row in every if row.hardware != name]) for name in track(names, "hardware left out")
-    }
+    return {name: fitted([row for row in every if row.hardware != name]) for name in track(names, "hardware left out")}
 
 
 def left_out() -> dict[str, Efficiency]:

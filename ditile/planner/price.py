@@ -9,6 +9,7 @@ The three make up the latency of the denoising loop. Caches enter by the share o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +26,6 @@ from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Load, Tokens, load, together
 
 STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
-COLLECTIVES = {"ulysses": "ulysses", "ring": "ring", "distrifusion": "distrifusion", "tensor": "tensor"}
-BEHIND = 2  # messages of a ring that are on their way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +118,7 @@ class _Run:
         ranks = job.plan.world / max(pricer.hosts, 1)
         self._crowd = max(1.0, ranks / pricer.profile.devices)
         self._seen: dict[Any, float] = {}
+        self._links: dict[str, Link] = {}
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -320,15 +320,21 @@ class _Run:
         return link.latency_s + size / link.bandwidth if size else 0.0
 
     def _link(self, axis: str) -> Link:
-        """The link that an axis crosses at its widest."""
-        plan, profile = self._job.plan, self._profile
-        if profile.interlink is None or self._pricer.hosts < 2:
+        """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
+        if axis not in self._links:
+            self._links[axis] = self._link_of(axis)
+        return self._links[axis]
+
+    def _link_of(self, axis: str) -> Link:
+        plan, profile, hosts = self._job.plan, self._profile, self._pricer.hosts
+        n, host = getattr(plan, axis), plan.world // max(hosts, 1)
+        inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
+        if profile.interlink is None or hosts < 2 or inner * n <= host:
             return profile.link
-        names = AXES[AXES.index(axis) :]
-        span = 1
-        for name in names:
-            span *= getattr(plan, name)
-        return profile.interlink if span > plan.world // self._pricer.hosts else profile.link
+        sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
+        if axis == "ulysses":  # each with all, of which some are on the same host
+            sharing = host * (n - max(1, host // inner)) / (n - 1)
+        return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:
