@@ -31,8 +31,10 @@ from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8
-WAN_14B: dict[str, Any] = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
-           "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}  # fmt: skip
+WAN_14B: dict[str, Any] = {
+    "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
+    "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2],
+}  # fmt: skip
 """Of Wan-AI/Wan2.1-T2V-14B-Diffusers (its transformer/config.json); text encoder and VAE by their model cards."""
 UMT5_XXL, WAN_VAE, WORDS = 5_680_000_000, 127_000_000, 512
 VIDEO = Grid(rows=21 * 45, tokens_per_row=80, units_per_row=2)  # 81 frames of 720 x 1280

@@ -20,6 +20,8 @@ from ditile.planner.profile import Curve, Link, Profile
 PROFILES = Path(__file__).parents[1] / "assets" / "profiles"
 """Profiles that were measured, one JSON file each."""
 
+SOCKET = 4
+"""GPUs on one CPU socket, of those that PCIe joins."""
 SIZES = tuple(2.0**k for k in range(0, 19, 2))
 WIDTHS = tuple(2.0**k for k in range(7, 15))
 
@@ -47,12 +49,18 @@ class Sheet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """What a kind of link gives besides its bandwidth: the fields of `Link`."""
+    """What a link of any kind gives of its bandwidth, and costs besides.
+
+    Attributes:
+        latency_s, call_s, crossing, reduce, overlap: see `Link`.
+        exchange: share of the bandwidth between two that a device has while all exchange, with all of its socket or
+            with its neighbours: what its own port gives.
+    """
 
     latency_s: float
     call_s: float
-    collective: float
-    neighbours: float
+    exchange: float
+    crossing: float
     reduce: float
     overlap: float
 
@@ -68,7 +76,7 @@ class Efficiency:
         attention_half: tokens, of queries and of keys, at which it is half of that.
         memory: share of the memory's bandwidth.
         kernel_s, micro_s: see `Profile`.
-        pcie, nvlink: of the links.
+        wire: of the links.
     """
 
     matmul: float
@@ -78,15 +86,13 @@ class Efficiency:
     memory: float
     kernel_s: float
     micro_s: float
-    pcie: Wire
-    nvlink: Wire
+    wire: Wire
 
 
 EFFICIENCY = Efficiency(
     matmul=0.596, matmul_half=373e3, attention=0.53, attention_half=112.0, memory=0.553, kernel_s=4.74e-6,
     micro_s=1.1e-3,
-    pcie=Wire(latency_s=1.26e-4, call_s=1e-4, collective=0.356, neighbours=0.4, reduce=1.0, overlap=0.438),
-    nvlink=Wire(latency_s=3.28e-4, call_s=2.25e-4, collective=0.312, neighbours=0.195, reduce=0.295, overlap=0.5),
+    wire=Wire(latency_s=7e-5, call_s=4.3e-4, exchange=0.6, crossing=0.2, reduce=0.8, overlap=0.2),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
@@ -131,7 +137,6 @@ def profile(name: str, interlink: str | None = None) -> Profile:
 
 def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
     """What a datasheet and shares of it come to."""
-    wire = gets.pcie if sheet.link == "pcie" else gets.nvlink
     matmul = tuple(
         tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
         for rows in SIZES
@@ -146,7 +151,15 @@ def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
         memory_bytes=sheet.memory_gb * 10**9, element_size=2, matmul=Curve(SIZES, matmul, WIDTHS),
         attention=Curve(SIZES, attention, SIZES), pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s, runs_ahead=True, micro_s=gets.micro_s,
-        link=Link(bandwidth=sheet.p2p, **dataclasses.asdict(wire)),
+        link=_link(sheet, gets.wire),
+    )  # fmt: skip
+
+
+def _link(sheet: Sheet, wire: Wire) -> Link:
+    return Link(
+        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.exchange, call_s=wire.call_s,
+        neighbours=wire.exchange, reduce=wire.reduce, overlap=wire.overlap,
+        socket=SOCKET if sheet.link == "pcie" else 0, crossing=wire.crossing,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ The three make up the latency of the denoising loop. Caches enter by the share o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,11 +23,9 @@ from ditile.mesh import AXES
 from ditile.plan import Plan
 from ditile.planner.kernels import Counted, Work
 from ditile.planner.profile import Link, Profile
-from ditile.planner.seconds import Tokens, seconds, together
+from ditile.planner.seconds import Load, Tokens, load, together
 
 STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
-COLLECTIVES = {"ulysses": "ulysses", "ring": "ring", "distrifusion": "distrifusion", "tensor": "tensor"}
-BEHIND = 2  # messages of a ring that are on their way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +80,7 @@ class Pricer:
     profile: Profile
     words: int = 0
     hosts: int = 1
-    _seconds: dict[tuple[int, Tokens], float] = field(default_factory=dict)
+    _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
 
     @cached_property
     def works(self) -> dict[int, Work]:
@@ -102,11 +101,11 @@ class Pricer:
         """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by."""
         return _Run(self, job, left or Left()).estimate()
 
-    def work(self, key: int, work: Work, tokens: Tokens) -> float:
+    def work(self, key: int, work: Work, tokens: Tokens) -> Load:
         """Seconds of some work, remembered by what it is."""
-        if (key, tokens) not in self._seconds:
-            self._seconds[key, tokens] = seconds(work, tokens, self.profile)
-        return self._seconds[key, tokens]
+        if (key, tokens) not in self._loads:
+            self._loads[key, tokens] = load(work, tokens, self.profile)
+        return self._loads[key, tokens]
 
 
 class _Run:
@@ -119,6 +118,7 @@ class _Run:
         ranks = job.plan.world / max(pricer.hosts, 1)
         self._crowd = max(1.0, ranks / pricer.profile.devices)
         self._seen: dict[Any, float] = {}
+        self._links: dict[str, Link] = {}
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -208,8 +208,9 @@ class _Run:
     def _priced(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._micro(op)
         if op.kind is Kind.COMPUTE:
-            own = self._compute(self._places[stage], micro, op) * self._crowd
-            return own if free else own + self._exchanges(self._places[stage], micro, own)
+            own = self._compute(self._places[stage], micro, op)
+            own = Load(own.device * self._crowd, own.host * self._crowd)
+            return (own if free else self._exchanged(self._places[stage], micro, own)).seconds(self._profile)
         if op.kind is Kind.STEP:
             patches = self._job.plan.num_patches if micro.patch is None else 1
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
@@ -243,8 +244,8 @@ class _Run:
         stale = self._schedule.is_stale(op.step) and self._job.plan.distrifusion == 1
         return Micro(op.step, op.patch if stale else None)
 
-    def _compute(self, place: Place, micro: Micro, op: Op) -> float:
-        """Seconds of a stage's own blocks, the ends with them, in one call or a piece of it."""
+    def _compute(self, place: Place, micro: Micro, op: Op) -> Load:
+        """A stage's own blocks, the ends with them, in one call or a piece of it."""
         job, counted, work = self._job, self._pricer.counted, self._pricer.work
         tokens = self._tokens(place, micro, op)
         crew = len(self._schedule.crew_of(micro))
@@ -253,18 +254,20 @@ class _Run:
         kinds: dict[int, float] = {}
         for block, share in zip(stage, runs, strict=True):
             kinds[id(counted.blocks[block])] = kinds.get(id(counted.blocks[block]), 0.0) + share
-        total = sum(share * work(kind, self._pricer.works[kind], tokens) for kind, share in kinds.items())
-        total += work(-1, counted.every, tokens)
+        total = work(-1, counted.every, tokens)
+        for kind, share in kinds.items():
+            total = total.plus(work(kind, self._pricer.works[kind], tokens), share)
+        more: list[tuple[int, Work]] = []
         if place.stage == 0 or crew:
-            total += work(-2, counted.first, tokens)
+            more.append((-2, counted.first))
         if place.stage == job.plan.pipefusion - 1 or crew:
-            total += work(-3, counted.last, tokens)
+            more.append((-3, counted.last))
         if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
-            total += work(-4, counted.step, tokens)
-            total += sum(work(id(each), each, tokens) for each in (counted.block_steps[block] for block in stage))
+            more += [(-4, counted.step), *((id(each), each) for each in map(counted.block_steps.__getitem__, stage))]
         if op.step == 0:
-            total += work(-5, counted.once, tokens)
-            total += sum(work(id(each), each, tokens) for each in (counted.block_once[block] for block in stage))
+            more += [(-5, counted.once), *((id(each), each) for each in map(counted.block_once.__getitem__, stage))]
+        for key, each in more:
+            total = total.plus(work(key, each, tokens))
         return total
 
     def _may_be_left(self, block: int) -> bool:
@@ -287,22 +290,19 @@ class _Run:
             share=line / (image + text) if line else 1.0,
         )  # fmt: skip
 
-    def _exchanges(self, place: Place, micro: Micro, compute: float) -> float:
-        """Seconds that a call waits for what its ranks send each other."""
-        total = 0.0
+    def _exchanged(self, place: Place, micro: Micro, own: Load) -> Load:
+        """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
+        total = own
         for kind, sizes in cost.in_call(self._job, place, micro).items():
             axis = "ulysses" if kind == "prediction" else kind
             link, n = self._link(axis), max(getattr(self._job.plan, axis), 2)
-            share = {"tensor": link.reduce, "ring": link.neighbours}.get(kind, link.collective)
-            sending = sum(sizes) / (link.bandwidth * share)
+            calls = len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            sending = sum(sizes) / (link.bandwidth * _share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self._schedule.is_stale(micro.step):
-                total += _exposed(sending + len(sizes) * link.latency_s, link.overlap, compute)
+                sending = _exposed(sending, link.overlap, own.device)
             elif kind == "ring":
-                sending += len(sizes) * (n - 1) * link.latency_s
-                total += _exposed(sending, link.overlap, self._attention(place, micro))
-            else:
-                calls = len(sizes) * (2 if kind == "ulysses" else 1)
-                total += sending + calls * (link.call_s + link.latency_s)
+                sending = _exposed(sending, link.overlap, self._attention(place, micro))
+            total = total.plus(Load(sending, calls * link.call_s))
         return total
 
     def _attention(self, place: Place, micro: Micro) -> float:
@@ -311,7 +311,7 @@ class _Run:
         blocks = [counted.blocks[block] for block in self._job.stages[place.stage]]
         found = {k: n for k, n in together(blocks).items() if k.kind == "attention"}
         n = self._job.plan.ring
-        return seconds(found, tokens, self._profile) * (n - 1) / n
+        return load(found, tokens, self._profile).device * (n - 1) / n
 
     def _guidance(self, micro: Micro) -> float:
         place = self._places[-1]
@@ -320,15 +320,21 @@ class _Run:
         return link.latency_s + size / link.bandwidth if size else 0.0
 
     def _link(self, axis: str) -> Link:
-        """The link that an axis crosses at its widest."""
-        plan, profile = self._job.plan, self._profile
-        if profile.interlink is None or self._pricer.hosts < 2:
+        """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
+        if axis not in self._links:
+            self._links[axis] = self._link_of(axis)
+        return self._links[axis]
+
+    def _link_of(self, axis: str) -> Link:
+        plan, profile, hosts = self._job.plan, self._profile, self._pricer.hosts
+        n, host = getattr(plan, axis), plan.world // max(hosts, 1)
+        inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
+        if profile.interlink is None or hosts < 2 or inner * n <= host:
             return profile.link
-        names = AXES[AXES.index(axis) :]
-        span = 1
-        for name in names:
-            span *= getattr(plan, name)
-        return profile.interlink if span > plan.world // self._pricer.hosts else profile.link
+        sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
+        if axis == "ulysses":  # each with all, of which some are on the same host
+            sharing = host * (n - max(1, host // inner)) / (n - 1)
+        return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:
@@ -338,6 +344,16 @@ def _ends(spans: list[Span], steps: int) -> list[float]:
         if span.op.kind is Kind.STEP:
             ends[span.op.step] = max(ends[span.op.step], span.end)
     return ends
+
+
+def _share(link: Link, kind: str, n: int) -> float:
+    """Share of a link's bandwidth in an exchange; gathers go from neighbour to neighbour, as rings do."""
+    if kind == "tensor":
+        return link.reduce
+    if kind in ("ring", "distrifusion"):
+        return link.neighbours
+    crossed = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
+    return min(link.collective, 1 / crossed) if crossed else link.collective
 
 
 def _exposed(sending: float, overlap: float, compute: float) -> float:

@@ -58,6 +58,9 @@ class Link:
         neighbours: share of the bandwidth while each rank sends to the next one.
         reduce: share of it in an all-reduce.
         overlap: share of a message's time that computing goes on under.
+        socket: ranks that reach each other without the one link that joins two sockets; 0 is all. Half of an
+            all-to-all of n ranks, n^2 / 4 messages, crosses it, but only one message of neighbours.
+        crossing: share of its bandwidth that the link between sockets has while an all-to-all crosses it.
     """
 
     latency_s: float
@@ -67,6 +70,8 @@ class Link:
     neighbours: float = 1.0
     reduce: float = 1.0
     overlap: float = 1.0
+    socket: int = 0
+    crossing: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ditile.planner.kernels import Kernel, Stream, Work
 from ditile.planner.profile import Profile
@@ -41,11 +42,30 @@ class Tokens:
         return sizes.get(stream, 1)
 
 
-def seconds(work: Work, tokens: Tokens, profile: Profile) -> float:
+class Load(NamedTuple):
+    """Seconds that a device and its host are each busy."""
+
+    device: float
+    host: float
+
+    def plus(self, other: Load, times: float = 1.0) -> Load:
+        """Both, one after the other."""
+        return Load(self.device + times * other.device, self.host + times * other.host)
+
+    def seconds(self, profile: Profile) -> float:
+        """Until both are done: a host runs ahead of a GPU, and a CPU is its own."""
+        return max(self.device, self.host) if profile.runs_ahead else self.device + self.host
+
+
+def load(work: Work, tokens: Tokens, profile: Profile) -> Load:
     """Of some work by one rank."""
     device = sum(times * _device(kernel, tokens, profile) for kernel, times in work.items())
-    host = sum(work.values()) * profile.kernel_s
-    return max(device, host) if profile.runs_ahead else device + host
+    return Load(device, sum(work.values()) * profile.kernel_s)
+
+
+def seconds(work: Work, tokens: Tokens, profile: Profile) -> float:
+    """The same, until both are done."""
+    return load(work, tokens, profile).seconds(profile)
 
 
 def _device(kernel: Kernel, tokens: Tokens, profile: Profile) -> float:

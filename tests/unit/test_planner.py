@@ -23,8 +23,8 @@ from ditile.load import defaults, find
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.memory import needed, peak
-from ditile.planner.price import Left
+from ditile.planner.memory import Bytes, needed, peak
+from ditile.planner.price import Left, _Run
 from ditile.planner.profile import Curve, Link, Profile, rising
 from ditile.planner.search import Wanted, plans, pricer_of, search
 from ditile.planner.seconds import Tokens, flops, seconds, together
@@ -170,6 +170,39 @@ def test_hosts_are_joined_by_the_slower_link() -> None:
     assert far > near
     across = one.job(Plan(ulysses=8), shape)
     assert pricer_of(one, asked, profile, 2).price(across).exposed_s > 10 * far
+
+
+def test_ranks_of_a_host_share_the_way_out() -> None:
+    """Four lines of a ring cross the border of a host, and in an exchange of all eight everybody does."""
+    one, asked = subject("flux.1-dev"), call("flux.1-dev")
+    shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "10Gbit")
+    whole = hardware.bandwidth("10Gbit") / 8 * 0.9
+
+    def bandwidth(axis: str, **degrees: int) -> float:
+        return _Run(pricer_of(one, asked, profile, 2), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
+
+    assert bandwidth("ring", ring=8) == whole
+    assert bandwidth("ring", ring=2, ulysses=4) == bandwidth("pipefusion", pipefusion=2, ulysses=4) == whole / 4
+    assert bandwidth("ulysses", ulysses=8) == pytest.approx(whole / (4 * 4 / 7))
+    assert bandwidth("ulysses", ring=2, ulysses=4) == profile.link.bandwidth
+
+
+def test_memory_is_the_papers_table() -> None:
+    """Table 1 of arXiv 2405.14430: P/N of the weights, and (KV)L of DistriFusion beside (KV)L/N of PipeFusion."""
+    one, asked = subject("pixart-alpha"), call("pixart-alpha")
+    shape, profile = one.shape(asked, 2), hardware.profile("l40-pcie")
+
+    def of(**degrees: int) -> Bytes:
+        return needed(one, one.job(Plan(**degrees), shape), profile)
+
+    own = one.weights.shared * 2
+    whole, keys = of().weights - own, of(distrifusion=2).keys
+    assert keys == 2 * len(one.weights.blocks) * shape.batch * shape.tokens * shape.channels * 2
+    for n in (2, 4):
+        assert of(pipefusion=n).weights - own == of(tensor=n).weights - own == whole // n
+        assert of(ulysses=n).weights == of(ring=n).weights == of(distrifusion=n).weights == whole + own
+        assert of(distrifusion=n).keys == keys and of(pipefusion=n).keys == keys // n
+        assert of(ulysses=n).keys == of(ring=n).keys == of(tensor=n).keys == 0, "nothing outlives a step"
 
 
 def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
