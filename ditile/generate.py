@@ -23,6 +23,7 @@ from ditile.outcome import MEASURED, Outcome, left_out, medians, summed
 from ditile.plan import Plan
 from ditile.prompts import Line, request
 from ditile.prompts import lines as all_lines
+from ditile.shape import check_size
 from ditile.transport import gather_json
 
 if TYPE_CHECKING:
@@ -288,11 +289,7 @@ def _check_size(pipe: DiffusionPipeline, call: dict[str, Any]) -> None:
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     unit = getattr(pipe, "vae_scale_factor", 1) * getattr(config, "patch_size", 1)
     unit *= 2 if hasattr(pipe, "_pack_latents") else 1
-    for name in ("height", "width"):
-        value = call.get(name)
-        if value is not None and value % unit:
-            near = max(unit, round(value / unit) * unit)
-            raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")
+    check_size(call, unit)
 
 
 def _check_strength(call: dict[str, Any], known: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ditile.errors import ModelError
 from ditile.layout import Grid, Layout, share
 from ditile.legal import Facts
 from ditile.plan import Plan
@@ -147,6 +148,20 @@ def _shared_out(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
     rows = -(-shape.rows // min(cfg, shape.rows))
     calls = -(-shape.calls // cfg) if shape.rows == 1 else shape.calls
     return replace(shape, images=images, batch=images * rows, calls=calls)
+
+
+def check_size(call: Mapping[str, Any], unit: int) -> None:
+    """Raises `ModelError` unless height and width, where the call has them, are whole numbers of tokens.
+
+    Args:
+        call: its arguments.
+        unit: pixels of a token's side.
+    """
+    for name in ("height", "width"):
+        value = call.get(name)
+        if value is not None and value % unit:
+            near = max(unit, round(value / unit) * unit)
+            raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")
 
 
 def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:

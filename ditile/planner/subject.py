@@ -20,7 +20,7 @@ from ditile.models import spec_of
 from ditile.plan import Plan
 from ditile.planner.kernels import Counted, counted
 from ditile.seats import Seats
-from ditile.shape import Shape, Weights, filled_call
+from ditile.shape import Shape, Weights, check_size, filled_call
 from ditile.spec import ModelSpec
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
@@ -109,13 +109,7 @@ class Subject:
         """
         config: Any = self.transformer.config
         filled = filled_call(self.pipeline, config, self.vae_scale, call)
-        unit = self.vae_scale * self.spec.latent_per_token(config)
-        for name in ("height", "width"):
-            if filled[name] % unit:
-                raise ModelError(
-                    f"{name}={filled[name]} is not a multiple of {unit}, a token of this model; try {name}="
-                    f"{max(unit, round(filled[name] / unit) * unit)}"
-                )
+        check_size(filled, self.vae_scale * self.spec.latent_per_token(config))
         return Shape.of(self.spec, config, self.vae_scale, element_size, filled)
 
     def job(self, plan: Plan, shape: Shape) -> Job:
