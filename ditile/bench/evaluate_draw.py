@@ -8,7 +8,6 @@ the first caption each pipeline draws a picture of a few steps, which is not cou
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import warnings
@@ -139,8 +138,7 @@ class Painter:
         self._target: Any = pipe
         if divided is None:
             pipe.to(device)
-            if (fd := env.progress_fd()) is not None:
-                model_of(pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+            model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
         else:
             self._target = parallelize(pipe, divided, device=device)
 
