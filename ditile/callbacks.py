@@ -7,7 +7,6 @@ After either, what was remembered as constant is made anew: it may have changed 
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -66,7 +65,6 @@ class StepEnd:
         self._tensors = any(tensors for tensors, _ in everyone)
         self._legacy_every = max(every for _, every in everyone)
         self._steps, self._bar = 0, None
-        self._progress_fd = env.progress_fd()
 
     def install(self, stack: ExitStack, call: dict[str, Any]) -> Hooks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
@@ -128,5 +126,4 @@ class StepEnd:
         )
 
     def _progress(self) -> None:
-        if self._progress_fd is not None:
-            os.write(self._progress_fd, b".")
+        env.advance()

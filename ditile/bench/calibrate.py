@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditile import env
+from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.load import defaults, find, load
 from ditile.mesh import pick_device
@@ -25,7 +29,7 @@ from ditile.planner.subject import Subject
 from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS, RUNS = (1, 4), 6, 3
+PATCHES, STEPS, RUNS = (1, 4), 6, 4
 KERNEL, MICRO = 1e-6, 1e-3
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
@@ -39,10 +43,12 @@ def calibrate(wanted: Calibrate) -> Path:
     gpus = torch.cuda.device_count()
     ranks = wanted.ranks or gpus or max(1, (os.cpu_count() or 1) // wanted.threads)
     name = wanted.dtype or ("bfloat16" if gpus else "float32")
-    [alone] = launch(one, 1, (name,), threads=wanted.threads)
+    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * RUNS * STEPS) as heard:
+        [alone] = launch(one, 1, (name,), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     if ranks > 1:
-        link = launch(joined, ranks, (name,), threads=wanted.threads)[0]
+        with progress(f"{ranks} ranks", curves.LINK_PARTS) as heard:
+            link = launch(joined, ranks, (name,), threads=wanted.threads, progress=heard)[0]
         found = dataclasses.replace(found, link=link)
     path = Path(wanted.out) if wanted.out is not None else env.profile()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +56,23 @@ def calibrate(wanted: Calibrate) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar of what the first rank has got done, for people who look."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(f"measuring {title}", total=total)
+        yield lambda rank, reports: bar.advance(task, reports) if rank == 0 else None
+
+
 def one(dtype: str) -> Profile:
     """On a rank by itself: the curves, and what they leave of real calls."""
+    quiet()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
-    bench = Bench(device, getattr(torch, dtype))
+    bench = Bench(device, getattr(torch, dtype), env.advance)
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory()
     profile = Profile(
@@ -68,9 +86,10 @@ def one(dtype: str) -> Profile:
 
 def joined(dtype: str) -> Link | None:
     """On all ranks: what joins them."""
+    quiet()
     device = pick_device(None, dist.get_rank())
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    return curves.link(Bench(on, getattr(torch, dtype)))
+    return curves.link(Bench(on, getattr(torch, dtype), env.advance))
 
 
 def _calls(model: str, size: int, profile: Profile, dtype: str) -> list[tuple[float, float, float, float]]:
@@ -82,7 +101,7 @@ def _calls(model: str, size: int, profile: Profile, dtype: str) -> list[tuple[fl
         pipe: Any = load(model, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         runner = parallelize(pipe, plan)
-        seconds = min(_denoised(runner, call) for _ in range(RUNS + 1))
+        seconds = min(_denoised(runner, call) for _ in range(RUNS))
         job = subject.job(plan, subject.shape(call, profile.element_size))
 
         def priced(profile: Profile, job: Any = job, call: Any = call) -> float:

@@ -25,7 +25,7 @@ from ditile import env, png
 from ditile.bench.evaluate_options import ORIGINAL, Evaluate, Session, Setting
 from ditile.bench.evaluation import Row, Store
 from ditile.bench.fidelity import Pictures, psnr
-from ditile.bench.turns import bar, cached, report_calls
+from ditile.bench.turns import bar, cached
 from ditile.bench.worlds import free_to_move
 from ditile.errors import ModelError
 from ditile.generate import arguments, quiet
@@ -137,7 +137,7 @@ class Painter:
         self._target: Any = pipe
         if divided is None:
             pipe.to(device)
-            report_calls(model_of(pipe))
+            model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
         else:
             self._target = parallelize(pipe, divided, device=device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,12 +45,6 @@ def cached(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[
         disable_cache(target)
 
 
-def report_calls(model: nn.Module) -> Any:
-    """Every call of a model that no runner has is progress for `launch`. Returns the hook's handle; None elsewhere."""
-    fd = env.progress_fd()
-    return None if fd is None else model.register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
-
-
 @contextmanager
 def timed_loop(model: nn.Module) -> Iterator[Callable[[], float]]:
     """Yields what says, after a call of the pipeline, how many seconds its loop took.
@@ -64,12 +57,12 @@ def timed_loop(model: nn.Module) -> Iterator[Callable[[], float]]:
     hooks = [
         model.register_forward_pre_hook(lambda *_: trace.mark()),
         model.register_forward_hook(lambda *_: trace.mark()),
-        report_calls(model),
+        model.register_forward_pre_hook(lambda *_: env.advance()),
     ]
     try:
         yield lambda: sum(trace.waited()[0])
     finally:
-        for hook in filter(None, hooks):
+        for hook in hooks:
             hook.remove()
 
 

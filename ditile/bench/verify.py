@@ -278,9 +278,7 @@ def _wanted(proof: Proof) -> Generate:
 
 def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
-    fd = env.progress_fd()
-    if fd is not None:
-        model_of(pipe).register_forward_pre_hook(lambda *_: os.write(fd, b".") and None)
+    model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
     pipe.to(device)
     latents: Tensor = pipe(**call(pipe)).images.cpu()
     del pipe

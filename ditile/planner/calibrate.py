@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,9 @@ LENGTHS = (16, 64, 256, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 HEADS, HEAD, WIDTH = 8, 64, 256
+PARTS = len(ROWS) + len(LENGTHS) + len(SIZES)
+"""Parts that the curves of a device are measured in."""
+LINK_PARTS = 9
 LARGEST = 2**33  # operations of a call that is timed
 BUDGET = 0.03
 REPEATS = 5
@@ -38,10 +40,12 @@ class Bench:
 
     Args:
         device, dtype: what is measured.
+        done: called when a part of it is.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, done: Callable[[], None] = lambda: None) -> None:
         self._make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.done = done
         self._is_gpu = device.type == "cuda"
 
     def numbers(self, *shape: int) -> torch.Tensor:
@@ -49,12 +53,12 @@ class Bench:
         return torch.randn(*shape, **self._make)
 
     def seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
-        """Of a call: the median of some runs, none of them the first."""
-        self._many(call, 1)
-        times = max(1, min(1000, int(budget / REPEATS / max(self._many(call, 1), 1e-7))))
-        return statistics.median(self._many(call, times) for _ in range(REPEATS))
+        """Of a call: the shortest of some runs, none of them the first; what else the machine does only adds."""
+        self.many(call, 1)
+        times = max(1, min(1000, int(budget / REPEATS / max(self.many(call, 1), 1e-7))))
+        return min(self.many(call, times) for _ in range(REPEATS))
 
-    def _many(self, call: Callable[[], Any], times: int) -> float:
+    def many(self, call: Callable[[], Any], times: int) -> float:
         self._wait()
         began = time.perf_counter()
         for _ in range(times):
@@ -77,7 +81,7 @@ def matmul(bench: Bench) -> Curve:
         x, weight, bias = bench.numbers(rows, width), bench.numbers(width, width), bench.numbers(width)
         return work / bench.seconds(lambda: functional.linear(x, weight, bias))
 
-    return _table(ROWS, WIDTHS, rate)
+    return _table(bench, ROWS, WIDTHS, rate)
 
 
 def attention(bench: Bench) -> Curve:
@@ -90,7 +94,7 @@ def attention(bench: Bench) -> Curve:
         q, k = bench.numbers(1, HEADS, queries, HEAD), bench.numbers(1, HEADS, keys, HEAD)
         return work / bench.seconds(lambda: functional.scaled_dot_product_attention(q, k, k))
 
-    return _table(LENGTHS, LENGTHS, rate)
+    return _table(bench, LENGTHS, LENGTHS, rate)
 
 
 def pointwise(bench: Bench) -> dict[str, Curve]:
@@ -104,10 +108,11 @@ def pointwise(bench: Bench) -> dict[str, Curve]:
         gelu = bench.seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
         for name, rate in (("pointwise", 5 * real / both), ("norm", 2 * real / norm), ("gelu", 2 * real / gelu)):
             found[name].append(rate)
+        bench.done()
     return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in found.items()}
 
 
-def _table(xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]) -> Curve:
+def _table(bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]) -> Curve:
     """A curve over two sizes; what is too large to be timed has the rate of the next smaller."""
     rows = []
     for x in xs:
@@ -116,6 +121,7 @@ def _table(xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], floa
             found = rate(x, y)
             row.append(row[-1] if found is None else found)
         rows.append(tuple(row))
+        bench.done()
     return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
 
 
@@ -166,8 +172,9 @@ def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
     found = []
     for _ in range(REPEATS):
         dist.barrier()
-        found.append(bench._many(call, times))
-    return statistics.median(found)
+        found.append(bench.many(call, times))
+    bench.done()
+    return min(found)
 
 
 def _overlap(bench: Bench) -> float:

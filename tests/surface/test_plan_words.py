@@ -1,0 +1,91 @@
+"""`ditile generate --plan`: a whole plan in one piece, or the one that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ditile.budget import FILE
+from ditile.cli import main
+from ditile.errors import PlanError
+from ditile.plan import Plan
+from ditile.planner.hardware import profile
+from ditile.planner.profile import Curve, Profile
+
+PROMPT = ("generate", "a red circle", "--dry-run")
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """This machine, as if it were eight slow GPUs on fast links."""
+    slow = Curve((1.0,), (1e9,))
+    found = dataclasses.replace(profile("l40-pcie"), matmul=slow, attention=slow)
+    path = tmp_path / "machine.json"
+    path.write_text(found.to_json())
+    monkeypatch.setenv("DITILE_PROFILE", str(path))
+    return found
+
+
+def test_a_plan_in_one_piece_is_that_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, "--plan", "pipefusion=2 patches=4"]) == 0
+    whole = capsys.readouterr().out
+    assert main([*PROMPT, "--pipefusion", "2", "--patches", "4"]) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_auto_is_what_the_planner_puts_first(measured: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, "--plan", "auto", "--height", "256", "--width", "256"]) == 0
+    said = capsys.readouterr().out
+    best = Plan.auto("shapes-pixart", height=256, width=256)
+    assert said.startswith(f"planned: {best} (predicted ") and best.world > 1
+    assert f"on {measured.name})" in said.splitlines()[0]
+
+
+def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean a plan for three of four ranks, and one that waits for ever."""
+    from ditile.answer import answer
+    from ditile.options import Ask
+
+    found = answer(Ask(devices=3), all_devices=True).found
+    assert found.prices and all(price.plan.world == 3 for price in found.prices)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plan", "auto", "--ulysses", "2"), "plan='auto' is a whole plan, and flags say 'ulysses=2' too"),
+        (("--plan", "pipe=2"), "'pipe=2' is no part of a plan"),
+        (("--plan", "pipefusion=99"), "pipefusion=99"),
+        (("--plan", "ulysses=2", "--min-psnr", "30"), "a budget picks plan and cache, and a plan 'ulysses=2' is given"),
+    ],
+)
+def test_what_contradicts_is_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_plan_for_a_quality(tmp_path: Path) -> None:
+    """The fastest that was evaluated without a cache; a failure would mean a plan that needs the cache beside it."""
+    rows = [
+        {"plan": plan, "cache": cache, "world": world, "psnr": psnr, "seconds": ratio, "latency_ratio": ratio}
+        for plan, cache, world, psnr, ratio in (
+            ("pipefusion=1", "none", 1, 100.0, 1.0), ("pipefusion=2", "none", 2, 35.0, 0.6),
+            ("pipefusion=4", "none", 4, 28.0, 0.3), ("pipefusion=2", "F=1 R=1", 2, 33.0, 0.2),
+        )
+    ]  # fmt: skip
+    (tmp_path / FILE).write_text(json.dumps({"model": "shapes-pixart", "settings": rows}))
+
+    def best(**asked: float) -> str:
+        return str(Plan.auto("shapes-pixart", evaluation=str(tmp_path), **asked))
+
+    assert best(min_psnr=30) == "pipefusion=2"
+    assert best(min_psnr=20) == "pipefusion=4"
+    assert best(min_psnr=20, devices=2) == "pipefusion=2"
+    with pytest.raises(PlanError, match="no evaluated setting has min_psnr=101 dB"):
+        best(min_psnr=101)
+    with pytest.raises(PlanError, match="which has no height; leave it out"):
+        best(min_psnr=20, height=256)

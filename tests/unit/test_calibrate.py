@@ -1,0 +1,45 @@
+"""What `ditile calibrate` makes of what it measures, and that it measures something."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from ditile.planner import calibrate
+from ditile.planner.calibrate import Bench, fitted
+from ditile.planner.hardware import profile
+from ditile.planner.profile import Link
+from tests.pool import Pool
+
+
+def test_what_calls_cost_besides_their_work_is_found() -> None:
+    """A failure means that every latency on this machine is predicted with the wrong share for each kernel."""
+    counts = ((0.1, 1e4, 6.0), (0.2, 1e4, 24.0), (0.5, 2e4, 6.0), (0.9, 3e4, 24.0))
+    calls = [(known + kernels * 2e-6 + micros * 3e-3, known, kernels, micros) for known, kernels, micros in counts]
+    found = fitted(dataclasses.replace(profile("l40-pcie"), kernel_s=0.0, micro_s=0.0), calls)
+    assert found.kernel_s == pytest.approx(2e-6, rel=1e-3) and found.micro_s == pytest.approx(3e-3, rel=1e-3)
+
+
+def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are finite, larger products are not slower by much, and what is too large has its neighbour's rate."""
+    monkeypatch.setattr(calibrate, "ROWS", (1, 64))
+    monkeypatch.setattr(calibrate, "WIDTHS", (128, 512, 1 << 20))
+    done: list[int] = []
+    bench = Bench(torch.device("cpu"), torch.float32, lambda: done.append(1))
+    curve = calibrate.matmul(bench)
+    assert len(done) == 2 and all(math.isfinite(rate) and rate > 1e6 for row in curve.rates for rate in row)
+    assert all(row[2] == row[1] for row in curve.rates) and curve.rates[1][1] > curve.rates[0][0]
+
+
+def _joined() -> Link:
+    return calibrate.link(Bench(torch.device("cpu"), torch.float32))
+
+
+def test_links_are_of_these_ranks(pool: Pool) -> None:
+    link = pool.run(_joined, 2)[0]
+    assert 0 < link.latency_s < 1 and link.bandwidth > 1e6 and link.call_s >= 0
+    assert all(0 < share <= 1 for share in (link.collective, link.neighbours, link.reduce))
+    assert 0 <= link.overlap <= 1
