@@ -132,7 +132,8 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
         return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted, left))
     plan = Plan.parse(ask.price)
     job = subject.job(plan, shape)
-    price = pricer_of(subject, call, profile, ask.hosts).price(job, left, peak(subject, job, profile))
+    host = (ask.devices or plan.world) // ask.hosts or 1
+    price = pricer_of(subject, call, profile, host).price(job, left, peak(subject, job, profile))
     return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
 
 

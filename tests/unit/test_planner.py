@@ -191,10 +191,13 @@ def test_hosts_are_joined_by_the_slower_link() -> None:
     one, asked = subject("flux.1-dev"), call("flux.1-dev")
     shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "1Gbit")
     job = one.job(Plan(pipefusion=2, ulysses=4), shape)
-    near, far = (pricer_of(one, asked, profile, hosts).price(job).exposed_s for hosts in (1, 2))
+    near, far = (pricer_of(one, asked, profile, host).price(job).exposed_s for host in (8, 4))
     assert far > near
     across = one.job(Plan(ulysses=8), shape)
-    assert pricer_of(one, asked, profile, 2).price(across).exposed_s > 10 * far
+    assert pricer_of(one, asked, profile, 4).price(across).exposed_s > 10 * far
+    inside = one.job(Plan(pipefusion=2, ulysses=2), shape)
+    same = [pricer_of(one, asked, profile, host).price(inside) for host in (4, 8, None)]
+    assert same[0] == same[1] == same[2], "a plan that one host has room for knows of no other"
 
 
 def test_ranks_of_a_host_share_the_way_out() -> None:
@@ -204,7 +207,7 @@ def test_ranks_of_a_host_share_the_way_out() -> None:
     whole = hardware.bandwidth("10Gbit") / 8 * 0.9
 
     def bandwidth(axis: str, **degrees: int) -> float:
-        return _Run(pricer_of(one, asked, profile, 2), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
+        return _Run(pricer_of(one, asked, profile, 4), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
 
     assert bandwidth("ring", ring=8) == whole
     assert bandwidth("ring", ring=2, ulysses=4) == bandwidth("pipefusion", pipefusion=2, ulysses=4) == whole / 4
