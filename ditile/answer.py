@@ -16,11 +16,13 @@ from ditile.load import defaults, find
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
+from ditile.planner.caches import expected
 from ditile.planner.memory import peak
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.search import Found, Wanted, pricer_of, search
 from ditile.planner.subject import CONFIGS, Subject, known
+from ditile.steps.line import configs_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,12 +125,15 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
         devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.amount(ask.memory),
         max_latency_s=ask.max_latency, warmup=ask.warmup, all_devices=all_devices,
     )  # fmt: skip
-    if ask.price is None:
-        return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted))
-    plan = Plan.parse(ask.price)
     shape = subject.shape(call, profile.element_size)
+    cache = None if ask.cache is None else configs_of(ask.cache)["cache_config"]
+    left = expected(cache, shape.steps, ask.hit_rate)
+    if ask.price is None:
+        return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted, left))
+    plan = Plan.parse(ask.price)
     job = subject.job(plan, shape)
-    price = pricer_of(subject, call, profile, ask.hosts).price(job, memory_bytes=peak(subject, job, profile))
+    host = (ask.devices or plan.world) // ask.hosts or 1
+    price = pricer_of(subject, call, profile, host).price(job, left, peak(subject, job, profile))
     return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
 
 

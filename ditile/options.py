@@ -175,6 +175,10 @@ class Ask:
     memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
     max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
     warmup: int = option(1, "synchronous steps of plans with stale keys", metavar="W")
+    cache: str | None = option(None, 'a cache in one line, such as "F=1 W=4 R=0.12"; none by default', metavar="LINE")
+    hit_rate: float | None = option(
+        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
+    )
     price: str | None = option(None, "price one plan instead of searching", metavar="PLAN")
     json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
@@ -191,6 +195,8 @@ class Ask:
             raise PlanError(f"devices={self.devices} are not shared out evenly by hosts={self.hosts}")
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+        if self.hit_rate is not None and not (self.cache is not None and 0 <= self.hit_rate <= 1):
+            raise PlanError(f"hit_rate={self.hit_rate} is a share from 0 to 1 for a --cache; try --hit-rate 0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,7 @@ class Best:
 def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
     """Of every group that has a plan which uses all devices and fits their memory."""
     machine = profile(cluster.hardware, cluster.interlink)
-    pricer = Pricer(task.subject.counted, machine, task.words, devices // IN_A_HOST)
+    pricer = Pricer(task.subject.counted, machine, task.words, IN_A_HOST)
     found: dict[str, tuple[float, Plan]] = {}
     for plan in plans(task.subject, task.shape, Wanted(devices=devices, all_devices=True)):
         groups = [name for name, belongs in GROUPS.items() if belongs(plan)]

@@ -73,13 +73,13 @@ class Pricer:
         counted: the model's work.
         profile: the machine.
         words: tokens of text that cross attention sees, which are not in the sequence.
-        hosts: how many; ranks fill one after the other.
+        host: ranks that fill a host, one host after the other; None where all are in one.
     """
 
     counted: Counted
     profile: Profile
     words: int = 0
-    hosts: int = 1
+    host: int | None = None
     _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
 
     @cached_property
@@ -115,8 +115,8 @@ class _Run:
         self._pricer, self._job, self._left = pricer, job, left
         self._profile = pricer.profile
         self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
-        ranks = job.plan.world / max(pricer.hosts, 1)
-        self._crowd = max(1.0, ranks / pricer.profile.devices)
+        self._host = min(job.plan.world, pricer.host or job.plan.world)
+        self._crowd = max(1.0, self._host / pricer.profile.devices)
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -326,10 +326,10 @@ class _Run:
         return self._links[axis]
 
     def _link_of(self, axis: str) -> Link:
-        plan, profile, hosts = self._job.plan, self._profile, self._pricer.hosts
-        n, host = getattr(plan, axis), plan.world // max(hosts, 1)
+        plan, profile, host = self._job.plan, self._profile, self._host
+        n = getattr(plan, axis)
         inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
-        if profile.interlink is None or hosts < 2 or inner * n <= host:
+        if profile.interlink is None or inner * n <= host:
             return profile.link
         sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
         if axis == "ulysses":  # each with all, of which some are on the same host

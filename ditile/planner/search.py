@@ -79,7 +79,7 @@ def search(
         PlanError: if none fits the memory or the latency.
     """
     shape = subject.shape(call, profile.element_size)
-    pricer = pricer_of(subject, call, profile, wanted.hosts)
+    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
     space = wanted.memory_bytes or profile.memory_bytes
     rough: list[_Rough] = []
     too_large, legal = list[Price](), 0
@@ -118,10 +118,10 @@ def search(
     return Found(tuple(kept), tuple(too_large), legal)
 
 
-def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, hosts: int = 1) -> Pricer:
-    """The pricer of a model's calls."""
+def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
+    """The pricer of a model's calls; `host` is how many ranks fill one."""
     words = 0 if subject.spec.joint != "none" else int(call.get("max_sequence_length") or 300)
-    return Pricer(subject.counted, profile, words, hosts)
+    return Pricer(subject.counted, profile, words, host)
 
 
 def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:

@@ -96,15 +96,7 @@ def _chain(
     slots: Sequence[Slot], config: DBCacheConfig, calibrator: Calibration | None, steps: int, agreement: Agreement
 ) -> Chain | None:
     """What leaves blocks out in a generation of so many steps; None if nothing ever is."""
-    hidden_limit = config.l1_hidden_states_diff_threshold
-    limits = Limits(
-        threshold=config.residual_diff_threshold if hidden_limit is None else hidden_limit,
-        max_warmup_steps=config.max_warmup_steps, warmup_interval=config.warmup_interval,
-        max_cached_steps=config.max_cached_steps, max_continuous_cached_steps=config.max_continuous_cached_steps,
-        budget=config.max_accumulated_residual_diff_threshold, budget_resets=config.accumulated_resets,
-        static=config.steps_computation_policy == "static",
-    )  # fmt: skip
-    rules = Rules(limits, resolve(config.steps_computation_mask, steps))
+    rules = rules_of(config, steps)
     difference = Difference(config.important_condition_threshold, config.downsample_factor)
     dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
     judge = partial(Judge, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
@@ -117,5 +109,20 @@ def _chain(
         dynamic = Dynamic(ratio, most) if config.enable_dynamic_prune_threshold else None
         chain = DBPrune(slots, judge, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
     else:
-        chain = DBCache(slots, judge(), residuals, first, last, hidden=hidden_limit is not None)
+        chain = DBCache(
+            slots, judge(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
+        )
     return None if rules.never or not chain.middle else chain
+
+
+def rules_of(config: DBCacheConfig, steps: int) -> Rules:
+    """When settings allow a step of a generation to be left out."""
+    hidden_limit = config.l1_hidden_states_diff_threshold
+    limits = Limits(
+        threshold=config.residual_diff_threshold if hidden_limit is None else hidden_limit,
+        max_warmup_steps=config.max_warmup_steps, warmup_interval=config.warmup_interval,
+        max_cached_steps=config.max_cached_steps, max_continuous_cached_steps=config.max_continuous_cached_steps,
+        budget=config.max_accumulated_residual_diff_threshold, budget_resets=config.accumulated_resets,
+        static=config.steps_computation_policy == "static",
+    )  # fmt: skip
+    return Rules(limits, resolve(config.steps_computation_mask, steps))

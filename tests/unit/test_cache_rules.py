@@ -286,6 +286,17 @@ def test_branches_may_share_the_difference_of_the_first() -> None:
     assert decide(one, probe * 9, 2) == [False] and decide(one, probe, 2, branch=1) == [False]
 
 
+def test_a_patch_without_budget_holds_up_those_beside_it() -> None:
+    """A failure would mean that a patch which has spent its budget is left out because another one has not."""
+    one = Judge(Rules(limits(threshold=0.8, budget=0.5)), Difference())
+    probe, both = torch.ones(1, 4, 2), {"patches": (0, 1), "sizes": lambda: [2, 2]}
+    assert decide(one, probe, 0, **both) == [False]
+    assert decide(one, probe[:, :2] * 1.4, 1, patches=(0,)) == [True], "0.4 of 0.5 are spent"
+    assert decide(one, probe[:, 2:], 1, patches=(1,)) == [True], "nothing is"
+    assert decide(one, probe * 1.2, 2, **both) == [False], "0.2 more is too much for the first"
+    assert decide(one, probe[:, 2:] * 1.4, 3, patches=(1,)) == [True], "and not for the second"
+
+
 def test_patches_at_hand_are_decided_on_together() -> None:
     """In a synchronous step; later each by itself."""
     one, probe = judge(0.8), torch.ones(1, 4, 2)

@@ -23,12 +23,14 @@ from ditile.load import defaults, find
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
+from ditile.planner.caches import expected
 from ditile.planner.memory import Bytes, needed, peak
 from ditile.planner.price import Left, _Run
 from ditile.planner.profile import Curve, Link, Profile, rising
 from ditile.planner.search import Wanted, plans, pricer_of, search
 from ditile.planner.seconds import Tokens, flops, seconds, together
 from ditile.planner.subject import CONFIGS, Subject, known
+from ditile.steps.line import configs_of
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -143,6 +145,29 @@ def test_a_cache_leaves_out_its_share() -> None:
     assert half.latency_s == pytest.approx(whole.latency_s / 2, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("line", "hit_rate", "skipped"),
+    [
+        ("F=1 W=4 R=1", None, 16),
+        ("F=1 W=2 R=1 MC=1", None, 9),
+        ("F=1 W=4 R=0.12", 0.5, 8),
+        ("F=1 W=4 R=0.12", 1.0, 16),
+        ("F=1 W=4 R=0", None, 0),
+        ("F=1 mask=1,1,1,1/4,4,4,4 policy=static", None, 15),  # the last step of a mask computes
+    ],
+)
+def test_a_cache_is_played_before_it_runs(line: str, hit_rate: float | None, skipped: int) -> None:
+    """Its own rules decide; a failure would mean a latency for another cache than the one that runs."""
+    left = expected(configs_of(line)["cache_config"], 20, hit_rate)
+    assert left == Left(share=skipped / 20, first=1, last=0)
+
+
+def test_a_cache_that_measures_needs_a_hit_rate() -> None:
+    assert expected(None, 20) == Left()
+    with pytest.raises(PlanError, match=r"a threshold of 0\.12 decides by what it measures; .* --hit-rate 0\.5"):
+        expected(configs_of("F=1 W=4 R=0.12")["cache_config"], 20)
+
+
 def test_a_curve_is_read_between_its_points() -> None:
     curve = Curve((1.0, 4.0), ((1.0, 100.0), (4.0, 400.0)), (1.0, 100.0))
     assert [curve.at(x, 1) for x in (0.5, 1, 2, 4, 9)] == pytest.approx([1, 1, 2, 4, 4])
@@ -166,10 +191,13 @@ def test_hosts_are_joined_by_the_slower_link() -> None:
     one, asked = subject("flux.1-dev"), call("flux.1-dev")
     shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "1Gbit")
     job = one.job(Plan(pipefusion=2, ulysses=4), shape)
-    near, far = (pricer_of(one, asked, profile, hosts).price(job).exposed_s for hosts in (1, 2))
+    near, far = (pricer_of(one, asked, profile, host).price(job).exposed_s for host in (8, 4))
     assert far > near
     across = one.job(Plan(ulysses=8), shape)
-    assert pricer_of(one, asked, profile, 2).price(across).exposed_s > 10 * far
+    assert pricer_of(one, asked, profile, 4).price(across).exposed_s > 10 * far
+    inside = one.job(Plan(pipefusion=2, ulysses=2), shape)
+    same = [pricer_of(one, asked, profile, host).price(inside) for host in (4, 8, None)]
+    assert same[0] == same[1] == same[2], "a plan that one host has room for knows of no other"
 
 
 def test_ranks_of_a_host_share_the_way_out() -> None:
@@ -179,7 +207,7 @@ def test_ranks_of_a_host_share_the_way_out() -> None:
     whole = hardware.bandwidth("10Gbit") / 8 * 0.9
 
     def bandwidth(axis: str, **degrees: int) -> float:
-        return _Run(pricer_of(one, asked, profile, 2), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
+        return _Run(pricer_of(one, asked, profile, 4), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
 
     assert bandwidth("ring", ring=8) == whole
     assert bandwidth("ring", ring=2, ulysses=4) == bandwidth("pipefusion", pipefusion=2, ulysses=4) == whole / 4
@@ -230,6 +258,8 @@ def test_one_plan_is_priced() -> None:
     [
         (["--hardware", "l40"], "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink, a100-pcie"),
         (["--hardware", "l40-pcie", "--interlink", "fast"], "interlink='fast' is no bandwidth; write 10Gbit"),
+        (["--hardware", "l40-pcie", "--hit-rate", "0.5"], "hit_rate=0.5 is a share from 0 to 1 for a --cache"),
+        (["--hardware", "l40-pcie", "--cache", "F=1 R=0.1"], "decides by what it measures; say which share"),
         (["--hardware", "l40-pcie", "--memory", "many"], "memory='many' is no amount; write 48GB or 40GiB"),
         (["--hardware", "l40-pcie", "--devices", "0"], "devices=0 is not a whole number of at least 1"),
         (["--hosts", "2"], "hosts=2 are joined by a link; say which, such as --interlink 10Gbit"),
