@@ -11,13 +11,16 @@ from ditile.bench.cells import Cell
 from ditile.bench.options import Comparison
 from ditile.bench.subjects import Subject
 from ditile.cost import Job
+from ditile.errors import PlanError
 from ditile.options import Ask
 from ditile.planner import hardware
+from ditile.planner.caches import expected
+from ditile.planner.price import Left
 from ditile.planner.profile import Profile
 from ditile.planner.search import pricer_of
 
-HOSTS = 2
-"""What a link joins."""
+HOST = 1
+"""Ranks of a host where a link joins two."""
 
 
 def profile_of(compared: Comparison) -> Profile | None:
@@ -32,14 +35,23 @@ def profile_of(compared: Comparison) -> Profile | None:
 
 
 def predicted(subject: Subject, jobs: Mapping[Cell, Job | None], profile: Profile) -> dict[Cell, float]:
-    """Seconds of each cell's loop. What a cache leaves out nobody knows before, so those of caches are left out."""
+    """Seconds of each cell's loop. A cache that decides by what it measures cannot be foretold, and has none."""
     return {
-        cell: _seconds(subject, cell, job, profile) for cell, job in jobs.items() if job is not None and not cell.cache
+        cell: _seconds(subject, cell, job, left, profile)
+        for cell, job in jobs.items()
+        if job is not None and (left := _left(cell, job)) is not None
     }
 
 
-def _seconds(subject: Subject, cell: Cell, job: Job, profile: Profile) -> float:
-    hosts = HOSTS if cell.link else 1
-    machines = hardware.joined(profile, cell.link) if cell.link else profile
-    pricer = pricer_of(subject.described, subject.numbers(cell), machines, hosts)
-    return pricer.price(replace(job, shape=replace(job.shape, element_size=profile.element_size))).latency_s
+def _left(cell: Cell, job: Job) -> Left | None:
+    """What a cell's cache leaves out; None if only a run can tell."""
+    try:
+        return expected(cell.configs["cache_config"], job.shape.steps)
+    except PlanError:
+        return None
+
+
+def _seconds(subject: Subject, cell: Cell, job: Job, left: Left, profile: Profile) -> float:
+    machines, host = (hardware.joined(profile, cell.link), HOST) if cell.link else (profile, None)
+    pricer = pricer_of(subject.described, subject.numbers(cell), machines, host)
+    return pricer.price(replace(job, shape=replace(job.shape, element_size=profile.element_size)), left).latency_s

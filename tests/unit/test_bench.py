@@ -222,10 +222,11 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     """The planner's own price of the same call; a failure means a column that is about something else."""
     subject, profile = subject_of(Workload(model="shapes-pixart", steps=4)), hardware.profile("l40-pcie")
     one, plan = Cell(ONE_RANK), Cell("pipefusion=2 patches=4")
-    linked, cached = plan._replace(link="100mbit"), plan._replace(cache="F=1 W=1")
-    found = predicted(subject, {cell: subject.job(cell) for cell in (one, plan, linked, cached)}, profile)
-    assert found.keys() == {one, plan, linked}, "what a cache leaves out is not known"
-    assert found[linked] > found[plan] > 0
+    linked, by_looks = plan._replace(link="100mbit"), plan._replace(cache="F=1 W=1 R=0.1")
+    by_rules = plan._replace(cache="F=1 W=1 R=1 MC=1")
+    found = predicted(subject, {cell: subject.job(cell) for cell in (one, plan, linked, by_looks, by_rules)}, profile)
+    assert found.keys() == {one, plan, linked, by_rules}, "what the other cache leaves out is not known"
+    assert found[linked] > found[plan] > found[by_rules] > 0
     ask = Ask(model="shapes-pixart", steps=4, hardware="l40-pcie", price=plan.plan)
     assert found[plan] == pytest.approx(answer(ask).found.prices[0].latency_s)
 
