@@ -2,7 +2,7 @@
 never saw.
 
     python -m ditile.bench.published               # every row, predicted by shares fitted without its hardware
-    python -m ditile.bench.published --fit         # fits anew: the shares for planner/hardware.py, and assets/left_out.json
+    python -m ditile.bench.published --fit         # fits anew: shares for planner/hardware.py, assets/left_out.json
 
 The rows are in assets/published.csv with their sources: seconds of the denoising loop and speedups (PipeFusion, arXiv
 2405.14430), and latencies relative to the fastest method (the article of 2024-09), of which a scale of their own is
@@ -18,9 +18,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +49,7 @@ TIE = 0.03  # figures that differ by less have no order: means of five runs, in 
 ROUNDS, FIRST_FACTOR = 7, 1.6
 MOST = 0.6  # of an error that counts: beyond it a row does not pull harder
 PRIOR = 0.03  # of the mean square of how many times shares doubled
-ORDER, CLEAR, LOST = 0.3, 0.05, -0.1  # weight of the order; a pair is right beyond the first, as wrong as can be below
+ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right beyond the first, as wrong as can be below
 
 START = Efficiency(
     matmul=0.6, matmul_half=300e3, attention=0.5, attention_half=150.0, memory=0.6, kernel_s=2e-5, micro_s=1e-3,
@@ -121,14 +121,16 @@ Found = Sequence[tuple[Row, float]]
 
 def rows() -> list[Row]:
     """All that can be predicted, without those that are set aside."""
+    return list(read(SET_ASIDE))
+
+
+def read(set_aside: Collection[tuple[str, str, str, str]]) -> Iterator[Row]:
+    """All that can be predicted, but for (hardware, pixels, method, metric)."""
     with (ASSETS / "published.csv").open(encoding="utf-8") as file:
-        return list(_rows(csv.DictReader(file)))
-
-
-def _rows(lines: Iterable[dict[str, str]]) -> Iterator[Row]:
+        lines = list(csv.DictReader(file))
     for line in lines:
         hardware, metric = HARDWARE.get((line["hardware"], line["link"])), line["metric"]
-        if hardware is None or line["value"] == "OOM" or (hardware, line["px"], line["method"], metric) in SET_ASIDE:
+        if hardware is None or line["value"] == "OOM" or (hardware, line["px"], line["method"], metric) in set_aside:
             continue
         devices = int(line["devices"])
         words, _, other = line["plan"].partition(" vs ")
@@ -158,7 +160,7 @@ def _subject(name: str) -> tuple[Subject, dict[str, Any]]:
     return Subject.of(name, CONFIGS / name), call
 
 
-@lru_cache(maxsize=None)
+@cache
 def _job(model: str, pixels: int, steps: int, plan: Plan) -> Job:
     subject, own = _subject(model)
     call = own | {"height": pixels, "width": pixels, "num_inference_steps": steps}
@@ -172,9 +174,9 @@ def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
 
 
 def seconds(row: Row, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
-    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate`, 10x as soon."""
+    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate`."""
     pricer, job = _pricer(row.hardware, row.model, gets), _job(row.model, row.pixels, row.steps, plan)
-    return pricer.estimate(job) if rough else pricer.price(job).latency_s
+    return pricer.estimate(job) if rough else pricer.latency(job)
 
 
 def predicted(some: Sequence[Row], gets: Efficiency, *, rough: bool = False) -> list[float]:
@@ -262,9 +264,7 @@ def _ceiling(name: str) -> float:
 def fit_left_out(every: Sequence[Row]) -> dict[str, Efficiency]:
     """Of each hardware, the shares that were fitted without it."""
     names = sorted({row.hardware for row in every})
-    return {
-        name: fitted([row for row in every if row.hardware != name]) for name in track(names, "hardware left out")
-    }
+    return {name: fitted([row for row in every if row.hardware != name]) for name in track(names, "hardware left out")}
 
 
 def left_out() -> dict[str, Efficiency]:

@@ -90,9 +90,9 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency(
-    matmul=0.596, matmul_half=373e3, attention=0.53, attention_half=112.0, memory=0.553, kernel_s=4.74e-6,
-    micro_s=1.1e-3,
-    wire=Wire(latency_s=7e-5, call_s=4.3e-4, exchange=0.6, crossing=0.2, reduce=0.8, overlap=0.2),
+    matmul=0.675, matmul_half=300e3, attention=0.496, attention_half=119.0, memory=0.526, kernel_s=3.25e-5,
+    micro_s=9.93e-4,
+    wire=Wire(latency_s=1.42e-4, call_s=3.37e-4, exchange=0.493, crossing=0.174, reduce=1.0, overlap=0.178),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
