@@ -46,7 +46,7 @@ LEFT_OUT = ASSETS / "left_out.json"
 """Of each hardware, the shares that were fitted without it."""
 RELATIVE, SPEEDUP, SLOWER = "latency relative to fastest", "speedup over ", "slower than"
 TIE = 0.03  # figures that differ by less have no order: means of five runs, in two or three digits
-ROUNDS, FIRST_FACTOR = 7, 1.6
+SEARCH = ((7, 1.6, True), (2, 1.12, False))  # by the formula, then by the simulation
 MOST = 0.6  # of an error that counts: beyond it a row does not pull harder
 PRIOR = 0.03  # of the mean square of how many times shares doubled
 ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right beyond the first, as wrong as can be below
@@ -217,24 +217,25 @@ def ordered(found: Found) -> tuple[int, int]:
     return sum(margin > 0 for margin in every), len(every)
 
 
-def fitted(some: Sequence[Row], start: Efficiency = START, rounds: int = ROUNDS) -> Efficiency:
+def fitted(some: Sequence[Row]) -> Efficiency:
     """The shares that come closest to some rows, and to their order, by a search along each of them in turn."""
+    first = dict(_flat(START))
 
-    def loss(values: dict[str, float]) -> float:
-        found = predicted(some, _made(values), rough=True)
+    def loss(values: dict[str, float], rough: bool) -> float:
+        found = predicted(some, _made(values), rough=rough)
         off = [abs(math.log(got / row.value)) for row, got in zip(some, found, strict=True) if not row.said]
         wrong = [min(1.0, max(0.0, (CLEAR - m) / (CLEAR - LOST))) for m in margins(list(zip(some, found, strict=True)))]
         near = statistics.fmean(min(each, MOST) for each in off) + statistics.median(off) / 2
         doubled = statistics.fmean(math.log2(value / first[name]) ** 2 for name, value in values.items())
         return near + ORDER * statistics.fmean(wrong) + PRIOR * doubled
 
-    values = first = dict(_flat(start))
-    best, factors = loss(values), dict.fromkeys(values, FIRST_FACTOR)
-    for _ in range(rounds):
-        for name in values:
+    values = first
+    for rounds, first_factor, rough in SEARCH:
+        best, factors = loss(values, rough), dict.fromkeys(values, first_factor)
+        for name in list(values) * rounds:
             for factor in (factors[name], 1 / factors[name]):
                 tried = values | {name: min(values[name] * factor, _ceiling(name))}
-                if (now := loss(tried)) < best - 1e-5:
+                if (now := loss(tried, rough)) < best - 1e-5:
                     best, values = now, tried
                     break
             else:

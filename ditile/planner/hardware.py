@@ -90,9 +90,9 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency(
-    matmul=0.675, matmul_half=300e3, attention=0.496, attention_half=119.0, memory=0.526, kernel_s=3.25e-5,
+    matmul=0.638, matmul_half=317e3, attention=0.496, attention_half=133.0, memory=0.526, kernel_s=2.59e-5,
     micro_s=9.93e-4,
-    wire=Wire(latency_s=1.42e-4, call_s=3.37e-4, exchange=0.493, crossing=0.174, reduce=1.0, overlap=0.178),
+    wire=Wire(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
