@@ -2,7 +2,7 @@
 never saw.
 
     python -m ditile.bench.published               # every row, predicted by shares fitted without its hardware
-    python -m ditile.bench.published --fit         # fits anew: the shares for planner/hardware.py, and assets/left_out.json
+    python -m ditile.bench.published --fit         # fits anew: shares for planner/hardware.py, assets/left_out.json
 
 The rows are in assets/published.csv with their sources: seconds of the denoising loop and speedups (PipeFusion, arXiv
 2405.14430), and latencies relative to the fastest method (the article of 2024-09), of which a scale of their own is
@@ -18,9 +18,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rich.console import Console
@@ -46,10 +46,10 @@ LEFT_OUT = ASSETS / "left_out.json"
 """Of each hardware, the shares that were fitted without it."""
 RELATIVE, SPEEDUP, SLOWER = "latency relative to fastest", "speedup over ", "slower than"
 TIE = 0.03  # figures that differ by less have no order: means of five runs, in two or three digits
-ROUNDS, FIRST_FACTOR = 7, 1.6
+SEARCH = ((7, 1.6, True), (2, 1.12, False))  # by the formula, then by the simulation
 MOST = 0.6  # of an error that counts: beyond it a row does not pull harder
 PRIOR = 0.03  # of the mean square of how many times shares doubled
-ORDER, CLEAR, LOST = 0.3, 0.05, -0.1  # weight of the order; a pair is right beyond the first, as wrong as can be below
+ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right beyond the first, as wrong as can be below
 
 START = Efficiency(
     matmul=0.6, matmul_half=300e3, attention=0.5, attention_half=150.0, memory=0.6, kernel_s=2e-5, micro_s=1e-3,
@@ -121,14 +121,16 @@ Found = Sequence[tuple[Row, float]]
 
 def rows() -> list[Row]:
     """All that can be predicted, without those that are set aside."""
+    return list(read(SET_ASIDE))
+
+
+def read(set_aside: Collection[tuple[str, str, str, str]]) -> Iterator[Row]:
+    """All that can be predicted, but for (hardware, pixels, method, metric)."""
     with (ASSETS / "published.csv").open(encoding="utf-8") as file:
-        return list(_rows(csv.DictReader(file)))
-
-
-def _rows(lines: Iterable[dict[str, str]]) -> Iterator[Row]:
+        lines = list(csv.DictReader(file))
     for line in lines:
         hardware, metric = HARDWARE.get((line["hardware"], line["link"])), line["metric"]
-        if hardware is None or line["value"] == "OOM" or (hardware, line["px"], line["method"], metric) in SET_ASIDE:
+        if hardware is None or line["value"] == "OOM" or (hardware, line["px"], line["method"], metric) in set_aside:
             continue
         devices = int(line["devices"])
         words, _, other = line["plan"].partition(" vs ")
@@ -158,7 +160,7 @@ def _subject(name: str) -> tuple[Subject, dict[str, Any]]:
     return Subject.of(name, CONFIGS / name), call
 
 
-@lru_cache(maxsize=None)
+@cache
 def _job(model: str, pixels: int, steps: int, plan: Plan) -> Job:
     subject, own = _subject(model)
     call = own | {"height": pixels, "width": pixels, "num_inference_steps": steps}
@@ -171,17 +173,18 @@ def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
     return pricer_of(subject, own, of_sheet(hardware, SHEETS[hardware], gets))
 
 
-def seconds(row: Row, plan: Plan, gets: Efficiency) -> float:
-    """The predicted latency of a plan on the hardware and the job of a row."""
-    return _pricer(row.hardware, row.model, gets).estimate(_job(row.model, row.pixels, row.steps, plan))
+def seconds(row: Row, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
+    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate`."""
+    pricer, job = _pricer(row.hardware, row.model, gets), _job(row.model, row.pixels, row.steps, plan)
+    return pricer.estimate(job) if rough else pricer.latency(job)
 
 
-def predicted(some: Sequence[Row], gets: Efficiency) -> list[float]:
+def predicted(some: Sequence[Row], gets: Efficiency, *, rough: bool = False) -> list[float]:
     """Of each row, in its own unit: rows of a scale have the factor that fits them best."""
-    found = [seconds(row, row.plan, gets) for row in some]
+    found = [seconds(row, row.plan, gets, rough=rough) for row in some]
     for k, row in enumerate(some):
         if row.base is not None:
-            found[k] = seconds(row, row.base, gets) / found[k]
+            found[k] = seconds(row, row.base, gets, rough=rough) / found[k]
     for scale in {row.scale for row in some} - {""}:
         mine = [k for k, row in enumerate(some) if row.scale == scale]
         factor = math.exp(statistics.fmean(math.log(some[k].value / found[k]) for k in mine))
@@ -214,24 +217,25 @@ def ordered(found: Found) -> tuple[int, int]:
     return sum(margin > 0 for margin in every), len(every)
 
 
-def fitted(some: Sequence[Row], start: Efficiency = START, rounds: int = ROUNDS) -> Efficiency:
+def fitted(some: Sequence[Row]) -> Efficiency:
     """The shares that come closest to some rows, and to their order, by a search along each of them in turn."""
+    first = dict(_flat(START))
 
-    def loss(values: dict[str, float]) -> float:
-        found = predicted(some, _made(values))
+    def loss(values: dict[str, float], rough: bool) -> float:
+        found = predicted(some, _made(values), rough=rough)
         off = [abs(math.log(got / row.value)) for row, got in zip(some, found, strict=True) if not row.said]
         wrong = [min(1.0, max(0.0, (CLEAR - m) / (CLEAR - LOST))) for m in margins(list(zip(some, found, strict=True)))]
         near = statistics.fmean(min(each, MOST) for each in off) + statistics.median(off) / 2
         doubled = statistics.fmean(math.log2(value / first[name]) ** 2 for name, value in values.items())
         return near + ORDER * statistics.fmean(wrong) + PRIOR * doubled
 
-    values = first = dict(_flat(start))
-    best, factors = loss(values), dict.fromkeys(values, FIRST_FACTOR)
-    for _ in range(rounds):
-        for name in values:
+    values = first
+    for rounds, first_factor, rough in SEARCH:
+        best, factors = loss(values, rough), dict.fromkeys(values, first_factor)
+        for name in list(values) * rounds:
             for factor in (factors[name], 1 / factors[name]):
                 tried = values | {name: min(values[name] * factor, _ceiling(name))}
-                if (now := loss(tried)) < best - 1e-5:
+                if (now := loss(tried, rough)) < best - 1e-5:
                     best, values = now, tried
                     break
             else:

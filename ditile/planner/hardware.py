@@ -90,23 +90,23 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency(
-    matmul=0.596, matmul_half=373e3, attention=0.53, attention_half=112.0, memory=0.553, kernel_s=4.74e-6,
-    micro_s=1.1e-3,
-    wire=Wire(latency_s=7e-5, call_s=4.3e-4, exchange=0.6, crossing=0.2, reduce=0.8, overlap=0.2),
+    matmul=0.638, matmul_half=317e3, attention=0.496, attention_half=133.0, memory=0.526, kernel_s=2.59e-5,
+    micro_s=9.93e-4,
+    wire=Wire(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
 SHEETS = {
-    "l40-pcie": Sheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=23e9, source=_NVIDIA),
-    "l20-pcie": Sheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=23e9, source=_NVIDIA),
-    "a100-pcie": Sheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=26e9, source=_NVIDIA),
+    "l40-pcie": Sheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "l20-pcie": Sheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "a100-pcie": Sheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
     "a100-nvlink": Sheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
     "h100-nvlink": Sheet(flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA),
     "h200-nvlink": Sheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
     "rtx-4090": Sheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
 }  # fmt: skip
-"""P2P bandwidths of L20, A100 PCIe and A100 NVLink are those that the PipeFusion article measured (2024-09); L40 is
-taken to be as L20, the others as the same share of their link."""
+"""P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
+26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link."""
 
 
 def known() -> list[str]:

@@ -97,6 +97,10 @@ class Pricer:
             bubble_s=max(free - compute, 0.0), bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
         )  # fmt: skip
 
+    def latency(self, job: Job) -> float:
+        """The latency of a price, without the rest of it."""
+        return _Run(self, job, Left()).latency(free=False)
+
     def estimate(self, job: Job, left: Left | None = None) -> float:
         """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by."""
         return _Run(self, job, left or Left()).estimate()
