@@ -106,8 +106,8 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
     seconds = [run["seconds"] for run in timed]
     row: Row = {"key": key} | json.loads(key) | {
         "world": timed[-1]["world"], "rounds": len(timed), "when": timed[-1]["when"],
-        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None), "seconds": seconds,
-        "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
+        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
+        "seconds": seconds, "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
         "loop_s": statistics.median(run["loop"] for run in timed),
     }  # fmt: skip
     memory = [run["memory"] for run in runs if "memory" in run]
