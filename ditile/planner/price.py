@@ -99,7 +99,7 @@ class Pricer:
 
     def latency(self, job: Job) -> float:
         """The latency of a price, without the rest of it."""
-        return _Run(self, job, Left()).latency(free=False)
+        return _Run(self, job, Left()).walk(free=False)[0]
 
     def estimate(self, job: Job, left: Left | None = None) -> float:
         """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by."""
