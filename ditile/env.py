@@ -53,6 +53,11 @@ def progress_fd() -> int | None:
     return int(text) if text else None
 
 
+def hush() -> None:
+    """Has processes that are started from here on leave out what transformers says while it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
 def advance() -> None:
     """Tells `launch` that this rank has got one thing done; nothing outside `launch`."""
     fd = progress_fd()

@@ -350,6 +350,7 @@ def _set_threads(count: int) -> None:
 
 def quiet() -> None:
     """Leaves the terminal to one progress bar; what diffusers has to say is said by rank 0."""
+    env.hush()
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # before diffusers is imported, which is what it would warn about
