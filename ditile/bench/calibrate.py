@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import resource
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,9 +50,9 @@ def calibrate(wanted: Calibrate) -> Path:
         [alone] = launch(one, 1, (name,), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     if ranks > 1:
-        with progress(f"{ranks} ranks", curves.LINK_PARTS) as heard:
-            link = launch(joined, ranks, (name,), threads=wanted.threads, progress=heard)[0]
-        found = dataclasses.replace(found, link=link)
+        with progress(f"{ranks} ranks", curves.LINK_PARTS + RUNS) as heard:
+            link, together = launch(joined, ranks, (name,), threads=wanted.threads, progress=heard)[0]
+        found = dataclasses.replace(found, link=link, together=together)
     path = Path(wanted.out) if wanted.out is not None else env.profile()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(found.to_json() + "\n", "utf-8")
@@ -78,40 +81,76 @@ def one(dtype: str) -> Profile:
     profile = Profile(
         name=curves.machine(), source=curves.provenance(), memory_bytes=memory,
         element_size=getattr(torch, dtype).itemsize, matmul=curves.matmul(bench), attention=curves.attention(bench),
-        pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0, link=NO_LINK,
-        idle_bytes=0 if is_gpu else idle,
+        head=curves.heads(bench), pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0,
+        link=NO_LINK, idle_bytes=0 if is_gpu else idle,
     )  # fmt: skip
-    return curves.fitted(profile, [found for model, size in CALLS for found in _calls(model, size, profile, dtype)])
+    return curves.fitted(profile, list(_calls(profile, dtype)))
 
 
-def joined(dtype: str) -> Link | None:
-    """On all ranks: what joins them."""
+def joined(dtype: str) -> tuple[Link, float]:
+    """On all ranks: what joins them, and how many times as long a call takes while all make one."""
     quiet()
     device = pick_device(None, dist.get_rank())
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    return curves.link(Bench(on, getattr(torch, dtype), env.advance))
+    return curves.link(Bench(on, getattr(torch, dtype), env.advance)), _together(dtype, device)
 
 
-def _calls(model: str, size: int, profile: Profile, dtype: str) -> list[tuple[float, float, float, float]]:
-    """Of calls of a bundled model: seconds, and what the profile makes of them; see `calibrate.fitted`."""
-    subject, found = Subject.of(model, find(model)), []
-    for patches in PATCHES:
-        plan = Plan(patches=patches)
-        call = defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+def _together(dtype: str, device: torch.device) -> float:
+    model, size = CALLS[1]
+    pipe: Any = load(model, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    call = defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        pipe(
+            "a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call
+        ).images.sum().item()
+        return time.perf_counter() - began
+
+    seconds()
+    alone, crowded = [], []
+    for _ in range(RUNS):
+        dist.barrier()
+        alone += [seconds()] if dist.get_rank() == 0 else []
+        dist.barrier()
+        crowded.append(seconds())
+        env.advance()
+    return max(1.0, statistics.median(crowded) / statistics.median(alone)) if alone else 1.0
+
+
+def _calls(profile: Profile, dtype: str) -> Iterator[tuple[float, float, float, float]]:
+    """Of calls of the bundled models: seconds, and what the profile makes of them; see `calibrate.fitted`.
+
+    They are made in turn, so that a machine that grows slower does so for all of them.
+    """
+    runners: dict[tuple[str, int], Any] = {}
+    for model, patches in itertools.product(dict.fromkeys(model for model, _ in CALLS), PATCHES):
         pipe: Any = load(model, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
-        runner = parallelize(pipe, plan)
-        seconds = min(_denoised(runner, call) for _ in range(RUNS))
-        job = subject.job(plan, subject.shape(call, profile.element_size))
+        runners[model, patches] = parallelize(pipe, Plan(patches=patches))
+    every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
+    rounds = [[_denoised(runners[model, patches], _call(model, size)) for model, size, patches in every]
+              for _ in range(RUNS)]  # fmt: skip
+    for (model, size, patches), seconds in zip(every, map(min, zip(*rounds, strict=True)), strict=True):
+        yield seconds, *_terms(model, _call(model, size), Plan(patches=patches), profile)
 
-        def priced(profile: Profile, job: Any = job, call: Any = call) -> float:
-            return pricer_of(subject, call, profile).price(job).latency_s
 
-        known = priced(profile)
-        kernels = (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
-        micros = (priced(dataclasses.replace(profile, micro_s=MICRO)) - known) / MICRO
-        found.append((seconds, known, kernels, micros))
-    return found
+def _call(model: str, size: int) -> dict[str, Any]:
+    return defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+
+
+def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float, float]:
+    """Seconds of a call's work on the curves, its kernels, its iterations: what one of each more would add."""
+    subject = Subject.of(model, find(model))
+    job = subject.job(plan, subject.shape(call, profile.element_size))
+
+    def priced(profile: Profile) -> float:
+        return pricer_of(subject, call, profile).price(job).latency_s
+
+    known = priced(profile)
+    kernels = (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
+    return known, kernels, (priced(dataclasses.replace(profile, micro_s=MICRO)) - known) / MICRO
 
 
 def _denoised(runner: Any, call: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import platform
 import time
@@ -27,7 +28,8 @@ LENGTHS = (16, 64, 256, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 HEADS, HEAD, WIDTH = 8, 64, 256
-PARTS = len(ROWS) + len(LENGTHS) + len(SIZES)
+HEAD_SIZES = (16, 32, 64, 128)
+PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
 """Parts that the curves of a device are measured in."""
 LINK_PARTS = 9
 LARGEST = 2**33  # operations of a call that is timed
@@ -97,17 +99,29 @@ def attention(bench: Bench) -> Curve:
     return _table(bench, LENGTHS, LENGTHS, rate)
 
 
+def heads(bench: Bench) -> Curve:
+    """Operations a second of attention over channels of a head, as a share of those with `HEAD`."""
+    length, found = LENGTHS[-2], []
+    for size in HEAD_SIZES:
+        q, k = (bench.numbers(1, HEADS * HEAD // size, length, size) for _ in range(2))
+        found.append(1 / bench.seconds(lambda q=q, k=k: functional.scaled_dot_product_attention(q, k, k)))  # type: ignore[misc]
+    bench.done()
+    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / found[HEAD_SIZES.index(HEAD)] for rate in found))
+
+
 def pointwise(bench: Bench) -> dict[str, Curve]:
     """Bytes a second of what goes over numbers once, by kind, over bytes read and written."""
-    found: dict[str, list[float]] = {"pointwise": [], "norm": [], "gelu": []}
+    found: dict[str, list[float]] = {"pointwise": [], "norm": [], "gelu": [], "interleave": []}
     for size in SIZES:
         x = bench.numbers(max(size // 8 // WIDTH, 1), WIDTH)
         y, scale, real = torch.randn_like(x), bench.numbers(1, WIDTH), x.numel() * x.element_size()
         both = bench.seconds(lambda x=x, y=y: x + y) + bench.seconds(lambda x=x, scale=scale: x * scale)  # type: ignore[misc]
         norm = bench.seconds(lambda x=x: functional.layer_norm(x, (WIDTH,)))  # type: ignore[misc]
         gelu = bench.seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
-        for name, rate in (("pointwise", 5 * real / both), ("norm", 2 * real / norm), ("gelu", 2 * real / gelu)):
-            found[name].append(rate)
+        woven = bench.seconds(lambda x=x, y=y: torch.stack([x, y], dim=-1))  # type: ignore[misc]
+        bytes_of = {"pointwise": (5, both), "norm": (2, norm), "gelu": (2, gelu), "interleave": (4, woven)}
+        for name, (tensors, seconds) in bytes_of.items():
+            found[name].append(tensors * real / seconds)
         bench.done()
     return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in found.items()}
 
@@ -203,16 +217,42 @@ def _overlap(bench: Bench) -> float:
 
 
 def fitted(profile: Profile, measured: Sequence[tuple[float, float, float, float]]) -> Profile:
-    """The profile with `kernel_s` and `micro_s` by which it comes closest to calls that were measured.
+    """The profile by which it comes closest to calls that were measured.
+
+    What kernels and iterations cost besides their work is `kernel_s` and `micro_s`; and all rates have one factor, for
+    a call finds caches colder than a kernel that runs over and over.
 
     Args:
         profile: with curves.
         measured: of each call its seconds, those of its work on the curves alone, its kernels, its iterations.
     """
-    rows = torch.tensor([[kernels / took, micros / took] for took, _, kernels, micros in measured])
-    left = torch.tensor([[(took - known) / took] for took, known, _, _ in measured])
-    best = torch.linalg.lstsq(rows, left).solution.flatten().clamp_min(0).tolist()
-    return dataclasses.replace(profile, kernel_s=best[0], micro_s=best[1])
+    terms = torch.tensor([[known / took, kernels / took, micros / took] for took, known, kernels, micros in measured])
+    slower, kernel_s, micro_s = _least_squares(terms.double())
+    rates = {name: _scaled(getattr(profile, name), slower) for name in ("matmul", "attention")}
+    pointwise = {name: _scaled(curve, slower) for name, curve in profile.pointwise.items()}
+    return dataclasses.replace(profile, kernel_s=kernel_s, micro_s=micro_s, pointwise=pointwise, **rates)
+
+
+def _least_squares(terms: torch.Tensor) -> list[float]:
+    """The numbers, none below 0 and the first not below 1, by which the sums of the terms come closest to 1."""
+    best, least = [1.0, 0.0, 0.0], float("inf")
+    for free in itertools.product((True, False), repeat=3):
+        found = torch.tensor([1.0, 0.0, 0.0], dtype=terms.dtype)
+        kept = [k for k in range(3) if free[k]]
+        if kept:
+            rest = 1 - terms @ torch.where(torch.tensor(free), 0.0, found)
+            found[kept] = torch.linalg.lstsq(terms[:, kept], rest[:, None]).solution.flatten()
+        off = float(((terms @ found - 1) ** 2).sum())
+        if found[0] >= 1 and bool((found[1:] >= 0).all()) and off < least:
+            best, least = found.tolist(), off
+    return best
+
+
+def _scaled(curve: Curve, slower: float) -> Curve:
+    def divided(row: Any) -> Any:
+        return tuple(divided(rate) for rate in row) if isinstance(row, tuple) else row / slower
+
+    return dataclasses.replace(curve, rates=divided(curve.rates))
 
 
 def provenance() -> str:

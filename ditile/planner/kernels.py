@@ -24,7 +24,7 @@ from ditile.overrides import matching, override
 from ditile.seats import Seats
 from ditile.spec import ModelSpec
 
-Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu"]
+Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
 """Whose tokens a kernel works on; `once`: of none, the same for any picture."""
 
@@ -32,6 +32,7 @@ GRID, TEXT = Grid(19, 37, 37), 59  # 703 tokens and 59: of no width of a model, 
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
+JOINING = {"aten.cat.default", "aten.stack.default"}
 FREE = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::empty.memory_format", "aten::lift_fresh"}
 """What moves no number."""
 
@@ -41,9 +42,9 @@ class Kernel(NamedTuple):
 
     Attributes:
         kind: "matmul" of a token with a matrix; "attention" of a token to another; the others go over numbers once,
-            "norm" and "gelu" with more to compute for each.
+            "norm" and "gelu" with more to compute for each, "interleave" one by one (rotary embeddings).
         stream: whose tokens.
-        size: (k, n) of the matrix; (channels of all heads, 0); (numbers read and written of a token, 0).
+        size: (k, n) of the matrix; (channels of all heads, those of one); (numbers read and written of a token, 0).
         keys: whose keys a token attends to.
     """
 
@@ -179,7 +180,8 @@ class _Attention(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
         channels = query.shape[1] * query.shape[3]
-        self._add(Kernel("attention", _stream(query.shape[2]), (channels, 0), _stream(key.shape[2])))
+        kernel = Kernel("attention", _stream(query.shape[2]), (channels, query.shape[3]), _stream(key.shape[2]))
+        self._add(kernel)
         return query  # of the same shape
 
 
@@ -193,7 +195,14 @@ def _kernel(name: str, args: Any, out: Any) -> Kernel:
     tensors = [*_tensors(args), *_tensors(out)]
     stream = _stream_of(tensors)
     numbers = sum(tensor.numel() for tensor in tensors) / _tokens(stream)
-    return Kernel(HEAVY.get(name, "pointwise"), stream, (numbers, 0))
+    kind: Kind = "interleave" if name in JOINING and _interleaves(args) else HEAVY.get(name, "pointwise")
+    return Kernel(kind, stream, (numbers, 0))
+
+
+def _interleaves(args: Any) -> bool:
+    """Whether tensors are joined number by number: along a last dimension of 1, or a new one."""
+    first, dim = args[0][0], args[1] if len(args) > 1 else 0
+    return bool(dim % (first.dim() + 1) == first.dim() or (first.shape[-1] == 1 and dim in (-1, first.dim() - 1)))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

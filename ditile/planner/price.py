@@ -120,7 +120,7 @@ class _Run:
         self._profile = pricer.profile
         self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, pricer.host or job.plan.world)
-        self._crowd = max(1.0, self._host / pricer.profile.devices)
+        self._crowd = _crowd(pricer.profile, self._host)
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -339,6 +339,13 @@ class _Run:
         if axis == "ulysses":  # each with all, of which some are on the same host
             sharing = host * (n - max(1, host // inner)) / (n - 1)
         return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
+
+
+def _crowd(profile: Profile, ranks: int) -> float:
+    """How many times as long work takes while so many ranks of a host do theirs."""
+    busy = min(ranks, profile.devices)
+    slower = (profile.together - 1) * (busy - 1) / (profile.devices - 1) if profile.devices > 1 else 0.0
+    return max(1.0, ranks / profile.devices) * (1 + slower)
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:

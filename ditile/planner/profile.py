@@ -85,7 +85,8 @@ class Profile:
         element_size: bytes of a number in which the curves were measured.
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
-        pointwise: bytes a second by kind ("pointwise", "norm", "gelu"), over bytes.
+        head: share of that with so many channels of a head.
+        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
         kernel_s: seconds of the host for each kernel; it runs ahead of a GPU.
         runs_ahead: whether the host does (a GPU), or computes itself.
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
@@ -93,6 +94,7 @@ class Profile:
         link: between ranks of a host.
         interlink: between hosts; None if there was one.
         devices: ranks that compute at once on a host.
+        together: how many times as long work takes while all of them do.
     """
 
     name: str
@@ -109,6 +111,8 @@ class Profile:
     idle_bytes: int = 0
     interlink: Link | None = None
     devices: int = 8
+    together: float = 1.0
+    head: Curve = Curve((64.0,), (1.0,))
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -124,7 +128,7 @@ class Profile:
         """
         try:
             values = json.loads(text)
-            values |= {name: _curve(values[name]) for name in ("matmul", "attention")}
+            values |= {name: _curve(values[name]) for name in ("matmul", "attention", "head") if name in values}
             values["pointwise"] = {name: _curve(found) for name, found in values["pointwise"].items()}
             values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
             return cls(**values)

@@ -79,9 +79,9 @@ def _device(kernel: Kernel, tokens: Tokens, profile: Profile) -> float:
         keys = tokens.keys(kernel.keys)
         queries = count * tokens.share
         operations = 4 * tokens.rows * queries * keys * kernel.size[0] * tokens.heads
-        return operations / profile.attention.at(queries, keys)
+        return operations / profile.attention.at(queries, keys) / profile.head.at(kernel.size[1])
     size = kernel.size[0] * rows * profile.element_size
-    return size / profile.pointwise[kernel.kind].at(size)
+    return size / profile.pointwise.get(kernel.kind, profile.pointwise["pointwise"]).at(size)
 
 
 def flops(work: Work, tokens: Tokens) -> float:
