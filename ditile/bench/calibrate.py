@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
 PATCHES, STEPS, RUNS = (1, 4), 6, 4
-KERNEL, MICRO = 1e-6, 1e-3
+KERNEL = 1e-6
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 
@@ -84,7 +84,7 @@ def one(dtype: str) -> Profile:
         head=curves.heads(bench), pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0,
         link=NO_LINK, idle_bytes=0 if is_gpu else idle,
     )  # fmt: skip
-    return curves.fitted(profile, list(_calls(profile, dtype)))
+    return _called(profile, dtype)
 
 
 def joined(dtype: str) -> tuple[Link, float]:
@@ -119,8 +119,8 @@ def _together(dtype: str, device: torch.device) -> float:
     return max(1.0, statistics.median(crowded) / statistics.median(alone)) if alone else 1.0
 
 
-def _calls(profile: Profile, dtype: str) -> Iterator[tuple[float, float, float, float]]:
-    """Of calls of the bundled models: seconds, and what the profile makes of them; see `calibrate.fitted`.
+def _called(profile: Profile, dtype: str) -> Profile:
+    """The profile with what calls of the bundled models cost besides what is on its curves.
 
     They are made in turn, so that a machine that grows slower does so for all of them.
     """
@@ -132,16 +132,20 @@ def _calls(profile: Profile, dtype: str) -> Iterator[tuple[float, float, float, 
     every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
     rounds = [[_denoised(runners[model, patches], _call(model, size)) for model, size, patches in every]
               for _ in range(RUNS)]  # fmt: skip
-    for (model, size, patches), seconds in zip(every, map(min, zip(*rounds, strict=True)), strict=True):
-        yield seconds, *_terms(model, _call(model, size), Plan(patches=patches), profile)
+    terms = []
+    for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
+        inside = min(found.inside for found in times)
+        terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
+    outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
+    return dataclasses.replace(curves.fitted(profile, terms), micro_s=outside)
 
 
 def _call(model: str, size: int) -> dict[str, Any]:
     return defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
 
 
-def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float, float]:
-    """Seconds of a call's work on the curves, its kernels, its iterations: what one of each more would add."""
+def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
+    """Seconds of a call's work on the curves, and its kernels: what one second of each more would add."""
     subject = Subject.of(model, find(model))
     job = subject.job(plan, subject.shape(call, profile.element_size))
 
@@ -149,14 +153,33 @@ def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tu
         return pricer_of(subject, call, profile).price(job).latency_s
 
     known = priced(profile)
-    kernels = (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
-    return known, kernels, (priced(dataclasses.replace(profile, micro_s=MICRO)) - known) / MICRO
+    return known, (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
 
 
-def _denoised(runner: Any, call: dict[str, Any]) -> float:
+class _Loop(NamedTuple):
+    """Seconds of a denoising loop in its transformer and outside of it, and the calls of the transformer."""
+
+    inside: float
+    outside: float
+    calls: int
+
+
+def _denoised(runner: Any, call: dict[str, Any]) -> _Loop:
+    times: list[float] = []
+
+    def note(*_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    transformer = runner.pipe.transformer
+    hooks = transformer.register_forward_pre_hook(note), transformer.register_forward_hook(note)
     runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
-    seconds: float = runner.report.seconds["denoise"]
-    return seconds
+    for hook in hooks:
+        hook.remove()
+    inside = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
+    between = sum(begin - end for end, begin in zip(times[1:-1:2], times[2::2], strict=True))
+    return _Loop(inside, between, len(times) // 2 - 1)
 
 
 def _host_memory() -> int:

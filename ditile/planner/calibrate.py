@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import os
 import platform
 import time
@@ -216,36 +215,33 @@ def _overlap(bench: Bench) -> float:
     return min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
 
 
-def fitted(profile: Profile, measured: Sequence[tuple[float, float, float, float]]) -> Profile:
+def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
     """The profile by which it comes closest to calls that were measured.
 
-    What kernels and iterations cost besides their work is `kernel_s` and `micro_s`; and all rates have one factor, for
-    a call finds caches colder than a kernel that runs over and over.
+    What a kernel costs besides its work is `kernel_s`; and all rates have one factor, for a call finds caches colder
+    than a kernel that runs over and over.
 
     Args:
         profile: with curves.
-        measured: of each call its seconds, those of its work on the curves alone, its kernels, its iterations.
+        measured: of each call its seconds in the transformer, those of its work on the curves alone, its kernels.
     """
-    terms = torch.tensor([[known / took, kernels / took, micros / took] for took, known, kernels, micros in measured])
-    slower, kernel_s, micro_s = _least_squares(terms.double())
+    terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
+    slower, kernel_s = _least_squares(terms)
     rates = {name: _scaled(getattr(profile, name), slower) for name in ("matmul", "attention")}
     pointwise = {name: _scaled(curve, slower) for name, curve in profile.pointwise.items()}
-    return dataclasses.replace(profile, kernel_s=kernel_s, micro_s=micro_s, pointwise=pointwise, **rates)
+    return dataclasses.replace(profile, kernel_s=kernel_s, pointwise=pointwise, **rates)
 
 
-def _least_squares(terms: torch.Tensor) -> list[float]:
-    """The numbers, none below 0 and the first not below 1, by which the sums of the terms come closest to 1."""
-    best, least = [1.0, 0.0, 0.0], float("inf")
-    for free in itertools.product((True, False), repeat=3):
-        found = torch.tensor([1.0, 0.0, 0.0], dtype=terms.dtype)
-        kept = [k for k in range(3) if free[k]]
-        if kept:
-            rest = 1 - terms @ torch.where(torch.tensor(free), 0.0, found)
-            found[kept] = torch.linalg.lstsq(terms[:, kept], rest[:, None]).solution.flatten()
-        off = float(((terms @ found - 1) ** 2).sum())
-        if found[0] >= 1 and bool((found[1:] >= 0).all()) and off < least:
-            best, least = found.tolist(), off
-    return best
+def _least_squares(terms: torch.Tensor) -> tuple[float, float]:
+    """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest to 1."""
+    ones = torch.ones(len(terms), 1, dtype=terms.dtype)
+    slower, kernel_s = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
+    if kernel_s < 0:
+        return max(1.0, float(terms[:, 0].sum() / terms[:, 0].square().sum())), 0.0
+    if slower < 1:
+        rest = 1 - terms[:, 0]
+        return 1.0, max(0.0, float((terms[:, 1] * rest).sum() / terms[:, 1].square().sum()))
+    return slower, kernel_s
 
 
 def _scaled(curve: Curve, slower: float) -> Curve:

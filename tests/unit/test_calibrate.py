@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -15,12 +14,23 @@ from ditile.planner.profile import Link
 from tests.pool import Pool
 
 
-def test_what_calls_cost_besides_their_work_is_found() -> None:
+@pytest.mark.parametrize(("slower", "kernel_s"), [(1.3, 2e-6), (1.0, 5e-6), (1.5, 0.0)])
+def test_what_calls_cost_besides_their_work_is_found(slower: float, kernel_s: float) -> None:
     """A failure means that every latency on this machine is predicted with the wrong share for each kernel."""
-    counts = ((0.1, 1e4, 6.0), (0.2, 1e4, 24.0), (0.5, 2e4, 6.0), (0.9, 3e4, 24.0))
-    calls = [(known + kernels * 2e-6 + micros * 3e-3, known, kernels, micros) for known, kernels, micros in counts]
-    found = fitted(dataclasses.replace(profile("l40-pcie"), kernel_s=0.0, micro_s=0.0), calls)
-    assert found.kernel_s == pytest.approx(2e-6, rel=1e-3) and found.micro_s == pytest.approx(3e-3, rel=1e-3)
+    counts = ((0.1, 1e4), (0.2, 1e4), (0.5, 2e4), (0.9, 3e4))
+    calls = [(slower * known + kernels * kernel_s, known, kernels) for known, kernels in counts]
+    before = profile("l40-pcie")
+    found = fitted(before, calls)
+    assert found.kernel_s == pytest.approx(kernel_s, rel=1e-3, abs=1e-12)
+    for name in ("matmul", "attention"):
+        assert getattr(found, name).at(64, 512) == pytest.approx(getattr(before, name).at(64, 512) / slower, rel=1e-3)
+
+
+def test_a_rate_is_never_faster_than_its_curve() -> None:
+    """Calls faster than their kernels, or with less than none for each, are noise."""
+    before = profile("l40-pcie")
+    assert fitted(before, [(0.5, 1.0, 10.0), (0.9, 2.0, 10.0)]).matmul == before.matmul
+    assert fitted(before, [(1.0, 1.0, 1e4), (3.0, 2.0, 1e4)]).kernel_s == 0
 
 
 def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
