@@ -97,7 +97,8 @@ def joined(dtype: str) -> tuple[Link, float]:
 
 def _together(dtype: str, device: torch.device) -> float:
     model, size = CALLS[1]
-    pipe: Any = load(model, dtype=dtype).to(device)
+    pipe: Any = load(model, dtype=dtype)
+    pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
     call = defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
 
@@ -134,7 +135,7 @@ def _called(profile: Profile, dtype: str) -> Profile:
               for _ in range(RUNS)]  # fmt: skip
     terms = []
     for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
-        inside = min(found.inside for found in times)
+        inside = statistics.median(found.inside for found in times)
         terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
     outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
     return dataclasses.replace(curves.fitted(profile, terms), micro_s=outside)

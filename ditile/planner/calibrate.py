@@ -227,9 +227,10 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
     """
     terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
     slower, kernel_s = _least_squares(terms)
-    rates = {name: _scaled(getattr(profile, name), slower) for name in ("matmul", "attention")}
-    pointwise = {name: _scaled(curve, slower) for name, curve in profile.pointwise.items()}
-    return dataclasses.replace(profile, kernel_s=kernel_s, pointwise=pointwise, **rates)
+    return dataclasses.replace(
+        profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower), attention=_scaled(profile.attention, slower),
+        pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
+    )  # fmt: skip
 
 
 def _least_squares(terms: torch.Tensor) -> tuple[float, float]:
