@@ -228,8 +228,8 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
     terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
     slower, kernel_s = _least_squares(terms)
     return dataclasses.replace(
-        profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower), attention=_scaled(profile.attention, slower),
-        pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
+        profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower),
+        attention=_scaled(profile.attention, slower), pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
     )  # fmt: skip
 
 
