@@ -229,7 +229,8 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
     slower, kernel_s = _least_squares(terms)
     return dataclasses.replace(
         profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower),
-        attention=_scaled(profile.attention, slower), pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
+        attention=_scaled(profile.attention, slower),
+        pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
     )  # fmt: skip
 
 
