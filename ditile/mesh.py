@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ class Mesh:
         control: a CPU group of the ranks of one image, for headers, votes and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
+        shared: whether other meshes have the same groups.
     """
 
     rank: int
@@ -75,12 +77,18 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    shared: bool = False
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
     def close(self) -> None:
-        """Gives the groups back, whose threads run as long as they are there. All ranks must be done with them."""
+        """Gives groups that no other mesh has back: their threads run as long as they are there.
+
+        All ranks must be done with them.
+        """
+        if self.shared:
+            return
         lines = [*self.axes.values(), self.sequence, self.image]
         groups = {
             id(group): group for group in (*(axis.group for axis in lines), self.latents, self.control, self.everyone)
@@ -100,8 +108,39 @@ class Mesh:
         return self.axes["pipefusion"].size
 
 
-def build(plan: Plan) -> Mesh:
+class Communicators:
+    """Process groups by what they are for and whose they are, each made once, for the meshes of several runners.
+
+    They cost threads, and on GPUs memory. Runners that share them must run one at a time, in the same order on all
+    ranks.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+    def of(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        """The group of some ranks; all ranks must ask, in one order."""
+        key = (purpose, tuple(ranks), backend)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(ranks), backend=backend)
+        return self._groups[key]
+
+    def mesh(self, used: Mapping[str, int], world: int) -> DeviceMesh:
+        """The axes of some degrees."""
+        key = tuple(used.items())
+        if key not in self._meshes:
+            ranks = torch.arange(world).reshape(*used.values())
+            self._meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(used))
+        return self._meshes[key]
+
+
+def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
     """The mesh of a plan over the group that is there: torchrun's, `launch`'s or the script's own.
+
+    Args:
+        plan: the plan.
+        groups: those of other runners; by default groups of its own.
 
     Raises:
         PlanError: if the plan does not use all ranks.
@@ -116,7 +155,8 @@ def build(plan: Plan) -> Mesh:
         return Mesh(0, 1, 0)
     rank = dist.get_rank()
     used = {name: getattr(plan, name) for name in AXES if getattr(plan, name) > 1}
-    device_mesh = DeviceMesh("cpu", torch.arange(world).reshape(*used.values()), mesh_dim_names=tuple(used))
+    made = groups or Communicators()
+    device_mesh = made.mesh(used, world)
     axes = {name: Axis(name, (rank,)) for name in AXES}
     for name in used:
         group = device_mesh.get_group(name)
@@ -125,11 +165,11 @@ def build(plan: Plan) -> Mesh:
     together = [axes[name] for name in SEQUENCE if axes[name].size > 1]
     return Mesh(
         rank, world, place.local_rank if place is not None else rank, axes,
-        sequence=together[0] if len(together) == 1 else _line("sequence", SEQUENCE, plan, rank),
-        image=_line("image", IMAGE, plan, rank),
-        latents=_line("latents", ("pipefusion",), plan, rank).group,
-        control=_line("control", IMAGE, plan, rank, backend="gloo").group,
-        everyone=dist.new_group(backend="gloo"),
+        sequence=together[0] if len(together) == 1 else _line("sequence", SEQUENCE, plan, rank, made),
+        image=_line("image", IMAGE, plan, rank, made),
+        latents=_line("latents", ("pipefusion",), plan, rank, made).group,
+        control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
+        everyone=made.of("everyone", range(world), "gloo"), shared=groups is not None,
     )  # fmt: skip
 
 
@@ -170,11 +210,13 @@ def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
 
 
-def _line(name: str, names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> Axis:
-    """This rank's line along some axes, with a new group; every rank makes the groups of all lines, in one order."""
+def _line(
+    name: str, names: Sequence[str], plan: Plan, rank: int, groups: Communicators, *, backend: str | None = None
+) -> Axis:
+    """This rank's line along some axes, with its group; every rank makes the groups of all lines, in one order."""
     mine = Axis(name, (rank,))
     for ranks in lines(plan, names):
-        group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
+        group = groups.of(name, ranks, backend) if len(ranks) > 1 else None
         if rank in ranks:
             mine = Axis(name, ranks, ranks.index(rank), group)
     return mine
@@ -184,7 +226,7 @@ def line(names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = N
     """A new group of the ranks along some axes; None where this rank is alone on them. All ranks must call it."""
     if all(getattr(plan, name) == 1 for name in names):
         return None
-    return _line("+".join(names), names, plan, rank, backend=backend).group
+    return _line("+".join(names), names, plan, rank, Communicators(), backend=backend).group
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

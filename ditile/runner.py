@@ -28,7 +28,7 @@ from ditile.cost import Job
 from ditile.errors import ModelError, StateError
 from ditile.legal import Facts
 from ditile.memory import AgeChecks
-from ditile.mesh import build, pick_device
+from ditile.mesh import Communicators, build, pick_device
 from ditile.plan import Plan
 from ditile.quantized import quantized
 from ditile.shape import Shape, filled_call
@@ -293,7 +293,7 @@ def parallelize(
     pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
     *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
-    checks: AgeChecks | None = None,
+    checks: AgeChecks | None = None, groups: Communicators | None = None,
 ) -> Runner:  # fmt: skip
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -310,12 +310,13 @@ def parallelize(
             class, where it has no `ModelSpec`.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
+        groups: process groups that runners share which run one at a time; by default its own.
 
     Raises:
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
     """
     plan = plan or Plan()
-    mesh = build(plan)
+    mesh = build(plan, groups)
     chosen = pick_device(device, mesh.local_rank)
     origin = torch.device(pipe.device)
     composition = compose(

@@ -30,7 +30,7 @@ from ditile.bench.worlds import free_to_move
 from ditile.errors import ModelError
 from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
-from ditile.mesh import pick_device
+from ditile.mesh import Communicators, pick_device
 from ditile.models import model_of
 from ditile.plan import Plan
 from ditile.runner import parallelize
@@ -91,9 +91,10 @@ def draw(task: Task, turns: Sequence[Turn]) -> None:
 
 
 def _draw(task: Task, turns: Sequence[Turn], rank: int, device: torch.device) -> None:
-    painters: dict[str, Painter] = {plan: Painter(task, plan, device) for plan in task.plans}
+    groups = Communicators()
+    painters: dict[str, Painter] = {plan: Painter(task, plan, device, groups) for plan in task.plans}
     if task.with_original and rank == 0:
-        painters[ORIGINAL.plan] = Painter(task, ORIGINAL.plan, device)
+        painters[ORIGINAL.plan] = Painter(task, ORIGINAL.plan, device, groups)
     everyone = dist.group.WORLD if task.world > 1 else None
     turns = [Turn(p, text, seed, tuple(Setting(*s) for s in every)) for p, text, seed, every in
              gather_json([list(turn) for turn in turns], everyone)[0]]  # fmt: skip
@@ -127,7 +128,7 @@ class Painter:
         base: the arguments of its calls, prompt and generator apart.
     """
 
-    def __init__(self, task: Task, plan: str, device: torch.device) -> None:
+    def __init__(self, task: Task, plan: str, device: torch.device, groups: Communicators) -> None:
         wanted, self._is_original = task.wanted, plan == ORIGINAL.plan
         divided = None if self._is_original else Plan.parse(plan)
         pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
@@ -139,7 +140,7 @@ class Painter:
             pipe.to(device)
             model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
         else:
-            self._target = parallelize(pipe, divided, device=device)
+            self._target = parallelize(pipe, divided, device=device, groups=groups)
 
     def draw(self, turn: Turn, configs: dict[str, Any], steps: int | None, before: Callable[[], None]) -> Drawn | None:
         """The picture of a caption; None on ranks that do not get it.

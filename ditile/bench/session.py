@@ -30,7 +30,7 @@ from ditile.bench.subjects import Subject, subject_of
 from ditile.bench.turns import bar, cached, timed_loop
 from ditile.bench.worlds import Worlds, free_to_move, meet
 from ditile.generate import quiet
-from ditile.mesh import pick_device
+from ditile.mesh import Communicators, pick_device
 from ditile.models import model_of
 from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
@@ -146,7 +146,7 @@ class _World:
 
     def _load(self) -> None:
         """The pipelines: a whole one where it is needed, and one for each plan that divides weights."""
-        plans = [Plan.parse(text) for text in dict.fromkeys(cell.plan for cell in self.cells)]
+        plans, groups = [Plan.parse(text) for text in dict.fromkeys(cell.plan for cell in self.cells)], Communicators()
         if self.rank == 0 or any(_shares(plan) for plan in plans):
             self.whole = self.subject.pipeline(None)
             self.whole.to(self.device)
@@ -155,7 +155,7 @@ class _World:
             if not _shares(plan) and plan.text == "each" and self.whole is not None:
                 shared = {name: part for name in SHARED if (part := getattr(self.whole, name, None)) is not None}
                 pipe.register_modules(**shared)
-            runner = parallelize(pipe, plan, device=self.task.work.device)
+            runner = parallelize(pipe, plan, device=self.task.work.device, groups=groups)
             runner.trace = True
             self.runners[str(plan)] = runner
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile.mesh import AXES, IMAGE, SEQUENCE, build, lines
+from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, lines
 from ditile.plan import DEGREES, Plan
 from tests.pool import Pool
 
@@ -62,3 +65,29 @@ def test_groups(pool: Pool, plan: Plan) -> None:
 def test_axes_are_the_degrees() -> None:
     """A failure means that a degree of the plan has no axis."""
     assert AXES == DEGREES
+
+
+def shared(plans: list[Plan]) -> tuple[int, int, bool]:
+    """Threads that two meshes of own groups add, and those of two with groups in common; whether these outlive one."""
+    before = threads()
+    apart = [build(plan) for plan in plans]
+    own = threads() - before
+    for mesh in apart:
+        mesh.close()
+    groups, before = Communicators(), threads()
+    together = [build(plan, groups) for plan in plans]
+    fewer = threads() - before
+    together[0].close()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=together[1].everyone)
+    return own, fewer, together[0].everyone is together[1].everyone and total.item() == 2
+
+
+def threads() -> int:
+    return len(psutil.Process().threads())
+
+
+def test_meshes_may_share_their_groups(pool: Pool) -> None:
+    """A failure means that ten runners of a process have the threads of ten, which wake a hundred times a second."""
+    for own, fewer, alive in pool.run(shared, 2, [Plan(ulysses=2), Plan(ring=2)]):
+        assert fewer < own and alive
