@@ -13,7 +13,7 @@ demo: environment
 	@echo "the picture is $(CURDIR)/$(DEMO)"
 
 test: environment
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 check: environment
 	scripts/check
