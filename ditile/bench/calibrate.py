@@ -32,7 +32,7 @@ from ditile.planner.subject import Subject
 from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS, RUNS = (1, 4), 6, 4
+PATCHES, STEPS, RUNS = (1, 4), 6, 3
 KERNEL = 1e-6
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 

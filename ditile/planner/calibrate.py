@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ HEADS, HEAD, WIDTH = 8, 64, 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
 """Parts that the curves of a device are measured in."""
-LINK_PARTS = 9
+LINK_PARTS = 7
 LARGEST = 2**33  # operations of a call that is timed
 BUDGET = 0.03
 REPEATS = 5
@@ -148,7 +149,7 @@ def link(bench: Bench) -> Link:
     parts, out = list(x.chunk(world)), torch.empty_like(x)
     exchanged = _together(bench, lambda: dist.all_to_all_single(out, x))
     tiny = bench.numbers(world)
-    started = _together(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny))
+    started = _between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny))
     summed = _together(bench, lambda: dist.all_reduce(x))
     gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0]))
     sent = x.numel() * x.element_size() * (world - 1) / world
@@ -157,6 +158,28 @@ def link(bench: Bench) -> Link:
         call_s=max(started - small, 0.0), neighbours=_share(sent, gathered - started, bandwidth),
         reduce=_share(2 * sent, summed - started, bandwidth), overlap=_overlap(bench),
     )  # fmt: skip
+
+
+def _between_work(bench: Bench, call: Callable[[], Any]) -> float:
+    """Seconds that a call adds to work, after which no rank is ready at the same time."""
+    x, weight = bench.numbers(128, 512), bench.numbers(512, 512)
+
+    def work() -> None:
+        for _ in range(4):
+            functional.linear(x, weight)
+
+    def both() -> None:
+        work()
+        call()
+
+    both()
+    work()
+    found = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        found.append(bench.many(both, 40) - bench.many(work, 40))
+    bench.done()
+    return max(statistics.median(found), 1e-7)
 
 
 def _share(sent: float, seconds: float, bandwidth: float) -> float:
@@ -196,7 +219,7 @@ def _overlap(bench: Bench) -> float:
     x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.numbers(size // 4)
 
     def compute() -> None:
-        for _ in range(40):
+        for _ in range(6):  # about as long as the message
             functional.linear(x, weight)
 
     def send() -> None:
@@ -211,8 +234,15 @@ def _overlap(bench: Bench) -> float:
         if work is not None:
             work.wait()
 
-    alone, sent, together = (_together(bench, call, 3) for call in (compute, send, both))
-    return min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
+    found = []
+    for call in (compute, send, both):
+        call()
+    for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
+        dist.barrier()
+        alone, sent, together = (bench.many(call, 5) for call in (compute, send, both))
+        found.append((alone + sent - together) / min(alone, sent))
+    bench.done()
+    return min(1.0, max(0.0, statistics.median(found)))
 
 
 def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:

@@ -274,6 +274,11 @@ class _Run:
             total = total.plus(work(key, each, tokens))
         return total
 
+    def _kept(self, place: Place) -> float:
+        """The share of a stage's blocks that run, of all steps: blocks that are left out exchange nothing."""
+        stage = self._job.stages[place.stage]
+        return 1 - self._left.share * sum(map(self._may_be_left, stage)) / len(stage)
+
     def _may_be_left(self, block: int) -> bool:
         last = len(self._pricer.counted.blocks) - self._left.last
         return self._left.first <= block < last
@@ -300,8 +305,9 @@ class _Run:
         for kind, sizes in cost.in_call(self._job, place, micro).items():
             axis = "ulysses" if kind == "prediction" else kind
             link, n = self._link(axis), max(getattr(self._job.plan, axis), 2)
-            calls = len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            sending = sum(sizes) / (link.bandwidth * _share(link, kind, n)) + calls * link.latency_s
+            made = 1.0 if kind == "prediction" else self._kept(place)
+            calls = made * len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            sending = made * sum(sizes) / (link.bandwidth * _share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self._schedule.is_stale(micro.step):
                 sending = _exposed(sending, link.overlap, own.device)
             elif kind == "ring":

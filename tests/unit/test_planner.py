@@ -145,6 +145,15 @@ def test_a_cache_leaves_out_its_share() -> None:
     assert half.latency_s == pytest.approx(whole.latency_s / 2, rel=0.02)
 
 
+def test_a_cache_leaves_out_exchanges_too() -> None:
+    one = subject("shapes-flux")
+    slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
+    job = one.job(Plan(ulysses=2), one.shape(call("shapes-flux", **SMALL)))
+    pricer = pricer_of(one, SMALL, slow)
+    whole, half = pricer.price(job), pricer.price(job, Left(share=0.5, first=0))
+    assert half.exposed_s == pytest.approx(whole.exposed_s / 2, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("line", "hit_rate", "skipped"),
     [
