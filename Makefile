@@ -13,7 +13,8 @@ demo: environment
 	@echo "the picture is $(CURDIR)/$(DEMO)"
 
 test: environment
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 2 --dist worksteal -m 'not alone'
+	$(RUN) -m pytest -m alone
 
 check: environment
 	scripts/check

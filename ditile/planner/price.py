@@ -195,7 +195,7 @@ class _Run:
         few = patches if plan.distrifusion == 1 else 1
         busy = [calls * (first + (few - 1) * later) for first, later in zip(ends[0], ends[-1], strict=True)]
         busy[-1] += few * micro
-        round_trip = sum(ends[-1]) * 1.0 + (calls - 1) * max(ends[-1]) + micro
+        round_trip = sum(ends[-1]) + (calls - 1) * max(ends[-1]) + micro
         period = max(max(busy), round_trip)
         return total + (steps - warm) * period + sum(ends[-1]) - max(ends[-1])
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.alone
+
 PLAN = ["--pipefusion", "2", "--steps", "500", "--threads", "1", "--height", "64", "--width", "64"]
 
 
@@ -70,7 +72,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, number: int) ->
     """A failure would mean that a user waits ten minutes for a time-out, or blames the wrong rank."""
     with drawing(tmp_path) as (run, ranks, said):
         ranks[number].kill()
-        assert run.wait(timeout=20) == 1
+        assert run.wait(timeout=8) == 1
         assert f"ditile: rank {number}: killed by SIGKILL" in said.read_text()
         assert nothing_is_left(ranks, tmp_path)
 
@@ -79,7 +81,7 @@ def test_a_stopped_rank_is_noticed(tmp_path: Path) -> None:
     """A failure would mean that a rank which hangs without dying hangs the run."""
     with drawing(tmp_path) as (run, ranks, said):
         ranks[1].suspend()
-        assert run.wait(timeout=30) == 1
+        assert run.wait(timeout=20) == 1
         assert "rank 1" in said.read_text()
         assert nothing_is_left(ranks, tmp_path)
 
@@ -88,6 +90,6 @@ def test_control_c_ends_the_run_cleanly(tmp_path: Path) -> None:
     """A failure would mean tracebacks of every rank on the terminal, or processes that go on."""
     with drawing(tmp_path) as (run, ranks, said):
         os.kill(run.pid, signal.SIGINT)
-        assert run.wait(timeout=20) == 130
+        assert run.wait(timeout=8) == 130
         assert "Traceback" not in said.read_text()
         assert nothing_is_left(ranks, tmp_path)

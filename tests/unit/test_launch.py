@@ -26,6 +26,8 @@ from ditile.errors import PlanError, RankError, StateError
 from ditile.launch import launch
 from ditile.supervise import Limits
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 
 
