@@ -195,10 +195,7 @@ def resolution(rows: Sequence[Row]) -> Any:
         axes.set_xlabel("pixels of a side")
         axes.set_ylabel(label, labelpad=8)
         axes.grid(axis="y")
-    left.set_yscale("log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    left.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
-    left.yaxis.set_minor_locator(NullLocator())
+    logarithmic(left)
     right.set_ylim(0)
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.12))
@@ -323,3 +320,11 @@ def _patches(row: Row) -> int:
 
 def _unit(largest: float) -> tuple[str, float]:
     return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+
+def logarithmic(axes: Any) -> None:
+    """A logarithmic scale upwards, with 1, 2 and 5 of each power of ten written out."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+    axes.yaxis.set_minor_locator(NullLocator())

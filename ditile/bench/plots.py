@@ -27,6 +27,7 @@ from ditile.bench.cache_quality import front, means, read
 from ditile.bench.cache_settings import OURS, THEIRS
 from ditile.bench.evaluate_options import ORIGINAL
 from ditile.bench.evaluation import front as undominated
+from ditile.bench.figures import logarithmic
 from ditile.blocks.schedule import Schedule
 from ditile.generation import Micro
 
@@ -145,10 +146,7 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
                 )
         devices = sorted({count for seconds in groups.values() for count in seconds})
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            which("{x:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7)
+        logarithmic(axes)
         axes.set_xticks(devices, list(map(str, devices)))
         axes.set_xlabel("devices")
         axes.set_ylabel("predicted latency (s)")

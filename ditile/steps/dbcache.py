@@ -101,7 +101,7 @@ class DBCache:
 
     def _enter(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first block of a probe."""
-        before = slot.read(args, kwargs).image
+        before = slot.read(args, kwargs).image.clone()
         if self._judges:
             self._before = before
         elif not self._hidden and self._probe_end is not None:
@@ -110,7 +110,7 @@ class DBCache:
 
     def _probe(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last block of a probe, which may be its first."""
-        first, self._before = (slot.read(args, kwargs).image if self._before is None else self._before), None
+        first, self._before = (slot.read(args, kwargs).image.clone() if self._before is None else self._before), None
         out = slot.forward(*args, **kwargs)
         after = slot.unpack(out).image
         if not self._starts and not self._hidden:

@@ -70,7 +70,7 @@ class Segment:
     def _whole(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first or last block of a segment that runs; all of them once, to see what form they return tokens in."""
         if slot is self._first:
-            self._start = slot.read(args, kwargs)
+            self._start = slot.copy(args, kwargs)
         out = slot.forward(*args, **kwargs)
         if slot is self._last:
             self._is_known = True

@@ -111,6 +111,11 @@ class Slot:
             return State(image, None)
         return State(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
 
+    def copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """The tokens that a call brings, for when it has run: some blocks write into what they are given."""
+        image, text = self.read(args, kwargs)
+        return State(image.clone(), None if text is None else text.clone())
+
     def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns where it does nothing: `pack(read(..))`, in less time. It is a `Handle`."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
