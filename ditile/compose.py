@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ditile import models
 from ditile.agreement import Groups, LoopClock, StageAgreement
@@ -222,6 +223,13 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     return [range(0)] * plan.pipefusion
 
 
+def move(pipe: Any, device: torch.device) -> None:
+    """Moves all of a pipeline that is not on a device yet: diffusers looks through all of it even where nothing is."""
+    modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    if any(x.device != device for part in modules for x in (*part.parameters(), *part.buffers())):
+        pipe.to(device)
+
+
 def kernel_of(attention: str | None, transformer: Any, device: torch.device, plan: Plan) -> Dispatched | None:
     """The kernel that was asked for by name.
 
@@ -262,7 +270,7 @@ def compose(
     weights = seats.take(held(stages, mesh.stage, plan.crew), keep=keep_weights, shard=(tensor.index, tensor.size))
     sharded = _shard(pipe, model, plan, mesh, spec, loaded=loaded, keep=keep_weights)
     encoders.take()  # all before anything is moved: a device never sees the rest
-    pipe.to(device)
+    move(pipe, device)
     trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams, crew)
     pipefusion.connect(device)
@@ -320,7 +328,7 @@ def _compose_planned(
     parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
     weights = seats.weights()
     encoders.take()
-    pipe.to(device)
+    move(pipe, device)
     trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeStreams())
     whole = Sharded(Cuts({}, 0, 1), keep=True)

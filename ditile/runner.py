@@ -23,7 +23,7 @@ from ditile import env, rng
 from ditile.agreement import Groups
 from ditile.blocks.schedule import Schedule
 from ditile.callbacks import StepEnd
-from ditile.compose import Composition, compose
+from ditile.compose import Composition, compose, move
 from ditile.cost import Job
 from ditile.errors import ModelError, StateError
 from ditile.legal import Facts
@@ -167,7 +167,7 @@ class Runner:
         self._parts.sharded.undo()
         self._parts.seats.refill()
         self._parts.encoders.refill()
-        self.pipe.to(self._origin)
+        move(self.pipe, self._origin)
         self.mesh.close()
         self._restored = True
 

@@ -8,7 +8,7 @@ rank, and `Work` is what a block, or the rest of the model, has of each. Blocks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -58,6 +58,15 @@ Work = Mapping[Kernel, int]
 """How often each kernel runs."""
 
 
+class Mix(NamedTuple):
+    """The work of some blocks, alike ones together, and how often each is done: in every call, once in a step, once in
+    a generation."""
+
+    blocks: Sequence[tuple[Work, float]]
+    steps: Sequence[tuple[Work, float]]
+    once: Sequence[tuple[Work, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """A transformer's work in one call with one row.
@@ -81,6 +90,23 @@ class Counted:
     every: Work
     step: Work
     once: Work
+
+    def mix(self, blocks: range, runs: Sequence[float]) -> Mix:
+        """The work of some blocks, of whose calls each runs in such a share."""
+        ones = [1.0] * len(blocks)
+        found = [
+            _summed([work[block] for block in blocks], times)
+            for work, times in ((self.blocks, runs), (self.block_steps, ones), (self.block_once, ones))
+        ]
+        return Mix(*found)
+
+
+def _summed(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
+    """Each piece of work once, with the sum of its times."""
+    found: dict[int, tuple[Work, float]] = {}
+    for work, count in zip(works, times, strict=True):
+        found[id(work)] = work, count + found.get(id(work), (work, 0.0))[1]
+    return list(found.values())
 
 
 def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:

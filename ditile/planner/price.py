@@ -9,19 +9,18 @@ The three make up the latency of the denoising loop. Caches enter by the share o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ditile import cost
 from ditile.blocks.schedule import Kind, Op, Schedule, Span, simulate
 from ditile.cost import Job, Place
 from ditile.generation import Micro
-from ditile.mesh import AXES
 from ditile.plan import Plan
-from ditile.planner.kernels import Counted, Work
+from ditile.planner.kernels import Counted, Mix, Work
+from ditile.planner.links import crossed, crowd, exposed, share
 from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Load, Tokens, load, together
 
@@ -81,11 +80,14 @@ class Pricer:
     words: int = 0
     host: int | None = None
     _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
+    _attentions: dict[range, Work] = field(default_factory=dict)
 
-    @cached_property
-    def works(self) -> dict[int, Work]:
-        """Each kind of block once."""
-        return {id(found): found for found in self.counted.blocks}
+    def attention(self, blocks: range) -> Work:
+        """The attention of some blocks."""
+        if blocks not in self._attentions:
+            every = together([self.counted.blocks[block] for block in blocks])
+            self._attentions[blocks] = {kernel: n for kernel, n in every.items() if kernel.kind == "attention"}
+        return self._attentions[blocks]
 
     def price(self, job: Job, left: Left | None = None, memory_bytes: int = 0) -> Price:
         """The price of a call."""
@@ -112,6 +114,13 @@ class Pricer:
         return self._loads[key, tokens]
 
 
+class _Hop(NamedTuple):
+    """Seconds that a message takes of its sender, and on its way."""
+
+    seconds: float
+    travel: float
+
+
 class _Run:
     """One call under one plan."""
 
@@ -120,9 +129,10 @@ class _Run:
         self._profile = pricer.profile
         self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, pricer.host or job.plan.world)
-        self._crowd = _crowd(pricer.profile, self._host)
+        self._crowd = crowd(pricer.profile, self._host)
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
+        self._mixes: dict[range, Mix] = {}
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -175,39 +185,73 @@ class _Run:
         return total
 
     def estimate(self) -> float:
-        """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all."""
+        """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
+
+        No more than the simulation finds, which knows of every wait: `search` relies on it.
+        """
         schedule, plan, steps = self._schedule, self._job.plan, self._job.shape.steps
-        stages, calls, patches = range(plan.pipefusion), self._calls, plan.num_patches
+        calls, last = self._calls, plan.pipefusion - 1
         warm = steps if schedule.synchronous(steps - 1) else min(schedule.warmup, steps)
-        whole = Op(Kind.COMPUTE, min(1, steps - 1), None)
-        work = [self._cost(stage, whole, free=False) for stage in stages]
-        step = self._cost(plan.pipefusion - 1, Op(Kind.STEP, 0, None), free=False)
+        first, later = min(1, steps - 1), min(warm, steps - 1)
+        whole = self._of_stages(Op(Kind.COMPUTE, first, None))
+        step = self._cost(last, Op(Kind.STEP, 0, None), free=False)
+        patches = plan.num_patches if plan.distrifusion == 1 else 1
+        hops, back = self._hops(later, patches - 1)
         if schedule.crew:
-            total = warm * (calls * max(work) + step)
+            total = warm * (calls * max(whole) + step)
         else:
             pieces = len(schedule.pieces(Micro(0, None))) * calls
-            total = warm * (calls * (sum(work) + (pieces - 1) * max(work)) / pieces + step)
+            way = sum(whole) + sum(patches * hop.seconds for hop in hops)
+            one = way + (pieces - 1) * max(whole)
+            total = warm * (calls * one / pieces + sum(hop.travel for hop in hops) + step + patches * back.seconds)
+        total += min(warm, steps - 1) * back.travel
         if warm == steps:
             return total
-        ends = [[self._cost(stage, Op(Kind.COMPUTE, warm, patch), free=False) for stage in stages]
+        ends = [self._of_stages(Op(Kind.COMPUTE, warm, patch))
                 for patch in ((0, patches - 1) if plan.distrifusion == 1 else (None,))]  # fmt: skip
-        micro = self._cost(plan.pipefusion - 1, Op(Kind.STEP, warm, None if plan.distrifusion > 1 else 0), free=False)
-        few = patches if plan.distrifusion == 1 else 1
-        busy = [calls * (first + (few - 1) * later) for first, later in zip(ends[0], ends[-1], strict=True)]
-        busy[-1] += few * micro
-        round_trip = sum(ends[-1]) + (calls - 1) * max(ends[-1]) + micro
-        period = max(max(busy), round_trip)
-        return total + (steps - warm) * period + sum(ends[-1]) - max(ends[-1])
+        micro = self._cost(last, Op(Kind.STEP, warm, None if plan.distrifusion > 1 else 0), free=False)
+        sends = [calls * hop.seconds for hop in hops] + [micro + back.seconds]
+        busy = [calls * (one + (patches - 1) * other) for one, other in zip(ends[0], ends[-1], strict=True)]
+        ways = [sum(each) + sum(hop.seconds + hop.travel for hop in of_patch) + (calls - 1) * max(each)
+                for each, of_patch in zip(ends, (self._hops(later, 0)[0], hops), strict=False)]  # fmt: skip
+        round_trip = max(ways) + micro + back.seconds + back.travel
+        period = max(*(work + patches * send for work, send in zip(busy, sends, strict=True)), round_trip)
+        return total + (steps - warm) * period + ways[-1] - calls * max(ends[-1])
+
+    def _hops(self, step: int, patch: int) -> tuple[list[_Hop], _Hop]:
+        """A patch's messages: from each stage to the next, and from the last one back to the first."""
+        last = self._job.plan.pipefusion - 1
+        if not last:
+            return [], _Hop(0.0, 0.0)
+        ops = [*((stage, Op(Kind.SEND, step, patch)) for stage in range(last)), (last, Op(Kind.RETURN, step, patch))]
+        found = [_Hop(self._cost(stage, op, free=False), self._travel(stage, op)) for stage, op in ops]
+        return found[:-1], found[-1]
+
+    def _of_stages(self, op: Op) -> list[float]:
+        """Seconds of a call on every stage, the mean of a step's calls: the first one has more to do."""
+        found: dict[int, float] = {}
+        for stage in dict.fromkeys(self._like):
+            first = self._priced(stage, op, free=False)
+            others = self._priced(stage, op._replace(branch=1), free=False) if self._calls > 1 else 0.0
+            found[stage] = (first + (self._calls - 1) * others) / self._calls
+        return [found[stage] for stage in self._like]
 
     def _cost(self, stage: int, op: Op, *, free: bool) -> float:
         stage = self._like[stage]
-        key = (stage, op.kind, self._kind_of(op), op.branch == 0, op.piece, free)
-        if key not in self._seen:
-            self._seen[key] = self._priced(stage, op, free=free)
-        return self._seen[key]
+        key = (stage, op.kind, self._kinds[op.step], op.patch, op.branch == 0, op.piece, free)
+        seconds = self._seen.get(key)
+        if seconds is None:
+            seconds = self._seen[key] = self._priced(stage, op, free=free)
+        return seconds
 
-    def _kind_of(self, op: Op) -> tuple[bool, bool, int | None, bool]:
-        return op.step == 0, self._schedule.is_stale(op.step), op.patch, self._schedule.keeps_keys(op.step)
+    def _kind_of(self, op: Op) -> tuple[int, int | None]:
+        return self._kinds[op.step], op.patch
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Of each step a number, which steps with the same work and messages share."""
+        schedule, steps = self._schedule, range(self._job.shape.steps)
+        return [2 * (2 * (step == 0) + schedule.is_stale(step)) + schedule.keeps_keys(step) for step in steps]
 
     def _priced(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._micro(op)
@@ -253,26 +297,29 @@ class _Run:
         job, counted, work = self._job, self._pricer.counted, self._pricer.work
         tokens = self._tokens(place, micro, op)
         crew = len(self._schedule.crew_of(micro))
-        stage = range(len(counted.blocks)) if crew else job.stages[place.stage]
-        runs = [1 - self._left.share * self._may_be_left(block) for block in stage]
-        kinds: dict[int, float] = {}
-        for block, share in zip(stage, runs, strict=True):
-            kinds[id(counted.blocks[block])] = kinds.get(id(counted.blocks[block]), 0.0) + share
+        mix = self._mix(range(len(counted.blocks)) if crew else job.stages[place.stage])
         total = work(-1, counted.every, tokens)
-        for kind, share in kinds.items():
-            total = total.plus(work(kind, self._pricer.works[kind], tokens), share)
-        more: list[tuple[int, Work]] = []
+        for each, times in mix.blocks:
+            total = total.plus(work(id(each), each, tokens), times)
         if place.stage == 0 or crew:
-            more.append((-2, counted.first))
+            total = total.plus(work(-2, counted.first, tokens))
         if place.stage == job.plan.pipefusion - 1 or crew:
-            more.append((-3, counted.last))
+            total = total.plus(work(-3, counted.last, tokens))
         if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
-            more += [(-4, counted.step), *((id(each), each) for each in map(counted.block_steps.__getitem__, stage))]
+            total = total.plus(work(-4, counted.step, tokens))
+            for each, times in mix.steps:
+                total = total.plus(work(id(each), each, tokens), times)
         if op.step == 0:
-            more += [(-5, counted.once), *((id(each), each) for each in map(counted.block_once.__getitem__, stage))]
-        for key, each in more:
-            total = total.plus(work(key, each, tokens))
+            total = total.plus(work(-5, counted.once, tokens))
+            for each, times in mix.once:
+                total = total.plus(work(id(each), each, tokens), times)
         return total
+
+    def _mix(self, stage: range) -> Mix:
+        if stage not in self._mixes:
+            runs = [1 - self._left.share * self._may_be_left(block) for block in stage]
+            self._mixes[stage] = self._pricer.counted.mix(stage, runs)
+        return self._mixes[stage]
 
     def _kept(self, place: Place) -> float:
         """The share of a stage's blocks that run, of all steps: blocks that are left out exchange nothing."""
@@ -307,20 +354,18 @@ class _Run:
             link, n = self._link(axis), max(getattr(self._job.plan, axis), 2)
             made = 1.0 if kind == "prediction" else self._kept(place)
             calls = made * len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            sending = made * sum(sizes) / (link.bandwidth * _share(link, kind, n)) + calls * link.latency_s
+            sending = made * sum(sizes) / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self._schedule.is_stale(micro.step):
-                sending = _exposed(sending, link.overlap, own.device)
+                sending = exposed(sending, link.overlap, own.device)
             elif kind == "ring":
-                sending = _exposed(sending, link.overlap, self._attention(place, micro))
+                sending = exposed(sending, link.overlap, self._attention(place, micro))
             total = total.plus(Load(sending, calls * link.call_s))
         return total
 
     def _attention(self, place: Place, micro: Micro) -> float:
         """Seconds of attention in a call: what a ring's messages travel under."""
-        counted, tokens = self._pricer.counted, self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
-        blocks = [counted.blocks[block] for block in self._job.stages[place.stage]]
-        found = {k: n for k, n in together(blocks).items() if k.kind == "attention"}
-        n = self._job.plan.ring
+        tokens = self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
+        n, found = self._job.plan.ring, self._pricer.attention(self._job.stages[place.stage])
         return load(found, tokens, self._profile).device * (n - 1) / n
 
     def _guidance(self, micro: Micro) -> float:
@@ -332,26 +377,8 @@ class _Run:
     def _link(self, axis: str) -> Link:
         """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
         if axis not in self._links:
-            self._links[axis] = self._link_of(axis)
+            self._links[axis] = crossed(self._job.plan, self._profile, self._host, axis)
         return self._links[axis]
-
-    def _link_of(self, axis: str) -> Link:
-        plan, profile, host = self._job.plan, self._profile, self._host
-        n = getattr(plan, axis)
-        inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
-        if profile.interlink is None or inner * n <= host:
-            return profile.link
-        sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
-        if axis == "ulysses":  # each with all, of which some are on the same host
-            sharing = host * (n - max(1, host // inner)) / (n - 1)
-        return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
-
-
-def _crowd(profile: Profile, ranks: int) -> float:
-    """How many times as long work takes while so many ranks of a host do theirs."""
-    busy = min(ranks, profile.devices)
-    slower = (profile.together - 1) * (busy - 1) / (profile.devices - 1) if profile.devices > 1 else 0.0
-    return max(1.0, ranks / profile.devices) * (1 + slower)
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:
@@ -361,18 +388,3 @@ def _ends(spans: list[Span], steps: int) -> list[float]:
         if span.op.kind is Kind.STEP:
             ends[span.op.step] = max(ends[span.op.step], span.end)
     return ends
-
-
-def _share(link: Link, kind: str, n: int) -> float:
-    """Share of a link's bandwidth in an exchange; gathers go from neighbour to neighbour, as rings do."""
-    if kind == "tensor":
-        return link.reduce
-    if kind in ("ring", "distrifusion"):
-        return link.neighbours
-    crossed = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
-    return min(link.collective, 1 / crossed) if crossed else link.collective
-
-
-def _exposed(sending: float, overlap: float, compute: float) -> float:
-    """Seconds of a message that computing does not hide."""
-    return sending * (1 - overlap) + max(0.0, sending * overlap - compute)

@@ -6,8 +6,9 @@ set aside; of the others the price is asked.
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ditile.planner.subject import Subject
 from ditile.shape import Shape
 
 MOST_PATCHES = 32
-SHOWN = 8  # plans that are priced to the end, of those that the formula puts first
+SHOWN = 8  # plans that are priced to the end
 FACTORS = (1, 2, 4)  # patches for each stage
 
 
@@ -92,14 +93,13 @@ def search(
                                    memory_bytes=memory))  # fmt: skip
         else:
             rough.append(_Rough(pricer.estimate(job, left), legal, job, memory))
-    for found in sorted(rough)[:SHOWN]:
+    for found in sorted(rough)[: 2 * SHOWN]:
         for plan in _other_warmups(found.job):
             job = subject.job(plan, shape)
             memory = peak(subject, job, profile)
             if memory <= space:
                 rough.append(_Rough(pricer.estimate(job, left), len(rough) + legal, job, memory))
-    fits = [pricer.price(found.job, left, found.memory) for found in sorted(rough)[:SHOWN]]
-    fits.sort(key=lambda price: price.latency_s)
+    fits = _fastest(pricer, sorted(rough), left)
     too_large.sort(key=lambda price: price.memory_bytes)
     if not fits:
         least = too_large[0]
@@ -116,6 +116,17 @@ def search(
             "use more devices, fewer steps or a cache"
         )
     return Found(tuple(kept), tuple(too_large), legal)
+
+
+def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list[Price]:
+    """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
+    found: list[Price] = []
+    for each in rough:
+        if len(found) >= SHOWN and each.seconds > found[SHOWN - 1].latency_s:
+            break
+        price = pricer.price(each.job, left, each.memory)
+        bisect.insort(found, price, key=lambda known: known.latency_s)
+    return found[:SHOWN]
 
 
 def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:

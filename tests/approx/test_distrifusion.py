@@ -24,8 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
 CASES = {
     f"{kind}-{ranks}-warmup-{warmup}": case(family, ranks, warmup, **also)
     for kind, (family, also) in KINDS.items()
-    for ranks in (2, 3, 4)
-    for warmup in (0, 1, 2)
+    for ranks, warmup in ((2, 0), (2, 2), (3, 0), (3, 1), (4, 1))
 }
 CASES |= {
     f"{kind}-{ranks}-float32": case(family, ranks, 1, "float32", **also)

@@ -59,17 +59,11 @@ HYBRIDS = [
     Hybrid("flux", "pipefusion=2 patches=3 ring=2", "callback"),
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 warmup=0", "lora"),
     Hybrid("flux embedded guidance", "pipefusion=2 patches=1 ulysses=2", "two images"),
-    Hybrid("flux true cfg", "pipefusion=2 patches=4 ring=2 warmup=2", "two images"),
     Hybrid("pixart sigma", "pipefusion=2 patches=4 ring=2 warmup=0", "lora"),
     Hybrid("pixart alpha", "pipefusion=2 patches=3 ring=2 stage_blocks=3,1"),
     Hybrid("sd3", "pipefusion=2 patches=3 ulysses=2", "image"),
-    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2", "callback"),
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 async_ulysses=true warmup=0", "two images"),
-    Hybrid("flux", "pipefusion=2 patches=3 ulysses=3", "large"),
     Hybrid("sd3.5 medium", "pipefusion=3 patches=4 ring=2", "large"),
-    Hybrid("pixart sigma", "pipefusion=3 patches=2 ulysses=2 warmup=2"),
-    Hybrid("flux true cfg", "pipefusion=2 patches=3 ring=4 warmup=0", "large"),
-    Hybrid("pixart sigma", "pipefusion=4 patches=2 ulysses=2"),
     # stages with both
     Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 ring=2 async_ulysses=true", "large"),
     # shares of the weights too
@@ -96,15 +90,11 @@ HYBRIDS = [
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 text=first"),
     Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 text=split"),
     # sixteen ranks
-    Hybrid("flux", "pipefusion=4 patches=3 ulysses=2 ring=2"),
     Hybrid("sd3.5 medium", "data=2 cfg=2 pipefusion=2 patches=3 ulysses=2", "two images"),
-    Hybrid("flux true cfg", "data=2 cfg=2 pipefusion=2 patches=3 ulysses=2", "two images"),
     # patches of rows, shared out
     Hybrid("flux", "distrifusion=2 ulysses=2", "image"),
-    Hybrid("flux true cfg", "distrifusion=2 ulysses=2 warmup=0", "callback"),
     Hybrid("pixart sigma", "distrifusion=2 ulysses=2 async_ulysses=true warmup=2", "lora"),
     Hybrid("sd3.5 medium", "distrifusion=3 ulysses=2", "large"),
-    Hybrid("sd3", "distrifusion=2 ulysses=4 warmup=0", "two images"),
 ]
 
 
@@ -137,7 +127,8 @@ class Jobs(NamedTuple):
     @classmethod
     def of(cls, hybrid: Hybrid) -> Jobs:
         plan = Plan.parse(hybrid.plan)
-        plans = (plan, alone(plan), dataclasses.replace(plan, warmup=ALL), None)
+        warm = dataclasses.replace(plan, warmup=ALL) if plan.world <= 4 else plan  # larger ones are not drawn again
+        plans = (plan, alone(plan), warm, None)
         return cls(*(Job(hybrid.name, hybrid.also, plan) for plan in plans))
 
     @property
@@ -226,7 +217,7 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
         assert distance(wanted[0], drawn_by[jobs.plain][0][0]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("row", HYBRIDS, ids=names)
+@pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).world <= 4], ids=names)
 def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""
     jobs = Jobs.of(row)

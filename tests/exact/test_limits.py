@@ -29,7 +29,7 @@ def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that dividing blocks over stages, or stepping the scheduler by patches, changes the picture."""
-    all_synchronous = [{"warmup": STEPS, "patches": m} for m in (1, 3, 7)]
+    all_synchronous = [{"warmup": STEPS, "patches": m} for m in (3, 7)]
     one_patch = {"warmup": 0, "patches": 1}
     plans = [plan | {"pipefusion": ranks} for plan in (*all_synchronous, one_patch)]
     pool.run(like_plain, ranks, name, plans, [SMALL])
@@ -38,8 +38,8 @@ def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) 
 @pytest.mark.parametrize("name", MAKE)
 def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
     """With stale keys too. A failure means that a stage reads keys of another age, or another patch's tokens."""
-    plans = [{"warmup": w, "patches": m} for w, m in ((1, 2), (0, 3), (2, 5), (1, 7))]
-    found = equal_over_ranks(pool, (2, 3, 4), name, plans, [SMALL])
+    plans = [{"warmup": w, "patches": m} for w, m in ((0, 3), (1, 7))]
+    found = equal_over_ranks(pool, (2, 3, 4) if name in ("flux", "pixart sigma") else (3,), name, plans, [SMALL])
     for one, other in zip(found, found[1:], strict=False):
         different(one, other, "patches or warmup had no effect")
 

@@ -34,7 +34,7 @@ JOBS = {
     "pixart sigma": Job(text=0, rows=2, calls=1),  # cross attention: the text does not travel
     "sd3.5 medium": Job(text=16 + 12, rows=2, calls=1),  # CLIP's 16 and T5's 12
 }
-PLANS = [{"patches": m, "warmup": w} for m in (1, 2, 3, 7) for w in (0, 1, STEPS)]
+PLANS = [{"patches": m, "warmup": w} for m, w in ((1, 0), (3, 0), (3, 1), (3, STEPS), (7, 1))]
 
 
 def expected(job: Job, rank: int, ranks: int, patches: int, images: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -57,7 +57,7 @@ def counted(name: str, ranks: int, images: int) -> list[tuple[dict[str, int], di
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "images"), [*((name, 1) for name in JOBS), ("sd3.5 medium", 2), ("flux", 2)])
+@pytest.mark.parametrize(("name", "images"), [*((name, 1) for name in JOBS), ("sd3.5 medium", 2)])
 def test_counted_is_the_formula(pool: Pool, name: str, images: int, ranks: int) -> None:
     """A failure means that text, padding or a whole image travels again, or shapes are agreed by messages."""
     for rank, of_plans in enumerate(pool.run(counted, ranks, name, ranks, images)):

@@ -51,7 +51,6 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "flux": Job([[12]] * 5, (2, 3), (3, 4, 3), rows=1, calls=1, out=16),
     "flux true cfg": Job([[12]] * 5, (3, 2), (3, 4, 3), rows=1, calls=2, out=16),
     "pixart sigma": Job([[0]] * 4, (3, 1), (3, 4, 3), rows=2, calls=1, out=32),
     "sd3.5 medium": Job([[28, 0], [28, 0], [28], [28]], (2, 2), (2, 4, 4), rows=2, calls=1, out=16),
@@ -239,7 +238,10 @@ def test_closed_formulas(plan: str, ranks: int, kind: str) -> None:
 def test_patches_cost_no_bytes(axis: str) -> None:
     """Keys of a token are exchanged once in a step, whatever the patches; xDiT sends 1.4 to 3.8 times as much."""
     stale, whole = (
-        sum(expected(JOBS["flux"], Plan.parse(f"{axis}=2 patches={m} warmup=0"), rank)[0][axis] for rank in (0, 1))
+        sum(
+            expected(JOBS["flux true cfg"], Plan.parse(f"{axis}=2 patches={m} warmup=0"), rank)[0][axis]
+            for rank in (0, 1)
+        )
         for m in (3, 1)
     )
     assert stale == whole
