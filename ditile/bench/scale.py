@@ -16,6 +16,7 @@ from typing import Any
 
 import diffusers
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from ditile.layout import Grid
@@ -161,7 +162,10 @@ def main() -> None:
     figure = parser.parse_args().figure
     cells = [(task, cluster) for task in (flux(), wan()) for cluster in CLUSTERS]
     found = {
-        (task.name, cluster.name): {devices: best(task, cluster, devices) for devices in track(DEVICES, cluster.name)}
+        (task.name, cluster.name): {
+            devices: best(task, cluster, devices)
+            for devices in track(DEVICES, cluster.name, console=Console(stderr=True))
+        }
         for task, cluster in cells
     }
     for task, cluster in cells:
