@@ -377,9 +377,9 @@ def test_what_is_stored(tmp_path: Path) -> None:
 
 
 def test_evaluations_that_come_with_ditile() -> None:
-    """They are of bundled models. A failure means that a plan or cache in one cannot be read any more."""
+    """One for each bundled model. A failure means that a plan or cache in one cannot be read any more."""
     models = {path.stem for path in STORED.glob("*.json")}
-    assert models <= set(bundled())
+    assert models == set(bundled())
     for model in models:
         rows = stored(model)["settings"]
         assert (rows[0]["plan"], rows[0]["cache"], rows[0]["psnr"]) == (*ORIGINAL, 100.0) and len(rows) > 4
