@@ -119,6 +119,17 @@ def summed_up(rows: list[Row]) -> list[Row]:
     return found
 
 
+def table(found: list[Row]) -> Table:
+    """The rows for people."""
+    shown = Table("way", "seconds", "speed-up", "range", "PSNR, dB", "right, %")
+    for row in found:
+        shown.add_row(
+            row["way"], f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x",
+            f"{row['lowest']:.2f} to {row['highest']:.2f}", f"{row['psnr']:.1f}", f"{row['all_right']:.0f}",
+        )  # fmt: skip
+    return shown
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,12 +141,8 @@ def main() -> None:
         found = summed_up(launch(measure, plan.world, (job, captions), threads=1, stall_timeout=3600.0)[0])
     except DitileError as error:
         raise SystemExit(f"error: {error}") from error
-    shown = Table("way", "seconds", "speed-up", "range", "PSNR, dB", "right, %", title=f"{job.plan}; {job.setting}")
-    for row in found:
-        shown.add_row(
-            row["way"], f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x",
-            f"{row['lowest']:.2f} to {row['highest']:.2f}", f"{row['psnr']:.1f}", f"{row['all_right']:.0f}",
-        )  # fmt: skip
+    shown = table(found)
+    shown.title = f"{job.plan}; {job.setting}"
     Console(width=110).print(shown)
     gains = {row["way"]: row["speedup"] for row in found}
     print(f"of the product: {100 * gains[BOTH] / (gains[PLANNED] * gains[CACHED]):.0f} %")

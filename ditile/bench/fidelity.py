@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.table import Table
 from torch import Tensor
 
 from ditile.attend.core import StaleKeys
@@ -140,6 +141,15 @@ def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
         )  # fmt: skip
         print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    shown = Table("model", "plan", "synchronous steps", "PSNR, dB", "lowest", "SSIM", "right, %")
+    for row in found:
+        numbers = [f"{row['synchronous']:.1f}", f"{row['psnr']:.1f}", f"{row['psnr_min']:.1f}", f"{row['ssim']:.4f}"]
+        shown.add_row(row["model"], row["plan"], *numbers, f"{row['all_right']:.0f}")
+    return shown
 
 
 def compared(table: Sequence[dict[str, Any]]) -> list[str]:
