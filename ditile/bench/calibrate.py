@@ -10,7 +10,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
 PATCHES, STEPS, RUNS = (1, 4), 6, 3
+SHARED = 128  # pixels of a side of calls that ranks share: short, so that exchanges count
 KERNEL = 1e-6
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
@@ -50,13 +51,23 @@ def calibrate(wanted: Calibrate) -> Path:
         [alone] = launch(one, 1, (name,), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     if ranks > 1:
-        with progress(f"{ranks} ranks", curves.LINK_PARTS + RUNS) as heard:
-            link, together = launch(joined, ranks, (name,), threads=wanted.threads, progress=heard)[0]
-        found = dataclasses.replace(found, link=link, together=together)
+        found = _together_with(found, ranks, name, wanted.threads)
     path = Path(wanted.out) if wanted.out is not None else env.profile()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(found.to_json() + "\n", "utf-8")
     return path
+
+
+def _together_with(alone: Profile, ranks: int, dtype: str, threads: int) -> Profile:
+    """The profile with what all ranks measure together. Calls on GPUs do not show how long hosts take to start."""
+    shared = [] if alone.runs_ahead else _shared_calls(ranks)
+    with progress(f"{ranks} ranks", curves.LINK_PARTS + RUNS + (1 + RUNS) * len(shared)) as heard:
+        link, together, took = launch(joined, ranks, (dtype, shared), threads=threads, progress=heard)[0]
+    found = dataclasses.replace(alone, link=link, together=together)
+    sums, exchanges = list[curves.Shared](), list[curves.Shared]()
+    for (model, plan), seconds in zip(shared, took, strict=True):
+        (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(model, plan, found, seconds))
+    return curves.started(found, exchanges, sums)
 
 
 @contextlib.contextmanager
@@ -87,12 +98,49 @@ def one(dtype: str) -> Profile:
     return _called(profile, dtype)
 
 
-def joined(dtype: str) -> tuple[Link, float]:
-    """On all ranks: what joins them, and how many times as long a call takes while all make one."""
+def joined(dtype: str, shared: Sequence[tuple[str, Plan]]) -> tuple[Link, float, list[float]]:
+    """On all ranks: what joins them, how many times as long a call takes while all make one, and shared calls."""
     quiet()
     device = pick_device(None, dist.get_rank())
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    return curves.link(Bench(on, getattr(torch, dtype), env.advance)), _together(dtype, device)
+    link = curves.link(Bench(on, getattr(torch, dtype), env.advance))
+    return link, _together(dtype, device), [_shared(dtype, model, plan) for model, plan in shared]
+
+
+def _shared_calls(ranks: int) -> list[tuple[str, Plan]]:
+    """Models and plans whose calls say what an exchange takes: all-to-alls, and all-reduces where heads divide."""
+    found = []
+    for model in dict.fromkeys(model for model, _ in CALLS):
+        subject = Subject.of(model, find(model))
+        facts = subject.shape(_call(model, SHARED)).facts(model, len(subject.seats.chain))
+        plans = (Plan(ulysses=ranks), Plan(tensor=ranks))
+        found += [(model, plan) for plan in plans if not plan.illegal(facts)]
+    return found
+
+
+def _shared(dtype: str, model: str, plan: Plan) -> float:
+    """Seconds of the denoising loop, the median of some runs."""
+    pipe: Any = load(model, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    runner = parallelize(pipe, plan)
+    found = []
+    for run in range(1 + RUNS):
+        runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **_call(model, SHARED))
+        assert runner.report is not None
+        found += [runner.report.seconds["denoise"]] if run else []
+        env.advance()
+    return statistics.median(found)
+
+
+def _terms_of_link(model: str, plan: Plan, profile: Profile, took: float) -> curves.Shared:
+    """What is known of a shared call but for the start of its exchanges, and how many these are."""
+
+    def priced(start: float) -> float:
+        link = dataclasses.replace(profile.link, call_s=start, sum_s=start)
+        return _latency(model, plan, dataclasses.replace(profile, link=link))
+
+    known = priced(0.0)
+    return curves.Shared(took, known, (priced(KERNEL) - known) / KERNEL)
 
 
 def _together(dtype: str, device: torch.device) -> float:
@@ -147,14 +195,15 @@ def _call(model: str, size: int) -> dict[str, Any]:
 
 def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
     """Seconds of a call's work on the curves, and its kernels: what one second of each more would add."""
+    known = _latency(model, plan, profile, call)
+    more = _latency(model, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False), call)
+    return known, (more - known) / KERNEL
+
+
+def _latency(model: str, plan: Plan, profile: Profile, call: dict[str, Any] | None = None) -> float:
+    call = _call(model, SHARED) if call is None else call
     subject = Subject.of(model, find(model))
-    job = subject.job(plan, subject.shape(call, profile.element_size))
-
-    def priced(profile: Profile) -> float:
-        return pricer_of(subject, call, profile).price(job).latency_s
-
-    known = priced(profile)
-    return known, (priced(dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)) - known) / KERNEL
+    return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
 
 
 class _Loop(NamedTuple):

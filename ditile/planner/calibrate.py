@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -245,6 +245,14 @@ def _overlap(bench: Bench) -> float:
     return min(1.0, max(0.0, statistics.median(found)))
 
 
+class Shared(NamedTuple):
+    """A call that all ranks make together: its seconds, those that are known of it, and its exchanges."""
+
+    took: float
+    known: float
+    exchanges: float
+
+
 def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
     """The profile by which it comes closest to calls that were measured.
 
@@ -262,6 +270,30 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
         attention=_scaled(profile.attention, slower),
         pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
     )  # fmt: skip
+
+
+def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shared]) -> Profile:
+    """The profile whose collectives start as slowly as they were seen to in calls that all ranks make together.
+
+    In a call ranks meet at every exchange, one of them later than the other; in a loop of exchanges they are in step.
+
+    Args:
+        profile: with everything else.
+        exchanged: calls with all-to-alls; `call_s` is fitted to them.
+        summed: calls with all-reduces; `sum_s`.
+    """
+    link = profile.link
+    if exchanged:
+        link = dataclasses.replace(link, call_s=_each(exchanged))
+    if summed:
+        link = dataclasses.replace(link, sum_s=_each(summed))
+    return dataclasses.replace(profile, link=link)
+
+
+def _each(calls: Sequence[Shared]) -> float:
+    """Seconds of each exchange, by least squares of the relative errors."""
+    share = [(call.exchanges / call.took, 1 - call.known / call.took) for call in calls]
+    return max(0.0, sum(a * b for a, b in share) / sum(a * a for a, _ in share))
 
 
 def _least_squares(terms: torch.Tensor) -> tuple[float, float]:

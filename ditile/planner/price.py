@@ -359,7 +359,8 @@ class _Run:
                 sending = exposed(sending, link.overlap, own.device)
             elif kind == "ring":
                 sending = exposed(sending, link.overlap, self._attention(place, micro))
-            total = total.plus(Load(sending, calls * link.call_s))
+            started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
+            total = total.plus(Load(sending, calls * started))
         return total
 
     def _attention(self, place: Place, micro: Micro) -> float:

@@ -55,6 +55,7 @@ class Link:
         bandwidth: bytes a second of one message at a time, from one rank to another.
         collective: share of that bandwidth that each rank has while all of a group exchange.
         call_s: seconds of a collective besides its bytes, such as of starting it.
+        sum_s: the same of an all-reduce; None if it is no other.
         neighbours: share of the bandwidth while each rank sends to the next one.
         reduce: share of it in an all-reduce.
         overlap: share of a message's time that computing goes on under.
@@ -72,6 +73,7 @@ class Link:
     overlap: float = 1.0
     socket: int = 0
     crossing: float = 1.0
+    sum_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from ditile.planner import calibrate
-from ditile.planner.calibrate import Bench, fitted
+from ditile.planner.calibrate import Bench, Shared, fitted, started
 from ditile.planner.hardware import profile
 from ditile.planner.profile import Link
 from tests.pool import Pool
@@ -53,3 +54,15 @@ def test_links_are_of_these_ranks(pool: Pool) -> None:
     assert 0 < link.latency_s < 1 and link.bandwidth > 1e6 and link.call_s >= 0
     assert all(0 < share <= 1 for share in (link.collective, link.neighbours, link.reduce))
     assert 0 <= link.overlap <= 1
+
+
+def test_what_exchanges_take_is_read_off_shared_calls() -> None:
+    """Known work and so many exchanges a call; a sum may start more slowly. A failure would mean that plans which
+    exchange in every block are predicted too fast."""
+    before = dataclasses.replace(profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9, call_s=1.0))
+    calls = [Shared(took=2.0 + 0.003 * n, known=2.0, exchanges=n) for n in (100, 400)]
+    sums = [Shared(took=1.0 + 0.005 * 50, known=1.0, exchanges=50)]
+    link = started(before, calls, sums).link
+    assert link.call_s == pytest.approx(0.003) and link.sum_s == pytest.approx(0.005)
+    assert started(before, [], []).link == before.link
+    assert started(before, [Shared(took=1.0, known=2.0, exchanges=5)], []).link.call_s == 0.0
