@@ -32,8 +32,8 @@ from ditile.planner.subject import Subject
 from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS, RUNS = (1, 4), 6, 3
-SHARED = 128  # pixels of a side of calls that ranks share: short, so that exchanges count
+PATCHES, STEPS, RUNS = (1, 4), 5, 3
+SHARED = ("shapes-flux", 128)  # what ranks share out: short calls, so that exchanges count
 KERNEL = 1e-6
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
@@ -109,23 +109,20 @@ def joined(dtype: str, shared: Sequence[tuple[str, Plan]]) -> tuple[Link, float,
 
 def _shared_calls(ranks: int) -> list[tuple[str, Plan]]:
     """Models and plans whose calls say what an exchange takes: all-to-alls, and all-reduces where heads divide."""
-    found = []
-    for model in dict.fromkeys(model for model, _ in CALLS):
-        subject = Subject.of(model, find(model))
-        facts = subject.shape(_call(model, SHARED)).facts(model, len(subject.seats.chain))
-        plans = (Plan(ulysses=ranks), Plan(tensor=ranks))
-        found += [(model, plan) for plan in plans if not plan.illegal(facts)]
-    return found
+    model, size = SHARED
+    subject = Subject.of(model, find(model))
+    facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
+    return [(model, plan) for plan in (Plan(ulysses=ranks), Plan(tensor=ranks)) if not plan.illegal(facts)]
 
 
 def _shared(dtype: str, model: str, plan: Plan) -> float:
     """Seconds of the denoising loop, the median of some runs."""
     pipe: Any = load(model, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
-    runner = parallelize(pipe, plan)
+    runner, call = parallelize(pipe, plan), _call(model, SHARED[1])
     found = []
     for run in range(1 + RUNS):
-        runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **_call(model, SHARED))
+        runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
         assert runner.report is not None
         found += [runner.report.seconds["denoise"]] if run else []
         env.advance()
@@ -201,7 +198,7 @@ def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tu
 
 
 def _latency(model: str, plan: Plan, profile: Profile, call: dict[str, Any] | None = None) -> float:
-    call = _call(model, SHARED) if call is None else call
+    call = _call(model, SHARED[1]) if call is None else call
     subject = Subject.of(model, find(model))
     return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
 
