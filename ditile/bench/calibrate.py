@@ -65,8 +65,8 @@ def _together_with(alone: Profile, ranks: int, dtype: str, threads: int) -> Prof
         link, together, took = launch(joined, ranks, (dtype, shared), threads=threads, progress=heard)[0]
     found = dataclasses.replace(alone, link=link, together=together)
     sums, exchanges = list[curves.Shared](), list[curves.Shared]()
-    for (model, plan), seconds in zip(shared, took, strict=True):
-        (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(model, plan, found, seconds))
+    for plan, seconds in zip(shared, took, strict=True):
+        (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(plan, found, seconds))
     return curves.started(found, exchanges, sums)
 
 
@@ -98,28 +98,28 @@ def one(dtype: str) -> Profile:
     return _called(profile, dtype)
 
 
-def joined(dtype: str, shared: Sequence[tuple[str, Plan]]) -> tuple[Link, float, list[float]]:
+def joined(dtype: str, shared: Sequence[Plan]) -> tuple[Link, float, list[float]]:
     """On all ranks: what joins them, how many times as long a call takes while all make one, and shared calls."""
     quiet()
     device = pick_device(None, dist.get_rank())
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
     link = curves.link(Bench(on, getattr(torch, dtype), env.advance))
-    return link, _together(dtype, device), [_shared(dtype, model, plan) for model, plan in shared]
+    return link, _together(dtype, device), [_shared(dtype, plan) for plan in shared]
 
 
-def _shared_calls(ranks: int) -> list[tuple[str, Plan]]:
-    """Models and plans whose calls say what an exchange takes: all-to-alls, and all-reduces where heads divide."""
+def _shared_calls(ranks: int) -> list[Plan]:
+    """Plans whose calls say what an exchange takes: all-to-alls, and all-reduces where heads divide."""
     model, size = SHARED
     subject = Subject.of(model, find(model))
     facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
-    return [(model, plan) for plan in (Plan(ulysses=ranks), Plan(tensor=ranks)) if not plan.illegal(facts)]
+    return [plan for plan in (Plan(ulysses=ranks), Plan(tensor=ranks)) if not plan.illegal(facts)]
 
 
-def _shared(dtype: str, model: str, plan: Plan) -> float:
+def _shared(dtype: str, plan: Plan) -> float:
     """Seconds of the denoising loop, the median of some runs."""
-    pipe: Any = load(model, dtype=dtype)
+    pipe: Any = load(SHARED[0], dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
-    runner, call = parallelize(pipe, plan), _call(model, SHARED[1])
+    runner, call = parallelize(pipe, plan), _call(*SHARED)
     found = []
     for run in range(1 + RUNS):
         runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
@@ -129,12 +129,12 @@ def _shared(dtype: str, model: str, plan: Plan) -> float:
     return statistics.median(found)
 
 
-def _terms_of_link(model: str, plan: Plan, profile: Profile, took: float) -> curves.Shared:
+def _terms_of_link(plan: Plan, profile: Profile, took: float) -> curves.Shared:
     """What is known of a shared call but for the start of its exchanges, and how many these are."""
 
     def priced(start: float) -> float:
         link = dataclasses.replace(profile.link, call_s=start, sum_s=start)
-        return _latency(model, plan, dataclasses.replace(profile, link=link))
+        return _latency(SHARED[0], _call(*SHARED), plan, dataclasses.replace(profile, link=link))
 
     known = priced(0.0)
     return curves.Shared(took, known, (priced(KERNEL) - known) / KERNEL)
@@ -192,13 +192,12 @@ def _call(model: str, size: int) -> dict[str, Any]:
 
 def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
     """Seconds of a call's work on the curves, and its kernels: what one second of each more would add."""
-    known = _latency(model, plan, profile, call)
-    more = _latency(model, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False), call)
+    known = _latency(model, call, plan, profile)
+    more = _latency(model, call, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False))
     return known, (more - known) / KERNEL
 
 
-def _latency(model: str, plan: Plan, profile: Profile, call: dict[str, Any] | None = None) -> float:
-    call = _call(model, SHARED[1]) if call is None else call
+def _latency(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> float:
     subject = Subject.of(model, find(model))
     return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
 

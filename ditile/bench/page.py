@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -97,10 +96,10 @@ def filled(page: str, blocks: dict[str, str]) -> str:
     """
     for name, block in blocks.items():
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
-        if len(pattern.findall(page)) != 1:
-            raise ValueError(f"the page has no place, or several, for {name}: {start} .. {end}")
-        page = pattern.sub(lambda _, text=f"{start}\n{block}\n{end}": text, page)  # type: ignore[misc]
+        if page.count(start) != 1 or page.count(end) != 1:
+            raise ValueError(f"the page has no place for {name}, or several: {start} .. {end}")
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
     return page
 
 
@@ -138,6 +137,8 @@ def main() -> None:
     names = asked.only.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"no table is called {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    if not asked.page.is_file():
+        parser.error(f"there is no page {str(asked.page)!r}; give --page FILE")
     if asked.again:
         for name in names:
             path = asked.results / Path(SECTIONS[name].file).parts[0]

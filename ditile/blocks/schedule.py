@@ -131,9 +131,7 @@ class Schedule:
     def pieces(self, micro: Micro) -> list[range]:
         """The runs of rows that a call of a micro-step computes one after the other."""
         split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
-        if not split and self.rows:
-            return [range(self.rows)]
-        return row_parts(self.rows, self.stages)
+        return row_parts(self.rows, self.stages if split else 1)
 
     def crew_of(self, micro: Micro) -> range:
         """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""

@@ -187,7 +187,7 @@ class _Run:
     def estimate(self) -> float:
         """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
 
-        No more than the simulation finds, which knows of every wait: `search` relies on it.
+        Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
         """
         schedule, plan, steps = self._schedule, self._job.plan, self._job.shape.steps
         calls, last = self._calls, plan.pipefusion - 1
@@ -244,9 +244,6 @@ class _Run:
             seconds = self._seen[key] = self._priced(stage, op, free=free)
         return seconds
 
-    def _kind_of(self, op: Op) -> tuple[int, int | None]:
-        return self._kinds[op.step], op.patch
-
     @cached_property
     def _kinds(self) -> list[int]:
         """Of each step a number, which steps with the same work and messages share."""
@@ -269,7 +266,7 @@ class _Run:
         return (1 - link.overlap) * self._message(stage, op)
 
     def _travel(self, stage: int, op: Op) -> float:
-        key = ("travel", self._like[stage], op.kind, op.patch, op.piece, self._kind_of(op))
+        key = ("travel", self._like[stage], op.kind, op.patch, op.piece, self._kinds[op.step])
         if key not in self._seen:
             link = self._link("pipefusion")
             self._seen[key] = link.latency_s + link.overlap * self._message(stage, op)

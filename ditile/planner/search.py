@@ -23,6 +23,7 @@ from ditile.shape import Shape
 
 MOST_PATCHES = 32
 SHOWN = 8  # plans that are priced to the end
+ABOVE = 1.01  # the most that the formula is above the simulation
 FACTORS = (1, 2, 4)  # patches for each stage
 
 
@@ -122,7 +123,7 @@ def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list
     """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
     found: list[Price] = []
     for each in rough:
-        if len(found) >= SHOWN and each.seconds > found[SHOWN - 1].latency_s:
+        if len(found) >= SHOWN and each.seconds > ABOVE * found[SHOWN - 1].latency_s:
             break
         price = pricer.price(each.job, left, each.memory)
         bisect.insort(found, price, key=lambda known: known.latency_s)
