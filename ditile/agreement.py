@@ -116,6 +116,7 @@ class StageAgreement:
         if mesh.stages > 1:
             self.owned = {block for block, stage in stages.items() if stage == mesh.stage}
         self._starts: dict[int, Wire] = {}
+        self._step = -1
         self._front = self._behind = None
         if groups.stages is not None:
             if mesh.stage > 0:
@@ -141,6 +142,11 @@ class StageAgreement:
 
     def give_start(self, tokens: Tensor, to: nn.Module) -> None:
         """To the stage that decides."""
+        step = self._current().micro.step
+        if step != self._step:
+            self._step = step
+            for wire in self._starts.values():
+                wire.settle()
         self._start(self._stages[to]).send(tokens)
 
     def take_start(self, like: Tensor, of: nn.Module) -> Tensor:

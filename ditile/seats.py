@@ -336,7 +336,7 @@ class OneSeat(Seats):
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any,
         *, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """Seats nothing but the count."""
+        """Seats nothing but the count; what the family declares constant is remembered."""
 
         def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
@@ -347,10 +347,15 @@ class OneSeat(Seats):
 
             return functools.update_wrapper(called, forward)
 
+        compiled = []
         with ExitStack() as stack:
-            if compile_ is not None and compiler_of(pipe, self.transformer) is None:
+            whole = compiler_of(pipe, self.transformer) is not None
+            if compile_ is not None and not whole:
                 for seat in self.chain:
-                    seat_block(stack, seat.block, compile_, lambda forward: forward)
+                    if seat_block(stack, seat.block, compile_, lambda forward: forward):
+                        compiled.append(seat.name)
+            if not whole:
+                Memo(self.spec, current).install(stack, self.transformer, first=True, compiled=compiled)
             seat_around(stack, pipe, self.transformer, counted)
             yield
 

@@ -76,6 +76,11 @@ class Crew:
         if self.lender is not None:
             self.lender.forget()
 
+    def settle(self) -> None:
+        """Lets go of what has arrived: what was sent before the last step began."""
+        for wire in self._wires.values():
+            wire.settle()
+
     # Latents
 
     def share(self, latents: Tensor, op: Op) -> None:

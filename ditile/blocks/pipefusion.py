@@ -163,7 +163,15 @@ class PipeFusion:
     # The loop
 
     def clear_step(self, step: int, schedule: Schedule) -> None:
-        """A step begins, and `schedule` now says for certain whether one more follows it."""
+        """A step begins, and `schedule` now says for certain whether one more follows it.
+
+        What was sent two steps ago has arrived: the last step began with what came of it.
+        """
+        for wire in (self._outbox, self._giver):
+            if wire is not None:
+                wire.settle()
+        if self.crew is not None:
+            self.crew.settle()
         self.schedule = replace(schedule, rows=self.generation.batch)
         certain = 0 if step == 0 else schedule.certain(step, self.generation.calls or 1)
         for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):

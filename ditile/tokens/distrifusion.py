@@ -18,7 +18,7 @@ from ditile.memory import AgeChecks, KeyStore
 from ditile.mesh import Axis
 from ditile.seams import Kernel
 from ditile.tokens.ring import rows
-from ditile.transport import Pending, Traffic, start_gather
+from ditile.transport import Pending, Traffic, start_exchange
 
 KIND = "distrifusion"
 
@@ -73,23 +73,28 @@ class DistriKeys:
         return self._kernel(q, *whole, scale=extra.scale)
 
     def _send(self, k: Tensor, v: Tensor, tokens: Tokens) -> Pending:
-        """Starts to give this patch to the other ranks."""
+        """Starts to give this patch to the other ranks. What is under way in all layers is as much as their keys."""
         of_rank = rows(tokens, self._axis.size)
         lengths = [len(run) for run in of_rank[self._axis.index]]
         seen = [run.start in tokens.image for run in of_rank[self._axis.index]]
         fresh = torch.stack([k, v])
         if not all(seen):
             fresh = torch.cat([x for x, image in zip(fresh.split(lengths, dim=2), seen, strict=True) if image], dim=2)
-        shapes = [(*fresh.shape[:2], sum(map(len, self._image(r, tokens))), *fresh.shape[3:]) for r in of_rank]
-        return start_gather(fresh, shapes, self._group, self._traffic, KIND)
+        others = [
+            (rank, (*fresh.shape[:2], sum(map(len, self._image(runs, tokens))), *fresh.shape[3:]))
+            for rank, runs in enumerate(of_rank)
+            if rank != self._axis.index
+        ]
+        sends = [(rank, fresh) for rank, _ in others]
+        return start_exchange(sends, others, fresh, self._group, self._traffic, KIND)
 
     def _receive(self, store: KeyStore, tokens: Tokens, step: int) -> None:
         """Waits for the other patches, which are of `step`, and keeps them."""
         assert store.incoming is not None
-        of_rank, received = rows(tokens, self._axis.size), store.incoming.wait()
-        for rank, (k, v) in enumerate(received):
+        received = iter(store.incoming.wait())
+        for rank, runs in enumerate(rows(tokens, self._axis.size)):
             if rank != self._axis.index:
-                store.write(k, v, self._image(of_rank[rank], tokens))
+                store.write(*next(received), self._image(runs, tokens))
                 store.stamp(step, rank)
         store.incoming = None
 

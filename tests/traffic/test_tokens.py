@@ -149,10 +149,11 @@ def ring(rank: Rank, tokens: list[int]) -> None:
         rank.count("ring", 2 * lines[rank.outer - turn] * width)
 
 
-def to_all(rank: Rank, kind: str, tokens: list[int]) -> None:
-    """One's own to each of the others along the outer axis."""
-    width = rank.heads[rank.inner] * HEAD
-    rank.count(kind, 2 * of_lines(rank, tokens)[rank.outer] * width * (rank.outer_size - 1))
+def to_all(rank: Rank, kind: str, tokens: list[int], *, at_once: bool) -> None:
+    """One's own to each of the others along the outer axis, as a message to each or as one collective."""
+    numbers, others = 2 * of_lines(rank, tokens)[rank.outer] * rank.heads[rank.inner] * HEAD, rank.outer_size - 1
+    for share in [others] if at_once else [1] * others:
+        rank.count(kind, numbers * share)
 
 
 def attention(rank: Rank, step: int, patches: list[int], text: int) -> None:
@@ -161,10 +162,10 @@ def attention(rank: Rank, step: int, patches: list[int], text: int) -> None:
     if plan.ulysses > 1:
         ulysses(rank, tokens)
     if plan.distrifusion > 1 and (step < rank.warmup or rank.keeps(step)):
-        to_all(rank, "distrifusion", rank.tokens(0, patches))
+        to_all(rank, "distrifusion", rank.tokens(0, patches), at_once=False)
     if plan.ring > 1:
         stale = len(rank.patches) > 1 and (step >= rank.warmup or rank.keeps(step))
-        to_all(rank, "ring", tokens) if stale else ring(rank, tokens)
+        to_all(rank, "ring", tokens, at_once=True) if stale else ring(rank, tokens)
 
 
 def expected(job: Job, plan: Plan, number: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -215,7 +216,7 @@ P, H, LAYERS = ROWS * COLUMNS, tiny.WIDTH, 4
 CLOSED: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
     "ring": (lambda n: 2 * (n - 1) / n * P * H * LAYERS, lambda n: (n - 1) * LAYERS),
     "ulysses": (lambda n: 4 * (n - 1) / n**2 * P * H * LAYERS, lambda n: 2 * LAYERS),
-    "distrifusion": (lambda n: 2 * (n - 1) / n * P * H * LAYERS, lambda n: LAYERS),
+    "distrifusion": (lambda n: 2 * (n - 1) / n * P * H * LAYERS, lambda n: (n - 1) * LAYERS),
     "activations": (lambda n: P * H, lambda n: 3),
 }
 """Numbers and messages per rank and step, for a batch of one; a batch of two sends twice as much."""
