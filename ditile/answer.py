@@ -133,7 +133,8 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
     plan = Plan.parse(ask.price)
     job = subject.job(plan, shape)
     host = (ask.devices or plan.world) // ask.hosts or 1
-    price = pricer_of(subject, call, profile, host).price(job, left, peak(subject, job, profile))
+    pricer = pricer_of(subject, call, profile, host)
+    price = pricer.price(job, left, peak(subject, job, profile, pricer.words))
     return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
 
 

@@ -28,8 +28,8 @@ from ditile.models.adapter import Adapted, BlockAdapter, block_lists_of, resolve
 from ditile.models.block_lists import row_of_model
 from ditile.models.source import inner
 from ditile.plan import Plan
+from ditile.processors import attentions
 from ditile.runner import Runner, parallelize
-from ditile.seats import attentions
 from ditile.steps.build import IdleCacheWarning, cached_transformer
 from ditile.steps.cached import Cached, Watch, cached
 from ditile.steps.clock import CallClock, SchedulerClock

@@ -5,7 +5,7 @@ DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank repor
                         any byte but NUL does
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
-GLIBC_TUNABLES          glibc.malloc.hugetlb=1 is added for the ranks that `launch` starts; hugetlb=0 in it stays
+GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ranks that `launch` starts
 """
 
 from __future__ import annotations
@@ -66,15 +66,16 @@ def advance() -> None:
         os.write(fd, b".")
 
 
-def _with_huge_pages() -> str:
-    """glibc's settings, with huge pages for what it allocates unless they were decided on already.
+MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}
+"""How glibc allocates in ranks, unless GLIBC_TUNABLES says otherwise. With small pages, how fast a matrix product runs
+depends on which of them a process got: up to 15 % apart on one core. And what is given back to the system after each
+operation has to be mapped anew for the next, so up to 512 MiB are kept."""
 
-    With small ones, how fast a matrix product runs depends on which pages a process got: up to 15 % apart on one core.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc.hugetlb" in tunables:
-        return tunables
-    return ":".join(filter(None, (tunables, "glibc.malloc.hugetlb=1")))
+
+def _tunables() -> str:
+    said = os.environ.get("GLIBC_TUNABLES", "")
+    mine = [f"glibc.malloc.{name}={value}" for name, value in MALLOC.items() if f"malloc.{name}=" not in said]
+    return ":".join(filter(None, (said, *mine)))
 
 
 def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
@@ -87,7 +88,7 @@ def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, st
         "MASTER_ADDR": master,
         "MASTER_PORT": "29577",
         "OMP_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": _with_huge_pages(),
+        "GLIBC_TUNABLES": _tunables(),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
@@ -102,7 +103,7 @@ def for_rank(rank: int, world: int, threads: int, progress_fd: int) -> dict[str,
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": str(threads),
-        "GLIBC_TUNABLES": _with_huge_pages(),
+        "GLIBC_TUNABLES": _tunables(),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "DITILE_PROGRESS_FD": str(progress_fd),

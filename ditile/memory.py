@@ -1,7 +1,8 @@
 """Memory: what survives a step, per (image, guidance branch, layer). One per generation; nothing is ever shared.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
-patch attends to them where they lie. Every segment (a patch; the text goes with patch 0) knows the step that wrote it.
+patch attends to them where they lie; those of a head lie together, which attention reads faster. Every segment (a
+patch; the text goes with patch 0) knows the step that wrote it.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class KeyStore:
     def _allocated(self, like: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """The buffers, made of zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
         if self.buffers is None:
-            shape = (batch, self._length, *like.shape[2:])
-            self.buffers = (like.new_zeros(shape), like.new_zeros(shape))
+            shape = (batch, like.shape[2], self._length, like.shape[3])
+            self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
         elif self.buffers[0].shape[0] != batch:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch} rows in mid-run, and stale "

@@ -25,6 +25,7 @@ from ditile.hollow import Parts, StandIn, hollow, is_hollow, refill
 from ditile.layout import Grid
 from ditile.memo import Memo
 from ditile.overrides import matching, override
+from ditile.processors import answer_at_once
 from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
@@ -244,6 +245,8 @@ class Seats:
                     compiled.append(seat.name)
                 if seat.index in owned:
                     self._seat_attention(stack, seat, core, dispatch)
+                    if seat.name not in compiled:
+                        answer_at_once(stack, seat.block)
                 elif seat.index in self.stand_ins:
                     stand_in = replace(seat, block=self.stand_ins[seat.index].block)
                     self._seat_attention(stack, stand_in, core, dispatch)
@@ -358,19 +361,6 @@ class OneSeat(Seats):
                 Memo(self.spec, current).install(stack, self.transformer, first=True, compiled=compiled)
             seat_around(stack, pipe, self.transformer, counted)
             yield
-
-
-def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module of a model that has an attention processor, and that."""
-    for name, module in transformer.named_modules():
-        processor = getattr(module, "processor", None)
-        if processor is not None:
-            yield name, module, processor
-
-
-def dispatches(processor: Any) -> bool:
-    """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
-    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")
 
 
 def _cut_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from ditile.attend.dispatch import refuse_order
 from ditile.errors import ModelError
 from ditile.overrides import override
-from ditile.seats import Core, attentions, dispatches
+from ditile.processors import attentions, dispatches
+from ditile.seats import Core
 
 
 class Redirect(TorchFunctionMode):

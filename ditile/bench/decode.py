@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL
 
-from ditile.bench.live import LiveBytes
 from ditile.bench.worlds import free_to_move
 from ditile.decode.vae import ParallelVAE
 from ditile.flags import add_arguments, collect, option
 from ditile.launch import launch
+from ditile.live import LiveBytes
 from ditile.mesh import Axis
 from ditile.transport import Traffic
 

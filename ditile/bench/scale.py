@@ -129,7 +129,7 @@ def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
     for plan in plans(task.subject, task.shape, Wanted(devices=devices, all_devices=True)):
         groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
         job = task.subject.job(plan, task.shape)
-        if groups and peak(task.subject, job, machine) <= machine.memory_bytes:
+        if groups and peak(task.subject, job, machine, task.words) <= machine.memory_bytes:
             took = pricer.estimate(job)
             for name in groups:
                 if name not in found or took < found[name][0]:
@@ -139,7 +139,7 @@ def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
 
 def _simulated(task: Task, pricer: Pricer, plan: Plan) -> Best:
     job = task.subject.job(plan, task.shape)
-    memory = peak(task.subject, job, pricer.profile)
+    memory = peak(task.subject, job, pricer.profile, task.words)
     return Best(plan, pricer.price(job, memory_bytes=memory).latency_s, memory)
 
 

@@ -23,13 +23,13 @@ from torch import nn
 
 from ditile import env
 from ditile.bench.cells import ONE_RANK, Cell, by_world
-from ditile.bench.live import LiveBytes
 from ditile.bench.options import Workload
 from ditile.bench.runs import append
 from ditile.bench.subjects import Subject, subject_of
 from ditile.bench.turns import bar, cached, timed_loop
 from ditile.bench.worlds import Worlds, free_to_move, meet
 from ditile.generate import quiet
+from ditile.live import LiveBytes
 from ditile.mesh import Communicators, pick_device
 from ditile.models import model_of
 from ditile.plan import Plan

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditile.errors import ModelError
 from ditile.layout import Grid
 from ditile.overrides import matching, override
+from ditile.planner.footprint import Footprint, Held, Watch
 from ditile.seats import Seats
 from ditile.spec import ModelSpec
 
@@ -33,7 +34,10 @@ MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
 JOINING = {"aten.cat.default", "aten.stack.default"}
-FREE = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::empty.memory_format", "aten::lift_fresh"}
+FREE = {
+    "aten::detach", "aten::alias", "aten::_unsafe_view", "aten::empty.memory_format", "aten::empty_like",
+    "aten::lift_fresh",
+}  # fmt: skip
 """What moves no number."""
 
 
@@ -80,6 +84,7 @@ class Counted:
         every: of every rank, in every call.
         step: of every rank, once in a step.
         once: once in a generation.
+        footprint: what it holds meanwhile.
     """
 
     blocks: tuple[Work, ...]
@@ -90,6 +95,7 @@ class Counted:
     every: Work
     step: Work
     once: Work
+    footprint: Footprint
 
     def mix(self, blocks: range, runs: Sequence[float]) -> Mix:
         """The work of some blocks, of whose calls each runs in such a share."""
@@ -123,7 +129,8 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
     seats = Seats(transformer, spec)
     config: Any = transformer.config
-    note = _Note()
+    watch = Watch(_held)
+    note = _Note(watch.attend)
     kinds: dict[tuple[Any, ...], int] = {}
     with ExitStack() as stack:
         for seat in seats.chain:
@@ -145,7 +152,7 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
                 for seat in seats.chain:
                     if path.startswith(f"{seat.name}."):
                         stack.enter_context(note.within(module, (place, note.alike[seat.index])))
-        with torch.device("meta"), torch.no_grad(), note, note.attention:
+        with torch.device("meta"), torch.no_grad(), note, note.attention, watch:
             transformer(**spec.example(config, GRID, TEXT), return_dict=False)
     kinds_in_order = [first for _, first in sorted(note.alike.items())]
 
@@ -155,19 +162,21 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
     return Counted(
         blocks=of("block"), block_steps=of("block step"), block_once=of("block once"), first=note.work["first", 0],
         last=note.work["last", 0], every=note.work["every", 0], step=note.work["step", 0], once=note.work["once", 0],
+        footprint=watch.footprint([note.kept.get(k, Held()) for k in kinds_in_order]),
     )  # fmt: skip
 
 
 class _Note(TorchDispatchMode):
-    """Notes kernels under the innermost of the modules that were named."""
+    """Notes kernels under the innermost of the modules that were named; `attend` is told of attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: dict[tuple[str, int], Counter[Kernel]] = {
             (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
         }
         self.alike: dict[int, int] = {}
-        self.attention = _Attention(self._add)
+        self.kept: dict[int, Held] = {}
+        self.attention = _Attention(self._add, attend)
         self._at: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
@@ -175,13 +184,15 @@ class _Note(TorchDispatchMode):
         """What a module does is noted at a place."""
         self.work.setdefault(place, Counter())
         before = module.register_forward_pre_hook(lambda *_: self._at.append(place))
-        after = module.register_forward_hook(lambda *_: self._leave())
+        after = module.register_forward_hook(lambda _, __, out: self._leave(out))
         yield
         before.remove()
         after.remove()
 
-    def _leave(self) -> None:
-        self._at.pop()
+    def _leave(self, out: Any) -> None:
+        place, block = self._at.pop()
+        if place == "block once":
+            self.kept[block] = sum(map(_held, _tensors(out)), self.kept.get(block, Held()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -196,9 +207,9 @@ class _Note(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Attention as one kernel, before it is taken apart."""
 
-    def __init__(self, add: Callable[[Kernel], None]) -> None:
+    def __init__(self, add: Callable[[Kernel], None], attend: Callable[[], None]) -> None:
         super().__init__()
-        self._add = add
+        self._add, self._attend = add, attend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +219,9 @@ class _Attention(TorchFunctionMode):
         channels = query.shape[1] * query.shape[3]
         kernel = Kernel("attention", _stream(query.shape[2]), (channels, query.shape[3]), _stream(key.shape[2]))
         self._add(kernel)
-        return query  # of the same shape
+        out = torch.empty_like(query)
+        self._attend()
+        return out
 
 
 def _kernel(name: str, args: Any, out: Any) -> Kernel:
@@ -242,6 +255,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _stream_of(tensors: list[Tensor]) -> Stream:
     found = {_stream(size) for tensor in tensors for size in tensor.shape}
     return next((stream for stream in ("both", "image", "text") if stream in found), "once")
+
+
+def _held(tensor: Tensor) -> Held:
+    numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _stream_of([tensor])
+    if stream == "once" and numbers >= (image := _tokens("image")) and numbers % image == 0:
+        stream = "image"  # as rows and columns
+    return Held(**{stream: numbers / _tokens(stream)})
 
 
 def _stream(size: int) -> Stream:

@@ -88,7 +88,7 @@ def search(
     for plan in plans(subject, shape, wanted):
         legal += 1
         job = subject.job(plan, shape)
-        memory = peak(subject, job, profile)
+        memory = peak(subject, job, profile, pricer.words)
         if memory > space:
             too_large.append(Price(plan=plan, latency_s=0, compute_s=0, exposed_s=0, bubble_s=0, bytes_per_step=0,
                                    memory_bytes=memory))  # fmt: skip
@@ -97,7 +97,7 @@ def search(
     for found in sorted(rough)[: 2 * SHOWN]:
         for plan in _other_warmups(found.job):
             job = subject.job(plan, shape)
-            memory = peak(subject, job, profile)
+            memory = peak(subject, job, profile, pricer.words)
             if memory <= space:
                 rough.append(_Rough(pricer.estimate(job, left), len(rough) + legal, job, memory))
     fits = _fastest(pricer, sorted(rough), left)

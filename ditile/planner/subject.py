@@ -18,6 +18,7 @@ from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.models import spec_of
 from ditile.plan import Plan
+from ditile.planner.footprint import of_decoder
 from ditile.planner.kernels import Counted, counted
 from ditile.seats import Seats
 from ditile.shape import Shape, Weights, check_size, filled_call
@@ -44,6 +45,7 @@ class Subject:
         transformer: on the meta device.
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
+        decoder: the config of the VAE, if there is one.
         family: its table, where none is registered for its class.
     """
 
@@ -53,6 +55,7 @@ class Subject:
     vae_scale: int
     text: int = 0
     vae: int = 0
+    decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
 
@@ -79,7 +82,8 @@ class Subject:
             made: nn.Module = transformer.from_config(config)
         scale = 2 ** (len(vae["block_out_channels"]) - 1)
         facts = _facts(Path(source)) if Path(source).is_dir() else {}
-        return cls(name, pipeline, made, scale, facts.get("text_parameters", 0), facts.get("vae_parameters", 0))
+        sizes = facts.get("text_parameters", 0), facts.get("vae_parameters", 0)
+        return cls(name, pipeline, made, scale, *sizes, decoder=vae)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -100,6 +104,11 @@ class Subject:
     def counted(self) -> Counted:
         """Its work."""
         return counted(self.transformer, self.spec)
+
+    @cached_property
+    def decoded(self) -> float:
+        """Numbers that are alive at once while a latent pixel is decoded."""
+        return 0.0 if self.decoder is None else of_decoder(self.decoder)
 
     def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
         """A call of it; the pipeline's own defaults fill the gaps.

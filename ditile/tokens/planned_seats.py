@@ -16,7 +16,8 @@ from ditile.errors import ModelError
 from ditile.generation import Generation
 from ditile.layout import Grid
 from ditile.overrides import override
-from ditile.seats import Core, Policy, Seats, attentions, dispatches
+from ditile.processors import attentions, dispatches
+from ditile.seats import Core, Policy, Seats
 from ditile.spec import Conditioning, ModelSpec
 from ditile.tokens import cp_plan
 from ditile.tokens.cp_plan import Entries, Splits, Table

@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from ditile.bench.live import LiveBytes
 from ditile.decode.vae import ParallelVAE
+from ditile.live import LiveBytes
 from ditile.transport import Traffic
 from tests.exact.test_vae import autoencoder, axis
 from tests.pool import Pool

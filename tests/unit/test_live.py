@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ditile.bench.live import LiveBytes
+from ditile.live import LiveBytes
 
 
 def test_live_bytes_by_hand() -> None:

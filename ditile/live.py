@@ -16,8 +16,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operators make within it, until they are freed.
+class Storages(TorchDispatchMode):
+    """Follows the storages that operators make within it, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def made(self, tensor: Tensor) -> Callable[[], None]:
+        """A storage was made, with this tensor; what is returned is called when it is freed."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, lambda _: lambda: None)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, self.made)
+        return out
+
+    def _follow(self, tensor: Tensor, made: Callable[[Tensor], Callable[[], None]]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        ended = made(tensor)
+
+        def freed(_: Any) -> None:
+            del self._known[key]
+            ended()
+
+        self._known[key] = weakref.ref(storage, freed)
+
+
+class LiveBytes(Storages):
+    """Bytes of the storages that operators make within it.
 
     Attributes:
         now: bytes of the storages that were made and are still there.
@@ -26,33 +64,16 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.peak = self.largest = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf, made=False)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._meet(leaf, made=True)
-        return out
-
-    def _meet(self, tensor: Tensor, *, made: bool) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if made else 0
-        if key in self._known:
-            return
-
-        def freed(_: Any) -> None:
-            del self._known[key]
-            self.now -= size
-
-        self._known[key] = weakref.ref(storage, freed)
+    def made(self, tensor: Tensor) -> Callable[[], None]:
+        """Counts it."""
+        size = tensor.untyped_storage().nbytes()
         self.now += size
         self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+
+        def ended() -> None:
+            self.now -= size
+
+        return ended

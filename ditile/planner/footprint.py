@@ -1,0 +1,109 @@
+"""What a model's forward holds at once, counted on the meta device: numbers that grow with the tokens of a call.
+
+The moment that holds most depends on the call: a block's feed-forward with many image tokens, the text's with few. So
+all moments are kept that no other exceeds in every kind, and a call's peak is the largest of them at its own lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from ditile.live import Storages
+
+
+class Held(NamedTuple):
+    """Numbers that are alive at one time, of one row.
+
+    Attributes:
+        once: whatever the lengths.
+        image, text, both: for each token of the image, the text, and the sequence of both.
+    """
+
+    once: float = 0
+    image: float = 0
+    text: float = 0
+    both: float = 0
+
+    def at(self, image: int, text: int) -> float:
+        """Numbers with so many tokens."""
+        return self.once + self.image * image + self.text * text + self.both * (image + text)
+
+    def __add__(self, other: tuple[float, ...]) -> Held:  # type: ignore[override]
+        return Held(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Held) -> Held:
+        return Held(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a forward holds.
+
+    Attributes:
+        moments: none of which exceeds another in every kind.
+        attending: the same of those at which attention is computed.
+        kept: of each block, what is remembered of it for a whole generation.
+    """
+
+    moments: tuple[Held, ...]
+    attending: tuple[Held, ...]
+    kept: tuple[Held, ...]
+
+
+class Watch(Storages):
+    """Notes the moments of what is run within it.
+
+    Args:
+        held: what a tensor is, by its shape.
+    """
+
+    def __init__(self, held: Callable[[Tensor], Held]) -> None:
+        super().__init__()
+        self._held, self._now = held, Held()
+        self._moments, self._attending = set[Held](), set[Held]()
+
+    def made(self, tensor: Tensor) -> Callable[[], None]:
+        """Counts it."""
+        held = self._held(tensor)
+        self._now += held
+        self._moments.add(self._now)
+
+        def ended() -> None:
+            self._now -= held
+
+        return ended
+
+    def attend(self) -> None:
+        """Attention is computed."""
+        self._attending.add(self._now)
+
+    def footprint(self, kept: Sequence[Held]) -> Footprint:
+        """What was seen."""
+        return Footprint(tuple(undominated(self._moments)), tuple(undominated(self._attending)), tuple(kept))
+
+
+def of_decoder(config: Mapping[str, Any]) -> float:
+    """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
+    side = 16
+    watch = Watch(lambda tensor: Held(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2))
+    with torch.device("meta"), torch.no_grad():
+        vae: Any = AutoencoderKL.from_config(config)
+        latents = torch.empty(1, vae.config.latent_channels, side, side)
+        with watch:
+            vae.decode(latents)
+    return max(held.image for held in watch.footprint(()).moments)
+
+
+def undominated(moments: Iterable[Held]) -> Sequence[Held]:
+    """Those that no other exceeds in every kind."""
+    found: list[Held] = []
+    for one in sorted(moments, reverse=True):
+        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in found):
+            found.append(one)
+    return found
