@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ditile.flags import add_arguments, collect, option
 from ditile.load import ASSETS, defaults, load
 
 PLAIN = Setting("", "no cache")
+SPEEDS = (1.5, 2.0, 3.0, 4.0)
 PROOF = 2  # steps of the picture that proves pipelines equal before they are cached
 Row = dict[str, Any]
 
@@ -227,6 +228,19 @@ def table(found: Iterable[Row]) -> Table:
     return shown
 
 
+def at_speeds(found: Sequence[Row]) -> Table:
+    """PSNR of each model and engine at some speed-ups."""
+    shown = Table("model", "engine", *(f"{speedup:g}x" for speedup in SPEEDS))
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for model in dict.fromkeys(row["model"] for row in found):
+        mine = [row for row in found if row["model"] == model]
+        for engine in ENGINES:
+            reached = (at(mine, engine, speedup) for speedup in SPEEDS)
+            shown.add_row(model, engine, *("-" if db is None else f"{db:.1f} dB" for db in reached))
+    return shown
+
+
 def main() -> None:
     """Measures what is not measured yet, and prints a table of all that is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,10 +260,8 @@ def main() -> None:
     except DitileError as error:
         raise SystemExit(f"error: {error}") from error
     found = means(read(out, job.model, job.steps))
-    Console(width=120).print(table(found))
-    for speedup in (1.5, 2.0, 3.0, 4.0):
-        each = ((engine, at(found, engine, speedup)) for engine in ENGINES)
-        print(f"{speedup}x:", *(f"{engine} {'-' if db is None else f'{db:.1f} dB'}" for engine, db in each))
+    for shown in (table(found), at_speeds(found)):
+        Console(width=120).print(shown)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def bench(compared: Comparison, work: Workload) -> Measured | None:
 
 def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> list[str]:
     remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
-    remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop on {profile.name}")
+    remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
     if task.todo and (task.load or 0.0) > machine.num_cores() / 2:
         remarks.append(
             f"others kept this machine busy (load {task.load:.1f} on {machine.num_cores()} cores): two ranks get more "
@@ -87,11 +87,11 @@ def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> li
 
 
 def _written(
-    compared: Comparison, wanted: Mapping[str, Sequence[Cell]], task: Task, foretold: Mapping[Cell, float],
+    compared: Comparison, wanted: Mapping[str, Sequence[Cell]], task: Task, foretold: Mapping[Cell, runs.Foretold],
     remarks: list[str],
 ) -> Measured:  # fmt: skip
     """Rows and figures of all that was measured."""
-    rows = runs.rows(runs.read(compared.out), {task.keys[cell]: seconds for cell, seconds in foretold.items()})
+    rows = runs.rows(runs.read(compared.out), {task.keys[cell]: one for cell, one in foretold.items()})
     files, of_key = [runs.write(compared.out, rows)], {row["key"]: row for row in rows}
     if not compared.no_figures:
         from ditile.bench import figures

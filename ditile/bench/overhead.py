@@ -10,13 +10,18 @@ counted, not wall time.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from ditile.plan import Plan
@@ -57,8 +62,18 @@ class BlockClock:
         self.seconds.append(time.thread_time() - self._began)
 
 
+def table(found: Mapping[str, float]) -> Table:
+    """What was found, for people."""
+    shown = Table("outside the blocks, s", "in the blocks of a stage, s", "outside")
+    shown.add_row(f"{found['outside_s']:.3f}", f"{found['blocks_of_a_stage_s']:.3f}", f"{found['outside_share']:.1%}")
+    return shown
+
+
 def main() -> None:
-    """Measures one asynchronous step from zero keys and prints one line of JSON."""
+    """Measures one asynchronous step from zero keys and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write it as JSON", metavar="FILE")
+    out: Path | None = parser.parse_args().out
     torch.set_num_threads(1)
     pipe = pipeline()
     double = BlockClock(pipe.transformer.transformer_blocks)
@@ -74,8 +89,10 @@ def main() -> None:
     micro_steps = len(double.seconds)
     outside = (total - sum(double.seconds) - sum(single.seconds)) / micro_steps
     of_stage = (DOUBLE * statistics.median(double.seconds) + SINGLE * statistics.median(single.seconds)) / STAGES
-    share = outside / (outside + of_stage)
-    print(json.dumps({"outside_s": outside, "blocks_of_a_stage_s": of_stage, "outside_share": share}))
+    found = {"outside_s": outside, "blocks_of_a_stage_s": of_stage, "outside_share": outside / (outside + of_stage)}
+    Console().print(table(found))
+    if out is not None:
+        out.write_text(json.dumps(found) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -16,16 +16,20 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ditile.bench import cache_overhead, cache_plans, cache_quality, fidelity, tables
+from ditile.bench import cache_overhead, cache_plans, cache_quality, fidelity, overhead, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
-BENCH = "ditile bench --model random-pixart --output latent --no-figures"
+RESULTS = "docs/benchmarks/"
+BIG = "ditile bench --model random-pixart --output latent"
+SMALL = "ditile bench --model shapes-flux --height 256 --width 256 --output latent"
 SETTINGS = (
     "F=1 W=4 R=0.12 taylor=1; F=0 W=4 R=1 MC=1 taylor=1 reach=0.5; F=1 W=3 R=1 MC=2 taylor=1; "
     "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5; F=0 W=2 R=1 MC=4 taylor=1 reach=0.5"
@@ -33,44 +37,92 @@ SETTINGS = (
 
 
 class Section(NamedTuple):
-    """A table of the page.
+    """A table of the page, and its figures.
 
     Attributes:
-        command: what measures it; it writes to what follows `--out`.
-        file: its result, below the folder of results.
-        table: of what the result holds.
+        command: what measures it. It writes to what follows `--out`, or where it says so itself.
+        files: the results that the table is of, below the folder of results.
+        table: of what they hold, one after the other.
+        figures: those that the command draws, and what each shows.
     """
 
     command: str
-    file: str
+    files: tuple[str, ...]
     table: Callable[[Any], Table]
+    figures: Mapping[str, str] = MappingProxyType({})
 
     def words(self, results: Path) -> list[str]:
         """The command, for this Python."""
-        first, *rest = shlex.split(self.command)
+        first, *rest = shlex.split(self.command.replace(RESULTS, f"{results}/"))
         program = [sys.executable, "-m", "ditile"] if first == "ditile" else [sys.executable]
-        return [*program, *rest, "--out", str(results / Path(self.file).parts[0])]
+        out = [] if RESULTS in self.command else ["--out", str(results / Path(self.files[0]).parts[0])]
+        return [*program, *rest, *out]
+
+    def is_there(self, results: Path) -> bool:
+        """Whether it was measured."""
+        return all((results / name).exists() for name in (*self.files, *self.figures))
+
+    def forget(self, results: Path) -> None:
+        """Removes what its command writes."""
+        for name in self.figures if RESULTS in self.command else (Path(self.files[0]).parts[0],):
+            path = results / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def block(self, results: Path) -> str:
+        """The command, the table, and the figures."""
+        rows = [read(results / name) for name in self.files]
+        shown = markdown(self.table(rows[0] if len(rows) == 1 else list(chain(*rows))))
+        figures = [f"![{alt}]({results.name}/{name})" for name, alt in self.figures.items()]
+        return "\n\n".join(["", f"    {self.command}", shown, *figures, ""]).removeprefix("\n").removesuffix("\n")
+
+
+def _sweep(name: str, command: str, **figures: str) -> dict[str, Section]:
+    """A section of `ditile bench`, with its figures by name."""
+    shown = {f"{name}/{figure.replace('_', '-')}.png": alt for figure, alt in figures.items()}
+    return {name: Section(command, (f"{name}/rows.jsonl",), tables.table, shown)}
+
+
+def _quality(model: str) -> Section:
+    command = f'python -m ditile.bench.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
+    file = f"cache-{model.removeprefix('shapes-')}.jsonl"
+    return Section(command, (file,), lambda rows: cache_quality.table(cache_quality.means(rows)))
+
+
+def _plans(model: str) -> Section:
+    command = f"python -m ditile.bench.cache_plans --model {model} --captions 8"
+    return Section(command, (f"cache-plans-{model.removeprefix('shapes-')}.json",), cache_plans.table)
 
 
 SECTIONS: dict[str, Section] = {
     "fidelity": Section(
-        "python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto", "fidelity.json",
+        "python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto", ("fidelity.json",),
         fidelity.table,
     ),
-    "speed": Section(f"{BENCH} --sweep methods", "speed/rows.jsonl", tables.table),
-    "links": Section(f"{BENCH} --steps 8 --rounds 2 --sweep links", "links/rows.jsonl", tables.table),
-    "cache-pixart": Section(
-        f'python -m ditile.bench.cache_quality --model shapes-pixart --captions 100 --settings "{SETTINGS}"',
-        "cache-pixart.jsonl", lambda rows: cache_quality.table(cache_quality.means(rows)),
+    **_sweep(
+        "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
+        methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",
     ),
-    "cache-flux": Section(
-        f'python -m ditile.bench.cache_quality --model shapes-flux --captions 100 --settings "{SETTINGS}"',
-        "cache-flux.jsonl", lambda rows: cache_quality.table(cache_quality.means(rows)),
+    **_sweep("links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"),
+    **_sweep(
+        "links-flux", f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
+        links="speed-up over the bandwidth of a link, without guidance",
     ),
-    "cache-overhead": Section("python -m ditile.bench.cache_overhead", "cache-overhead.json", cache_overhead.table),
-    "cache-plans": Section(
-        "python -m ditile.bench.cache_plans --model shapes-pixart --captions 8", "cache-plans.json", cache_plans.table
+    **_sweep("warmup", f"{SMALL} --sweep warmup"),
+    **_sweep("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
+    **_sweep("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
+    **_sweep("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
+    **_sweep("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
+    "overhead": Section("python -m ditile.bench.overhead", ("overhead.json",), overhead.table),
+    "cache-pixart": _quality("shapes-pixart"),
+    "cache-flux": _quality("shapes-flux"),
+    "cache-speeds": Section(
+        f"python -m ditile.bench.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
+        f"{RESULTS}cache-quality.png", ("cache-pixart.jsonl", "cache-flux.jsonl"),
+        lambda rows: cache_quality.at_speeds(cache_quality.means(rows)), {"cache-quality.png": "PSNR over speed-up"},
     ),
+    "cache-overhead": Section("python -m ditile.bench.cache_overhead", ("cache-overhead.json",), cache_overhead.table),
+    "cache-plans-pixart": _plans("shapes-pixart"),
+    "cache-plans-flux": _plans("shapes-flux"),
 }  # fmt: skip
 
 
@@ -101,11 +153,6 @@ def filled(page: str, blocks: dict[str, str]) -> str:
         before, rest = page.split(start)
         page = f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
     return page
-
-
-def block_of(section: Section, results: Path) -> str:
-    """The command and its table."""
-    return f"\n    {section.command}\n\n{markdown(section.table(read(results / section.file)))}\n"
 
 
 def measure(names: Sequence[str], results: Path) -> None:
@@ -139,14 +186,12 @@ def main() -> None:
         parser.error(f"no table is called {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     if not asked.page.is_file():
         parser.error(f"there is no page {str(asked.page)!r}; give --page FILE")
-    if asked.again:
-        for name in names:
-            path = asked.results / Path(SECTIONS[name].file).parts[0]
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for name in names if asked.again else ():
+        SECTIONS[name].forget(asked.results)
     if not asked.no_measure:
-        measure([name for name in names if not (asked.results / SECTIONS[name].file).exists()], asked.results)
-    known = {name: SECTIONS[name] for name in names if (asked.results / SECTIONS[name].file).exists()}
-    blocks = {name: block_of(section, asked.results) for name, section in known.items()}
+        measure([name for name in names if not SECTIONS[name].is_there(asked.results)], asked.results)
+    known = {name: SECTIONS[name] for name in names if SECTIONS[name].is_there(asked.results)}
+    blocks = {name: section.block(asked.results) for name, section in known.items()}
     asked.page.write_text(filled(asked.page.read_text("utf-8"), blocks), "utf-8")
     print(f"{asked.page}: {', '.join(blocks) or 'nothing'}")
 

@@ -1,4 +1,4 @@
-"""Seconds of cells before they run, by the planner (`ditile plan`): of the denoising loop, which is what it prices."""
+"""Seconds and bytes of cells before they run, of the denoising loop, by the planner (`ditile plan`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 
 from ditile import env
 from ditile.answer import machine
-from ditile.bench.cells import Cell
+from ditile.bench.cells import ONE_RANK, Cell
 from ditile.bench.options import Comparison
+from ditile.bench.runs import Foretold
 from ditile.bench.subjects import Subject
 from ditile.cost import Job
 from ditile.errors import PlanError
 from ditile.options import Ask
 from ditile.planner import hardware
 from ditile.planner.caches import expected
+from ditile.planner.memory import needed
 from ditile.planner.price import Left
 from ditile.planner.profile import Profile
 from ditile.planner.search import pricer_of
@@ -34,13 +36,26 @@ def profile_of(compared: Comparison) -> Profile | None:
     return machine(Ask(hardware=compared.hardware, profile=compared.profile))
 
 
-def predicted(subject: Subject, jobs: Mapping[Cell, Job | None], profile: Profile) -> dict[Cell, float]:
-    """Seconds of each cell's loop. A cache that decides by what it measures cannot be foretold, and has none."""
+def predicted(subject: Subject, jobs: Mapping[Cell, Job | None], profile: Profile) -> dict[Cell, Foretold]:
+    """What is known of cells before they run. A cache that decides by what it measures cannot be foretold."""
     return {
-        cell: _seconds(subject, cell, job, left, profile)
+        cell: _foretold(
+            subject, cell, replace(job, shape=replace(job.shape, element_size=profile.element_size)), profile
+        )
         for cell, job in jobs.items()
-        if job is not None and (left := _left(cell, job)) is not None
+        if job is not None
     }
+
+
+def _foretold(subject: Subject, cell: Cell, job: Job, profile: Profile) -> Foretold:
+    machines, host = (hardware.joined(profile, cell.link), HOST) if cell.link else (profile, None)
+    pricer = pricer_of(subject.described, subject.numbers(cell), machines, host)
+    left = _left(cell, job)
+    seconds = None if left is None else pricer.price(job, left).latency_s
+    if cell.cache or cell.plan == ONE_RANK:
+        return Foretold(seconds, None)
+    ranks = (needed(subject.described, job, profile, rank, pricer.words) for rank in range(job.plan.world))
+    return Foretold(seconds, max(rank.denoising for rank in ranks))
 
 
 def _left(cell: Cell, job: Job) -> Left | None:
@@ -49,9 +64,3 @@ def _left(cell: Cell, job: Job) -> Left | None:
         return expected(cell.configs["cache_config"], job.shape.steps)
     except PlanError:
         return None
-
-
-def _seconds(subject: Subject, cell: Cell, job: Job, left: Left, profile: Profile) -> float:
-    machines, host = (hardware.joined(profile, cell.link), HOST) if cell.link else (profile, None)
-    pricer = pricer_of(subject.described, subject.numbers(cell), machines, host)
-    return pricer.price(replace(job, shape=replace(job.shape, element_size=profile.element_size)), left).latency_s

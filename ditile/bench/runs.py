@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ditile.bench.cells import ONE_RANK, Cell
 from ditile.errors import LoadError
@@ -18,9 +18,19 @@ from ditile.errors import LoadError
 RUNS, ROWS = "runs.jsonl", "rows.jsonl"
 Run = dict[str, Any]
 Row = dict[str, Any]
-Predicted = Mapping[str, float]
-"""Seconds of the denoising loop that were predicted, by key."""
 _BEGINS = '{"key": '
+
+
+class Foretold(NamedTuple):
+    """What was predicted of a cell; None where that cannot be.
+
+    Attributes:
+        loop_s: seconds of the denoising loop.
+        memory_bytes: of the rank that needs most, without the VAE.
+    """
+
+    loop_s: float | None
+    memory_bytes: int | None
 
 
 def key_of(job: Mapping[str, Any], cell: Cell) -> str:
@@ -74,21 +84,24 @@ def counted(runs: Iterable[Run]) -> dict[str, int]:
     return found
 
 
-def rows(runs: Iterable[Run], predicted: Predicted | None = None) -> list[Row]:
+def rows(runs: Iterable[Run], predicted: Mapping[str, Foretold] | None = None) -> list[Row]:
     """A row for each key, in the order in which they came.
 
     Args:
         runs: as read.
-        predicted: seconds; they stand beside those that were measured.
+        predicted: by key; it stands beside what was measured.
     """
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
     made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
     for row in made:
-        if predicted is not None and (foretold := predicted.get(row["key"])) is not None:
-            row["predicted_loop_s"] = foretold
-            row["predicted_error"] = foretold / row["loop_s"] - 1
+        loop, memory = (predicted or {}).get(row["key"], Foretold(None, None))
+        if loop is not None:
+            row["predicted_loop_s"], row["predicted_error"] = loop, loop / row["loop_s"] - 1
+        if memory is not None and "peak_memory_bytes" in row:
+            row["predicted_memory_bytes"] = memory
+            row["predicted_memory_error"] = memory / row["peak_memory_bytes"] - 1
     return made
 
 

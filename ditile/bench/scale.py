@@ -90,7 +90,7 @@ def wan() -> Task:
         height=720, width=1280, steps=50, grid=VIDEO, text=0, batch=1, images=1, calls=2, heads=heads, head_dim=head,
         latent_elements=VIDEO.rows * VIDEO.tokens_per_row * 64, element_size=2,
     )  # fmt: skip
-    subject = Subject("Wan2.1-14B", diffusers.WanPipeline, transformer, 8, UMT5_XXL, WAN_VAE, _WAN)
+    subject = Subject("Wan2.1-14B", diffusers.WanPipeline, transformer, 8, UMT5_XXL, WAN_VAE, family=_WAN)
     return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, shape, WORDS)
 
 

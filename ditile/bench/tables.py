@@ -97,6 +97,9 @@ COLUMNS = (
     Column("exposed", _exposed),
     Column("weights", _memory("parameters")),
     Column("activations", _memory("rest")),
+    Column(
+        "both, predicted", lambda row: amount(row["predicted_memory_bytes"]) if "predicted_memory_bytes" in row else ""
+    ),
 )
 """Seconds of whole calls and of the denoising loop, and those predicted of the loop; speed-ups with the range of the
 rounds; bytes sent are those of the rank that sends most, memory that of the rank that holds most; of the exposed share,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ditile import cost
+from ditile.blocks.lending import AHEAD as BORROWED
+from ditile.blocks.pipefusion import AHEAD as RECEIVED
 from ditile.blocks.stages import held
 from ditile.cost import Job, Place
 from ditile.generation import Micro
-from ditile.planner.footprint import Held
+from ditile.planner.footprint import Footprint, Held
 from ditile.planner.profile import Profile
 from ditile.planner.subject import Subject
 
-WHOLE = 3
-"""Tensors of a token's width that tensor parallelism does not divide: the residual stream, its norm, what is added."""
+WHOLE = 5
+"""Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
 STEPPED = 6
-"""Latents that a pipeline and its scheduler hold at once: theirs, the predictions of some steps, and the next ones."""
+"""Latents that a pipeline and its scheduler hold at once: theirs, predictions of some steps, and the next ones."""
 
 
 class Bytes(NamedTuple):
@@ -51,9 +54,10 @@ class Bytes(NamedTuple):
 def needed(subject: Subject, job: Job, profile: Profile, rank: int = 0, words: int = 0) -> Bytes:
     """Of a rank of a call, whose cross attention sees so many words."""
     place, plan, size = job.place(rank), job.plan, job.shape.element_size
-    owned = held(job.stages, place.stage, plan.crew or (plan.pipefusion if plan.warmup_mode == "sequence" else 0))
-    blocks = sum(job.weights.blocks[block] for block in owned)
-    weights = job.weights.shared + -(-blocks // plan.tensor)
+    owned = held(job.stages, place.stage, plan.crew)
+    weights = job.weights.shared + subject.buffers + sum(_weights(subject, job, block) for block in owned)
+    if plan.warmup_mode == "sequence":
+        weights += (BORROWED + 1) * max(_weights(subject, job, block) for block in range(len(job.weights.blocks)))
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return Bytes(
         weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.key_bytes(job, rank),
@@ -69,21 +73,45 @@ def peak(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
     return max(needed(subject, job, profile, stage * step, words).total for stage in range(plan.pipefusion))
 
 
+def _weights(subject: Subject, job: Job, block: int) -> int:
+    """Parameters of a block that a rank has of it."""
+    cut = subject.cut[block] if job.plan.tensor > 1 else 0
+    return job.weights.blocks[block] - cut + -(-cut // job.plan.tensor)
+
+
 def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
-    """Of the largest micro-step, a synchronous one with all patches; what is remembered; and what is under way."""
-    plan, place = job.plan, job.place(rank)
-    image, text = cost.tokens(job, place, Micro(0, None))
+    """What is computed and sent at the largest micro-step; what is remembered; and what is received ahead."""
+    plan, place, found, schedule = job.plan, job.place(rank), subject.counted.footprint, job.schedule
     row = job.own(place).batch * job.shape.element_size
-    found, channels = subject.counted.footprint, job.shape.channels
-    text = text or words
-
-    def most(moments: tuple[Held, ...], more: float = 0.0) -> float:
-        return max(_divided(one, channels, plan.tensor).at(image, text) for one in moments) + more * (image + text)
-
-    computed = max(most(found.moments), most(found.attending, _exchanged(job) / plan.tensor))
-    kept = sum(found.kept[block].at(image, text) for block in job.stages[place.stage]) / plan.tensor
+    last = {0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1)}
+    micros = {micro.patch: micro for step in sorted(last) for micro in schedule.micros(step)}
+    computed = max(_computed(found, job, place, one, words) + _sent(job, place, one) for one in micros.values())
+    _, text = cost.tokens(job, place, Micro(0, None))
+    kept = sum(found.kept[block].at(job.layout.image, text or words) for block in job.stages[place.stage])
+    kept /= plan.tensor
+    if place.stage > 0:
+        kept += job.layout.image * job.shape.channels  # the embedded latents, which nobody reads
+    if len(schedule.pieces(Micro(0, None))) > 1:
+        kept *= 2  # as rows, and together
     latents = STEPPED * job.own(place).latent_bytes
-    return int(row * (computed + kept)) + latents + _under_way(job, place, rank)
+    return int(computed + row * kept) + latents + _ahead(job, place) + _exchanging(job, rank)
+
+
+def _computed(found: Footprint, job: Job, place: Place, micro: Micro, words: int) -> float:
+    """Bytes at the peak of a micro-step."""
+    plan, channels, schedule = job.plan, job.shape.channels, job.schedule
+    image, text = cost.tokens(job, place, micro)
+    if micro.patch is None and plan.warmup_mode in ("sequence", "separate"):
+        crew = plan.crew or plan.pipefusion
+        image, text = -(-image // crew), -(-text // crew)
+    exchanged = _exchanged(job) / plan.tensor * (image + text)
+
+    def most(moments: Sequence[Held]) -> float:
+        return max(_divided(one, channels, plan.tensor).at(image, text or words) for one in moments)
+
+    numbers = max(most(found.moments), most(found.attending) + exchanged)
+    rows = job.own(place).batch * len(schedule.pieces(micro)[0]) / schedule.rows
+    return rows * numbers * job.shape.element_size
 
 
 def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
@@ -106,16 +134,25 @@ def _divided(held: Held, channels: int, tensor: int) -> Held:
 def _exchanged(job: Job) -> float:
     """Numbers of a token that an exchange around attention adds to what is held then."""
     plan, channels = job.plan, job.shape.channels
-    ulysses = 6 * channels if plan.ulysses > 1 else 0  # queries, keys and values as sent, and as received
-    ring = 4 * channels if plan.ring > 1 else 0  # keys and values that are passed on, and the next ones
-    return ulysses + ring
+    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and, where there is no store, in order
+        return (9 if plan.num_patches == 1 else 6) * channels
+    return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
 
 
-def _under_way(job: Job, place: Place, rank: int) -> int:
-    """Bytes of messages that are kept until they have arrived."""
-    if job.plan.distrifusion > 1:
-        return cost.key_bytes(job, rank)
+def _sent(job: Job, place: Place, micro: Micro) -> float:
+    """Bytes that were sent to the next stage and are kept: those of two steps, and of the rows computed before."""
     if place.stage == job.plan.pipefusion - 1:
         return 0
-    patches = range(job.plan.num_patches)
-    return 2 * job.calls(1) * sum(cost.between(job, place, patch) for patch in patches)  # of two steps
+    pieces = len(job.schedule.pieces(micro))
+    steps = min(2, micro.step) + (pieces - 1) / pieces
+    return steps * job.calls(1) * sum(cost.between(job, place, patch) for patch in range(job.plan.num_patches))
+
+
+def _ahead(job: Job, place: Place) -> int:
+    """Bytes of the messages that are received before they are needed, and of the one that is read."""
+    return (RECEIVED + 1) * cost.between(job, place, 0) if place.stage > 0 else 0
+
+
+def _exchanging(job: Job, rank: int) -> int:
+    """Bytes of the keys of all layers that DistriFusion has under way."""
+    return cost.key_bytes(job, rank) if job.plan.distrifusion > 1 else 0

@@ -23,6 +23,8 @@ from ditile.planner.kernels import Counted, counted
 from ditile.seats import Seats
 from ditile.shape import Shape, Weights, check_size, filled_call
 from ditile.spec import ModelSpec
+from ditile.weights.cuts import Cuts
+from ditile.weights.tensor import table_of
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 """Configs of published models, and what cannot be read off them."""
@@ -104,6 +106,20 @@ class Subject:
     def counted(self) -> Counted:
         """Its work."""
         return counted(self.transformer, self.spec)
+
+    @cached_property
+    def buffers(self) -> int:
+        """Numbers in its buffers, which every rank holds."""
+        return sum(buffer.numel() for buffer in self.transformer.buffers())
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        """Parameters of each block that tensor parallelism divides."""
+        cuts = Cuts.of(self.transformer, table_of(self.transformer, self.spec), 0, 2, loaded=True)
+        return tuple(
+            sum(p.numel() for name, p in seat.block.named_parameters() if cuts.part(f"{seat.name}.{name}", p.shape))
+            for seat in self.seats.chain
+        )
 
     @cached_property
     def decoded(self) -> float:

@@ -94,7 +94,8 @@ class DistriKeys:
         received = iter(store.incoming.wait())
         for rank, runs in enumerate(rows(tokens, self._axis.size)):
             if rank != self._axis.index:
-                store.write(*next(received), self._image(runs, tokens))
+                k, v = next(received)
+                store.write(k, v, self._image(runs, tokens))
                 store.stamp(step, rank)
         store.incoming = None
 

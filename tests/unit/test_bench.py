@@ -120,7 +120,7 @@ def test_a_row_by_hand() -> None:
     cell = Cell("ring=2")
     memory = [{"parameters": 5, "keys": 1, "cache": 0, "activations": 2}, dict.fromkeys(("parameters", "keys"), 1)]
     lines = [run(cell, 1.0, 3.0), run(cell, 2.0, 3.0), run(cell, 3.0, 4.0)]
-    (row,) = runs.rows([{"key": lines[0]["key"], "memory": memory}, *lines], {runs.key_of(JOB, cell): 1.5})
+    (row,) = runs.rows([{"key": lines[0]["key"], "memory": memory}, *lines], {runs.key_of(JOB, cell): runs.Foretold(1.5, 6)})
     assert row["seconds"] == [1.0, 2.0, 3.0] and row["one_rank_seconds"] == [3.0, 3.0, 4.0]
     assert (row["ratio"], row["ratio_lowest"], row["ratio_highest"]) == (1.5, 4 / 3, 3.0)
     assert (row["median_s"], row["lowest_s"], row["highest_s"], row["rounds"]) == (2.0, 1.0, 3.0, 3)
@@ -128,6 +128,7 @@ def test_a_row_by_hand() -> None:
     assert row["exposed_kinds"] == {"ring": pytest.approx(0.05)} and row["exposed_of_rank"] == [0.1, 0.3]
     assert row["load_before"] == 0.5 and row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
     assert row["loop_s"] == 1.0 and row["predicted_loop_s"] == 1.5 and row["predicted_error"] == 0.5
+    assert row["predicted_memory_bytes"] == 6 and row["predicted_memory_error"] == -0.25
 
 
 def test_replicas_are_compared_in_pictures() -> None:
@@ -225,10 +226,12 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     linked, by_looks = plan._replace(link="100mbit"), plan._replace(cache="F=1 W=1 R=0.1")
     by_rules = plan._replace(cache="F=1 W=1 R=1 MC=1")
     found = predicted(subject, {cell: subject.job(cell) for cell in (one, plan, linked, by_looks, by_rules)}, profile)
-    assert found.keys() == {one, plan, linked, by_rules}, "what the other cache leaves out is not known"
-    assert found[linked] > found[plan] > found[by_rules] > 0
+    loops = {cell: foretold.loop_s for cell, foretold in found.items() if foretold.loop_s is not None}
+    assert loops.keys() == {one, plan, linked, by_rules}, "what the other cache leaves out is not known"
+    assert loops[linked] > loops[plan] > loops[by_rules] > 0
     ask = Ask(model="shapes-pixart", steps=4, hardware="l40-pcie", price=plan.plan)
-    assert found[plan] == pytest.approx(answer(ask).found.prices[0].latency_s)
+    assert loops[plan] == pytest.approx(answer(ask).found.prices[0].latency_s)
+    assert found[plan].memory_bytes == found[linked].memory_bytes and found[one].memory_bytes is None
 
 
 def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

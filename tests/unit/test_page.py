@@ -87,7 +87,7 @@ def test_tables_of_every_kind() -> None:
         "psnr": 1.0,
         "all_right": 9.0,
     }
-    assert "| one rank | 1.00 | 1.00x |" in page.markdown(page.SECTIONS["cache-plans"].table([way]))
+    assert "| one rank | 1.00 | 1.00x |" in page.markdown(page.SECTIONS["cache-plans-flux"].table([way]))
     table = Table("a")
     table.add_column("b", justify="right")
     table.add_row("x | y", "1")

@@ -241,11 +241,12 @@ def test_memory_is_the_papers_table() -> None:
     def of(**degrees: int) -> Bytes:
         return needed(one, one.job(Plan(**degrees), shape), profile)
 
-    own = one.weights.shared * 2
+    own = (one.weights.shared + one.buffers) * 2
     whole, keys = of().weights - own, of(distrifusion=2).keys
     assert keys == 2 * len(one.weights.blocks) * shape.batch * shape.tokens * shape.channels * 2
     for n in (2, 4):
-        assert of(pipefusion=n).weights - own == of(tensor=n).weights - own == whole // n
+        assert of(pipefusion=n).weights - own == whole // n
+        assert of(tensor=n).weights - own == pytest.approx(whole // n, rel=0.01), "some biases are whole"
         assert of(ulysses=n).weights == of(ring=n).weights == of(distrifusion=n).weights == whole + own
         assert of(distrifusion=n).keys == keys and of(pipefusion=n).keys == keys // n
         assert of(ulysses=n).keys == of(ring=n).keys == of(tensor=n).keys == 0, "nothing outlives a step"
