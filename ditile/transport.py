@@ -65,7 +65,7 @@ class Wire:
         self._group, self._peer, self._kind, self._traffic = group, peer, kind, traffic
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[Receipt] = deque()
-        self._marked = 0
+        self._sent = self._settled = 0
 
     @property
     def posted(self) -> int:
@@ -86,16 +86,17 @@ class Wire:
         message = _stageable(message.contiguous(), self._group)
         work = dist.isend(message, group=self._group, group_dst=self._peer)
         self._sending.append((_real(work), message))
+        self._sent += 1
         self._traffic.count(self._kind, message.numel() * message.element_size())
 
     def settle(self) -> None:
-        """Lets go of what was sent before `settle` was last called, which must have been taken by now.
+        """Lets go of what was sent before `settle` was last called, which must have been taken by now. Costs no wait.
 
         Gloo does not say of a message that it has arrived before somebody waits for it, and all of them would be kept.
         """
-        for _ in range(min(self._marked, len(self._sending))):
+        while len(self._sending) > self._sent - self._settled:
             self._sending.popleft()[0].wait()
-        self._marked = len(self._sending)
+        self._settled = self._sent
 
     def post(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""

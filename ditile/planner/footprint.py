@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ditile.live import Storages
 
+WHOLE = 5
+"""Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
+
 
 class Held(NamedTuple):
     """Numbers that are alive at one time, of one row.
@@ -54,6 +57,17 @@ class Footprint:
     moments: tuple[Held, ...]
     attending: tuple[Held, ...]
     kept: tuple[Held, ...]
+
+    def divided(self, channels: int, ranks: int) -> Footprint:
+        """What a rank of tensor parallelism holds, where a token has so many channels between blocks."""
+
+        def share(held: Held) -> Held:
+            return Held(
+                *(x if x < WHOLE * channels else WHOLE * channels + (x - WHOLE * channels) / ranks for x in held)
+            )
+
+        kept = tuple(Held(*(x / ranks for x in held)) for held in self.kept)
+        return Footprint(tuple(map(share, self.moments)), tuple(map(share, self.attending)), kept)
 
 
 class Watch(Storages):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ditile import cost
@@ -11,12 +10,10 @@ from ditile.blocks.pipefusion import AHEAD as RECEIVED
 from ditile.blocks.stages import held
 from ditile.cost import Job, Place
 from ditile.generation import Micro
-from ditile.planner.footprint import Footprint, Held
+from ditile.planner.footprint import Footprint
 from ditile.planner.profile import Profile
 from ditile.planner.subject import Subject
 
-WHOLE = 5
-"""Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
 STEPPED = 6
 """Latents that a pipeline and its scheduler hold at once: theirs, predictions of some steps, and the next ones."""
 
@@ -68,9 +65,10 @@ def needed(subject: Subject, job: Job, profile: Profile, rank: int = 0, words: i
 
 def peak(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
     """Of the rank that needs most: the first of a stage has the largest share of its tokens."""
-    plan = job.plan
+    plan, last = job.plan, job.plan.pipefusion - 1
     step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
-    return max(needed(subject, job, profile, stage * step, words).total for stage in range(plan.pipefusion))
+    heaviest = max(range(1, last), key=lambda stage: job.weights.of(job.stages[stage]), default=0)
+    return max(needed(subject, job, profile, stage * step, words).total for stage in {0, heaviest, last})
 
 
 def _weights(subject: Subject, job: Job, block: int) -> int:
@@ -81,37 +79,40 @@ def _weights(subject: Subject, job: Job, block: int) -> int:
 
 def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
     """What is computed and sent at the largest micro-step; what is remembered; and what is received ahead."""
-    plan, place, found, schedule = job.plan, job.place(rank), subject.counted.footprint, job.schedule
+    plan, place, schedule = job.plan, job.place(rank), job.schedule
+    found = subject.footprint(plan.tensor)
     row = job.own(place).batch * job.shape.element_size
-    last = {0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1)}
-    micros = {micro.patch: micro for step in sorted(last) for micro in schedule.micros(step)}
-    computed = max(_computed(found, job, place, one, words) + _sent(job, place, one) for one in micros.values())
+    steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
+    micros = {micro.patch: micro for micro in (schedule.micros(step)[0] for step in steps)}
+    computed = max(_computed(found, job, place, micro, words) for micro in micros.values())
     _, text = cost.tokens(job, place, Micro(0, None))
     kept = sum(found.kept[block].at(job.layout.image, text or words) for block in job.stages[place.stage])
-    kept /= plan.tensor
     if place.stage > 0:
         kept += job.layout.image * job.shape.channels  # the embedded latents, which nobody reads
     if len(schedule.pieces(Micro(0, None))) > 1:
         kept *= 2  # as rows, and together
     latents = STEPPED * job.own(place).latent_bytes
-    return int(computed + row * kept) + latents + _ahead(job, place) + _exchanging(job, rank)
+    return int(row * (computed + kept)) + latents + _ahead(job, place) + _exchanging(job, rank)
 
 
 def _computed(found: Footprint, job: Job, place: Place, micro: Micro, words: int) -> float:
-    """Bytes at the peak of a micro-step."""
-    plan, channels, schedule = job.plan, job.shape.channels, job.schedule
-    image, text = cost.tokens(job, place, micro)
-    if micro.patch is None and plan.warmup_mode in ("sequence", "separate"):
+    """Numbers of a row at the peak of a micro-step, with what was sent to the next stage before it."""
+    plan, schedule = job.plan, job.schedule
+    pieces = schedule.pieces(micro)
+    image, text = cost.tokens(job, place, Micro(0, None))
+    steps = min(2, micro.step) + (len(pieces) - 1) / len(pieces) if place.stage < plan.pipefusion - 1 else 0
+    sent = steps * job.calls(1) * (image + text) * job.shape.channels
+    if plan.split_scheme == "sequence":
+        sent /= plan.tensor
+    if micro.patch is not None:
+        image, text = cost.tokens(job, place, micro)
+    elif plan.warmup_mode in ("sequence", "separate"):
         crew = plan.crew or plan.pipefusion
         image, text = -(-image // crew), -(-text // crew)
     exchanged = _exchanged(job) / plan.tensor * (image + text)
-
-    def most(moments: Sequence[Held]) -> float:
-        return max(_divided(one, channels, plan.tensor).at(image, text or words) for one in moments)
-
-    numbers = max(most(found.moments), most(found.attending) + exchanged)
-    rows = job.own(place).batch * len(schedule.pieces(micro)[0]) / schedule.rows
-    return rows * numbers * job.shape.element_size
+    most = max(held.at(image, text or words) for held in found.moments)
+    attending = max(held.at(image, text or words) for held in found.attending) + exchanged
+    return max(most, attending) * len(pieces[0]) / schedule.rows + sent
 
 
 def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
@@ -124,28 +125,12 @@ def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
     return int(shape.images * pixels * subject.decoded * shape.element_size / ranks)
 
 
-def _divided(held: Held, channels: int, tensor: int) -> Held:
-    """What a rank holds of it under tensor parallelism."""
-    if tensor == 1:
-        return held
-    return Held(*(min(x, WHOLE * channels) + max(0.0, x - WHOLE * channels) / tensor for x in held))
-
-
 def _exchanged(job: Job) -> float:
     """Numbers of a token that an exchange around attention adds to what is held then."""
     plan, channels = job.plan, job.shape.channels
     if plan.ulysses > 1:  # queries, keys and values as sent, as received, and, where there is no store, in order
         return (9 if plan.num_patches == 1 else 6) * channels
     return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
-
-
-def _sent(job: Job, place: Place, micro: Micro) -> float:
-    """Bytes that were sent to the next stage and are kept: those of two steps, and of the rows computed before."""
-    if place.stage == job.plan.pipefusion - 1:
-        return 0
-    pieces = len(job.schedule.pieces(micro))
-    steps = min(2, micro.step) + (pieces - 1) / pieces
-    return steps * job.calls(1) * sum(cost.between(job, place, patch) for patch in range(job.plan.num_patches))
 
 
 def _ahead(job: Job, place: Place) -> int:

@@ -18,7 +18,7 @@ from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.models import spec_of
 from ditile.plan import Plan
-from ditile.planner.footprint import of_decoder
+from ditile.planner.footprint import Footprint, of_decoder
 from ditile.planner.kernels import Counted, counted
 from ditile.seats import Seats
 from ditile.shape import Shape, Weights, check_size, filled_call
@@ -60,6 +60,7 @@ class Subject:
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
+    _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, name: str, source: Path | str) -> Subject:
@@ -111,6 +112,15 @@ class Subject:
     def buffers(self) -> int:
         """Numbers in its buffers, which every rank holds."""
         return sum(buffer.numel() for buffer in self.transformer.buffers())
+
+    def footprint(self, ranks: int) -> Footprint:
+        """What its forward holds on each of so many ranks of tensor parallelism."""
+        if ranks not in self._footprints:
+            config: Any = self.transformer.config
+            channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+            found = self.counted.footprint
+            self._footprints[ranks] = found if ranks == 1 else found.divided(channels, ranks)
+        return self._footprints[ranks]
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
