@@ -82,6 +82,11 @@ def _sweep(name: str, command: str, **figures: str) -> dict[str, Section]:
     return {name: Section(command, (f"{name}/rows.jsonl",), tables.table, shown)}
 
 
+def _fidelity(file: str, warmups: str) -> Section:
+    command = f"python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups {warmups}"
+    return Section(command, (file,), fidelity.table)
+
+
 def _quality(model: str) -> Section:
     command = f'python -m ditile.bench.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
     file = f"cache-{model.removeprefix('shapes-')}.jsonl"
@@ -94,10 +99,8 @@ def _plans(model: str) -> Section:
 
 
 SECTIONS: dict[str, Section] = {
-    "fidelity": Section(
-        "python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto", ("fidelity.json",),
-        fidelity.table,
-    ),
+    "fidelity": _fidelity("fidelity.json", "1"),
+    "fidelity-warmups": _fidelity("fidelity-warmups.json", "0,2,auto"),
     **_sweep(
         "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
         methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",

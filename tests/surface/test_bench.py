@@ -83,7 +83,7 @@ def test_two_ranks_measured_with_figures_and_again(
     words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
     assert cli.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie"]) == 0
     out = capsys.readouterr().out
-    assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop on l40-pcie" in out, out
+    assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop and memory on l40-pcie" in out, out
     found = {(row["plan"], row["cache"]): row for row in rows()}
     one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
     assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
