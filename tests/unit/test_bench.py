@@ -120,7 +120,9 @@ def test_a_row_by_hand() -> None:
     cell = Cell("ring=2")
     memory = [{"parameters": 5, "keys": 1, "cache": 0, "activations": 2}, dict.fromkeys(("parameters", "keys"), 1)]
     lines = [run(cell, 1.0, 3.0), run(cell, 2.0, 3.0), run(cell, 3.0, 4.0)]
-    (row,) = runs.rows([{"key": lines[0]["key"], "memory": memory}, *lines], {runs.key_of(JOB, cell): runs.Foretold(1.5, 6)})
+    (row,) = runs.rows(
+        [{"key": lines[0]["key"], "memory": memory}, *lines], {runs.key_of(JOB, cell): runs.Foretold(1.5, 6)}
+    )
     assert row["seconds"] == [1.0, 2.0, 3.0] and row["one_rank_seconds"] == [3.0, 3.0, 4.0]
     assert (row["ratio"], row["ratio_lowest"], row["ratio_highest"]) == (1.5, 4 / 3, 3.0)
     assert (row["median_s"], row["lowest_s"], row["highest_s"], row["rounds"]) == (2.0, 1.0, 3.0, 3)
