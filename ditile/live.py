@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Storages(TorchDispatchMode):
-    """Follows the storages that operators make within it, until they are freed."""
+    """Follows the storages that operators make within it, until they are freed.
 
-    def __init__(self) -> None:
+    Args:
+        made: told of each one, by the tensor that came with it; what it returns is called when the storage is freed.
+    """
+
+    def __init__(self, made: Callable[[Tensor], Callable[[], None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def made(self, tensor: Tensor) -> Callable[[], None]:
-        """A storage was made, with this tensor; what is returned is called when it is freed."""
-        raise NotImplementedError
+        self._made, self._known = made, dict[int, weakref.ref[Any]]()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -37,7 +37,7 @@ class Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._follow(leaf, self.made)
+                self._follow(leaf, self._made)
         return out
 
     def _follow(self, tensor: Tensor, made: Callable[[Tensor], Callable[[], None]]) -> None:
@@ -64,11 +64,10 @@ class LiveBytes(Storages):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.now = self.peak = self.largest = 0
 
-    def made(self, tensor: Tensor) -> Callable[[], None]:
-        """Counts it."""
+    def _count(self, tensor: Tensor) -> Callable[[], None]:
         size = tensor.untyped_storage().nbytes()
         self.now += size
         self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)

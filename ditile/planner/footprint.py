@@ -78,12 +78,11 @@ class Watch(Storages):
     """
 
     def __init__(self, held: Callable[[Tensor], Held]) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self._held, self._now = held, Held()
         self._moments, self._attending = set[Held](), set[Held]()
 
-    def made(self, tensor: Tensor) -> Callable[[], None]:
-        """Counts it."""
+    def _count(self, tensor: Tensor) -> Callable[[], None]:
         held = self._held(tensor)
         self._now += held
         self._moments.add(self._now)
