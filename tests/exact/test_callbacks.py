@@ -73,6 +73,20 @@ def test_once_per_step_and_as_the_plain_pipeline(pool: Pool, name: str) -> None:
     pool.run(as_plain, 2, name)
 
 
+def whole_model(name: str) -> None:
+    pipe = MAKE[name]()
+    wanted = observed(pipe, name, ["prompt_embeds"], "prompt")
+    different(wanted[0], observed(pipe, name, ["latents"])[0], "a changed prompt")
+    with divided(pipe) as runner:
+        same(observed(runner, name, ["prompt_embeds"], "prompt")[0], wanted[0], name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_prompt_is_read_where_models_are_whole(pool: Pool, name: str) -> None:
+    """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
+    pool.run(whole_model, 1, name)
+
+
 def changed(name: str, stages: int) -> list[Any]:
     with divided(MAKE[name](), **STALE | {"pipefusion": stages}) as runner:
         return [observed(runner, name, ["latents"], "latents"), observed(runner, name, ["prompt_embeds"], "prompt")]
