@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from ditile.compiled import Compile, compiler_of, seat_around, seat_block, set_aside
+from ditile.embedding import embed_patches
 from ditile.errors import StateError
 from ditile.generation import Generation
 from ditile.hollow import Parts, StandIn, hollow, is_hollow, refill
@@ -251,7 +252,10 @@ class Seats:
                     stand_in = replace(seat, block=self.stand_ins[seat.index].block)
                     self._seat_attention(stack, stand_in, core, dispatch)
             self._seat_output(stack, policy)
-            memo.install(stack, self.transformer, first=0 in owned or bool(self.stand_ins), compiled=compiled)
+            first = 0 in owned or bool(self.stand_ins)
+            if first:
+                embed_patches(stack, self.spec, self.transformer, current)
+            memo.install(stack, self.transformer, first=first, compiled=compiled)
             yield
 
     def _seat_forward(self, stack: ExitStack, policy: Policy, current: Callable[[], Generation]) -> None:
@@ -309,6 +313,14 @@ class Seats:
             layer, joint = f"{seat.name}.{name}", name in seat.io.attn
             mine = self._processor(attention.processor, layer, joint, core, dispatch)
             override(stack, attention, "processor", mine)
+        self._seat_cross(stack, seat)
+
+    def _seat_cross(self, stack: ExitStack, seat: Seat) -> None:
+        """Attention to the text, which is whole on every rank."""
+        for name, processor in self.spec.cross.items():
+            attention: Any = getattr(seat.block, name, None)
+            if type(getattr(attention, "processor", None)) in self.spec.stock:
+                override(stack, attention, "processor", processor())
 
     def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
         if self.spec.processor is not None:
@@ -358,6 +370,8 @@ class OneSeat(Seats):
                     if seat_block(stack, seat.block, compile_, lambda forward: forward):
                         compiled.append(seat.name)
             if not whole:
+                for seat in self.chain:
+                    self._seat_cross(stack, seat)
                 Memo(self.spec, current).install(stack, self.transformer, first=True, compiled=compiled)
             seat_around(stack, pipe, self.transformer, counted)
             yield

@@ -100,6 +100,8 @@ class ModelSpec:
         example: (config, grid, text tokens) -> arguments of the forward with one row, of which nothing is read but
             shapes: how the planner has the forward counted.
         image_tokens: embeds the latents; its value is read on the first stage only.
+        embed: (that module, its forward) -> what embeds a run of tokens alone, of the latents; None embeds all of them
+            for every patch.
         out: makes the prediction of each token.
         constant: modules whose output does not change during a generation; `*` stands for one name.
         per_step: modules whose output does not change during a step.
@@ -107,6 +109,8 @@ class ModelSpec:
             diffusers' `dispatch_attention_fn`.
         overlapped: the same, which computes q, k and v one after the other when asked to; used where they are to travel
             so, by families that need no processor otherwise.
+        cross: attributes of blocks that hold attention to the text -> what makes a processor that stands for a `stock`
+            one, with the same result in less time; other processors stay.
         stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
         tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
@@ -125,11 +129,13 @@ class ModelSpec:
     example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
+    embed: Callable[[nn.Module, Callable[..., Any]], Callable[[Any, range], Any]] | None = None
     out: str = "proj_out"
     constant: tuple[str, ...] = ()
     per_step: tuple[str, ...] = ()
     processor: Callable[[Any], Any] | None = None
     overlapped: Callable[[Any], Any] | None = None
+    cross: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     stock: tuple[type, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

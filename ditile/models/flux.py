@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.layout import Grid
+from ditile.models import embeds
 from ditile.models.slicers import TEXT_STREAM, behind, projections, refuse_ip_adapters, rotary
 from ditile.seams import Make
 from ditile.spec import BlockIO, Conditioning, ModelSpec
@@ -127,6 +128,7 @@ FLUX = ModelSpec(
     conditioning=conditioning,
     example=example,
     image_tokens="x_embedder",
+    embed=embeds.linear,
     constant=("context_embedder", "pos_embed"),
     per_step=(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",

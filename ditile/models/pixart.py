@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
+from torch.nn import functional
 
 from ditile.layout import Grid
+from ditile.models import embeds
 from ditile.models.slicers import image_grid, latents, projections
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
@@ -24,8 +26,28 @@ class PixArtSelfAttention:
         """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
         q, k, v = projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
-        out: Tensor = attn.to_out[0](self._core.of(q, k, v).flatten(2).to(hidden_states.dtype))
-        return out / attn.rescale_output_factor
+        return _out(attn, self._core.of(q, k, v).to(hidden_states.dtype))
+
+
+class PixArtCrossAttention:
+    """Attention to the text as the stock processor has it, without copies of the mask for every head of every layer."""
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None, **also: Any,
+    ) -> Tensor:  # fmt: skip
+        """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
+        q = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
+        k = attn.to_k(encoder_hidden_states).unflatten(-1, (attn.heads, -1))
+        v = attn.to_v(encoder_hidden_states).unflatten(-1, (attn.heads, -1))
+        mask = None if attention_mask is None else attention_mask[:, None]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _out(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
+
+
+def _out(attn: Attention, attended: Tensor) -> Tensor:
+    out: Tensor = attn.to_out[0](attended.flatten(2))
+    return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
 
 
 def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
@@ -73,7 +95,9 @@ PIXART = ModelSpec(
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
+    embed=embeds.patch_embed,
     processor=PixArtSelfAttention,
+    cross={"attn2": PixArtCrossAttention},
     stock=(AttnProcessor2_0,),
     tensor=TENSOR,
     tensor_tokens=TENSOR_TOKENS,

@@ -13,6 +13,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from torch import Tensor
 
 from ditile.layout import Grid
+from ditile.models import embeds
 from ditile.models.slicers import TEXT_STREAM, behind, image_grid, latents, projections, refuse_ip_adapters
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
@@ -109,6 +110,7 @@ SD3 = ModelSpec(
     latent_per_token=lambda config: int(config["patch_size"]),
     conditioning=conditioning,
     example=example,
+    embed=embeds.patch_embed,
     constant=("context_embedder",),
     per_step=(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
