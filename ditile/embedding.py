@@ -17,7 +17,7 @@ def embed_patches(stack: ExitStack, spec: ModelSpec, transformer: nn.Module, cur
     if spec.embed is None:
         return
     module = transformer.get_submodule(spec.image_tokens)
-    forward = module.forward
+    forward: Callable[[Tensor], Tensor] = module.forward
     some = spec.embed(module, forward)
 
     def embedded(latents: Tensor) -> Tensor:

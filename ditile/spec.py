@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ditile.layout import Grid, Joint, Layout, Part
 
@@ -129,7 +129,7 @@ class ModelSpec:
     example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
-    embed: Callable[[nn.Module, Callable[..., Any]], Callable[[Any, range], Any]] | None = None
+    embed: Callable[[nn.Module, Callable[..., Tensor]], Callable[[Tensor, range], Tensor]] | None = None
     out: str = "proj_out"
     constant: tuple[str, ...] = ()
     per_step: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ class AttentionCore:
                 nonlocal heads
                 x = make()
                 heads = max(heads, x.shape[2])
-                return x[:, tokens.real]
+                return x[:, tokens.real] if tokens.dummies else x
 
             return made
 

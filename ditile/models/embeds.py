@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditile.overrides import override
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
 def linear(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
@@ -48,6 +48,7 @@ def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tens
         tokens = rows[:, run.start - top * per_row : run.stop - top * per_row]
         if module.layer_norm:
             tokens = module.norm(tokens)
-        return (tokens + positions(latents)[:, run.start : run.stop]).to(tokens.dtype)
+        placed: Tensor = tokens + positions(latents)[:, run.start : run.stop]
+        return placed.to(tokens.dtype)
 
     return embed

@@ -44,41 +44,63 @@ class Ulysses:
 
     def to_tokens(self, out: Tensor, tokens: Tokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
-        lengths = self._lengths(tokens)
-        batch, size = out.shape[0], out.shape[3]
-        flat = out.reshape(-1) if batch == 1 else torch.cat([x.reshape(-1) for x in out.split(lengths, dim=1)])
-        mine, own = out.shape[2], lengths[self._axis.index]
-        theirs = self._shares(heads)
-        sends, receives = [batch * n * mine * size for n in lengths], [batch * own * n * size for n in theirs]
+        lengths, theirs, own = self._lengths(tokens), self._shares(heads), self._axis.index
+        batch, _, mine, size = out.shape
+        spans = out.split(lengths, dim=1)
+        sends = self._travelling([n * mine * size for n in lengths], batch)
+        flat = out.reshape(-1) if batch == 1 else out.new_empty(sum(sends))
+        if batch > 1:
+            for span, part in zip(spans, flat.split(sends), strict=True):
+                if part.numel():
+                    part.view(span.shape).copy_(span)
+        receives = self._travelling([lengths[own] * n * size for n in theirs], batch)
         (received,) = start_all_to_all(flat, sends, receives, self._group, self._traffic, KIND).wait()
-        parts = received.split(receives)
-        return torch.cat([x.view(batch, own, n, size) for x, n in zip(parts, theirs, strict=True)], dim=2)
+        parts = list(received.split(receives))
+        if batch > 1:
+            parts[own] = spans[own]
+        return torch.cat([x.view(batch, lengths[own], n, size) for x, n in zip(parts, theirs, strict=True)], dim=2)
 
     def _start(self, tensors: Sequence[Tensor], tokens: Tokens) -> Pending:
         """Sends to each rank its heads of all tensors, as `[B, S, tensors, heads, H]`."""
         batch, length, _, size = tensors[0].shape
-        shares = [self._shares(x.shape[2]) for x in tensors]
-        each = [sum(heads) for heads in zip(*shares, strict=True)]
-        sends = [batch * length * heads * size for heads in each]
+        heads = self._heads(tensors)
+        each = [sum(len(run) for run in runs) for runs in heads]
+        sends = self._travelling([length * n * size for n in each], batch)
         flat = tensors[0].new_empty(sum(sends))
-        begins = [0] * len(tensors)
-        for rank, part in enumerate(flat.split(sends)):
-            parts = part.view(batch, length, each[rank], size).split([heads[rank] for heads in shares], dim=2)
-            for k, (x, into) in enumerate(zip(tensors, parts, strict=True)):
-                into.copy_(x[:, :, begins[k] : begins[k] + into.shape[2]])
-                begins[k] += into.shape[2]
-        receives = [batch * n * each[self._axis.index] * size for n in self._lengths(tokens)]
+        for part, runs in zip(flat.split(sends), heads, strict=True):
+            if part.numel():
+                _fill(part.view(batch, length, -1, size), tensors, runs)
+        receives = self._travelling([n * each[self._axis.index] * size for n in self._lengths(tokens)], batch)
         return start_all_to_all(flat, sends, receives, self._group, self._traffic, KIND)
 
     def _opened(self, tensors: Sequence[Tensor], pending: Pending, tokens: Tokens) -> list[Tensor]:
         batch, _, _, size = tensors[0].shape
-        heads = [self._shares(x.shape[2])[self._axis.index] for x in tensors]
-        lengths = self._lengths(tokens)
+        runs, lengths = self._heads(tensors)[self._axis.index], self._lengths(tokens)
+        heads = [len(run) for run in runs]
         (received,) = pending.wait()
-        parts = received.split([batch * n * sum(heads) * size for n in lengths])
-        whole = [x.view(batch, n, sum(heads), size) for x, n in zip(parts, lengths, strict=True)]
-        joined = received.view(1, sum(lengths), sum(heads), size) if batch == 1 else torch.cat(whole, dim=1)
-        return list(joined.split(heads, dim=2))
+        if batch == 1:
+            return list(received.view(1, sum(lengths), sum(heads), size).split(heads, dim=2))
+        whole = received.new_empty((batch, sum(heads), sum(lengths), size)).transpose(1, 2)
+        travelled = received.split(self._travelling([n * sum(heads) * size for n in lengths], batch))
+        for rank, (part, into) in enumerate(zip(travelled, whole.split(lengths, dim=1), strict=True)):
+            if rank == self._axis.index:
+                _fill(into, tensors, runs)
+            else:
+                into.copy_(part.view(into.shape))
+        return list(whole.split(heads, dim=2))
+
+    def _travelling(self, sizes: Sequence[int], batch: int) -> list[int]:
+        """Numbers to each rank of so many for each row of a batch.
+
+        What a rank keeps goes by itself to where it belongs, but for a batch of one, of which nothing has to be moved
+        once it is there: then it goes with the others.
+        """
+        return [0 if batch > 1 and rank == self._axis.index else batch * size for rank, size in enumerate(sizes)]
+
+    def _heads(self, tensors: Sequence[Tensor]) -> list[list[range]]:
+        """Of each rank, its heads of each tensor."""
+        size = self._axis.size
+        return [[share(range(x.shape[2]), size, rank) for x in tensors] for rank in range(size)]
 
     def _as_many_heads(self, x: Tensor, heads: int) -> Tensor:
         """Grouped-query heads are repeated where a rank's queries would need half a group."""
@@ -121,3 +143,10 @@ class Overlapped(Ulysses):
             found += self._opened([x], pending, tokens)
             self._trace.add(f"exchange {name}", step, patch, branch, began)
         return found
+
+
+def _fill(into: Tensor, tensors: Sequence[Tensor], heads: Sequence[range]) -> None:
+    """Puts some heads of each tensor next to each other."""
+    pieces = into.split([len(run) for run in heads], dim=2)
+    for x, run, piece in zip(tensors, heads, pieces, strict=True):
+        piece.copy_(x[:, :, run.start : run.stop])
