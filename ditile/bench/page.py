@@ -32,7 +32,8 @@ BIG = "ditile bench --model random-pixart --output latent"
 SMALL = "ditile bench --model shapes-flux --height 256 --width 256 --output latent"
 SETTINGS = (
     "F=1 W=4 R=0.12 taylor=1; F=0 W=4 R=1 MC=1 taylor=1 reach=0.5; F=1 W=3 R=1 MC=2 taylor=1; "
-    "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5; F=0 W=2 R=1 MC=4 taylor=1 reach=0.5"
+    "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5; F=0 W=2 R=1 MC=4 taylor=1 reach=0.5; F=1 W=2 R=1 MC=6 taylor=1; "
+    "F=0 W=2 R=1 MC=6 taylor=1 reach=0.5"
 )
 
 
