@@ -33,7 +33,7 @@ def test_a_run_of_tokens_is_what_it_is_in_the_whole(case: str) -> None:
     for _ in range(2):
         latents = torch.randn(*shape, generator=generator, dtype=torch.float64)
         whole = module(latents)
-        for run in (range(0, 12), range(12, 24), range(5, 31), range(46, 48)):
+        for run in (range(12), range(12, 24), range(5, 31), range(46, 48)):
             torch.testing.assert_close(some(latents, run), whole[:, run.start : run.stop], rtol=0, atol=1e-12)
 
 
