@@ -3,7 +3,7 @@ sooner they are there. cache-dit beside ours, where it is installed.
 
     python -m ditile.bench.cache_quality --model shapes-pixart --captions 100 --out pixart.jsonl
     python -m ditile.bench.cache_quality --model shapes-flux --steps 50 --settings "F=1 W=4 R=0.2" --out flux.jsonl
-    python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl docs/images/cache-quality.png
+    python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl curves.png
 
 One process, one thread, one picture at a time. Every caption is drawn by all settings in turn, in an order that
 rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time,

@@ -3,7 +3,7 @@ user of matplotlib.
 
 python -m ditile.bench.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m ditile.bench.plots freshness docs/images/freshness.png --patches 4
-python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl docs/images/cache-quality.png
+python -m ditile.bench.plots pareto pixart.jsonl flux.jsonl curves.png
 python -m ditile.bench.plots tradeoff evaluation/evaluation.json docs/images/evaluation.png
 """
 
