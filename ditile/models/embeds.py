@@ -30,11 +30,11 @@ def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tens
     """
     known: dict[torch.Size, Tensor] = {}
 
-    def positions(latents: Tensor) -> Tensor:
+    def positions(latents: Tensor, width: int) -> Tensor:
         shape = latents.shape[2:]
         if shape not in known:
-            side, width = module.patch_size, module.proj.out_channels
-            nothing = torch.zeros(1, width, *(length // side for length in shape), device=latents.device)
+            grid = (length // module.patch_size for length in shape)
+            nothing = torch.zeros(1, width, *grid, device=latents.device)
             with ExitStack() as stack:
                 override(stack, module.proj, "forward", lambda _: nothing)
                 known[shape] = forward(latents[:1])
@@ -48,7 +48,7 @@ def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tens
         tokens = rows[:, run.start - top * per_row : run.stop - top * per_row]
         if module.layer_norm:
             tokens = module.norm(tokens)
-        placed: Tensor = tokens + positions(latents)[:, run.start : run.stop]
+        placed: Tensor = tokens + positions(latents, tokens.shape[2])[:, run.start : run.stop]
         return placed.to(tokens.dtype)
 
     return embed

@@ -15,12 +15,30 @@ def _patch_embed(**also: object) -> PatchEmbed:
     return PatchEmbed(height=16, width=16, patch_size=2, in_channels=4, embed_dim=24, **also).double()
 
 
+class Wrapped(nn.Module):
+    """A layer around another, as a LoRA has it: nothing of the inner one is to be seen but its output."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def _with_a_lora() -> PatchEmbed:
+    module = _patch_embed()
+    module.proj = Wrapped(module.proj)
+    return module
+
+
 CASES = {
     "linear": (embeds.linear, nn.Linear(4, 24).double(), (2, 48, 4)),
     "its own size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 16)),
     "another size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 12)),
     "cropped positions": (embeds.patch_embed, _patch_embed(pos_embed_max_size=12), (1, 4, 16, 12)),
     "layer norm": (embeds.patch_embed, _patch_embed(layer_norm=True), (1, 4, 16, 12)),
+    "a LoRA": (embeds.patch_embed, _with_a_lora(), (2, 4, 16, 12)),
     "no positions": (embeds.patch_embed, _patch_embed(pos_embed_type=None), (1, 4, 16, 12)),
 }
 
@@ -37,7 +55,7 @@ def test_a_run_of_tokens_is_what_it_is_in_the_whole(case: str) -> None:
             torch.testing.assert_close(some(latents, run), whole[:, run.start : run.stop], rtol=0, atol=1e-12)
 
 
-def test_positions_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_asked_for_once() -> None:
     module, calls = _patch_embed(), []
 
     def forward(latents: Tensor) -> Tensor:
