@@ -37,11 +37,9 @@ class PixArtCrossAttention:
         attention_mask: Tensor | None = None, **also: Any,
     ) -> Tensor:  # fmt: skip
         """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
-        q = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
-        k = attn.to_k(encoder_hidden_states).unflatten(-1, (attn.heads, -1))
-        v = attn.to_v(encoder_hidden_states).unflatten(-1, (attn.heads, -1))
+        pairs = ((attn.to_q, hidden_states), (attn.to_k, encoder_hidden_states), (attn.to_v, encoder_hidden_states))
+        q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for linear, x in pairs)
         mask = None if attention_mask is None else attention_mask[:, None]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return _out(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
 
 
