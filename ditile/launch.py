@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ditile import env
+from ditile import env, processor
 from ditile.errors import PlanError, StateError
 from ditile.supervise import (
     HEADER,
@@ -78,7 +78,7 @@ def launch(
         RankError: if a rank failed in any other way; it names the first.
     """
     ranks = _count("ranks", ranks)
-    threads = max(1, _cores() // ranks) if threads is None else _count("threads", threads)
+    threads = max(1, processor.cores() // ranks) if threads is None else _count("threads", threads)
     if not stall_timeout > 0:
         raise PlanError(f"stall_timeout={stall_timeout!r} is no time; try stall_timeout=600")
     if env.progress_fd() is not None:
@@ -157,7 +157,7 @@ def keep_to_own_cores(number: int, world: int, threads: int) -> None:
 
     Where cores are to spare they are left free to move, as other programs may run here too.
     """
-    cores = _cores()
+    cores = processor.cores()
     if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
         own = sorted(os.sched_getaffinity(0))[number * threads : (number + 1) * threads]
         os.sched_setaffinity(0, own)
@@ -278,7 +278,3 @@ def _count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r} is not a whole number of at least 1; try {name}=1")
     return value
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

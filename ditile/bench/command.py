@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ditile import env
+from ditile import env, processor
 from ditile.bench import machine, runs, sweeps
 from ditile.bench.across import RANKS, measure_across
 from ditile.bench.cells import ONE_RANK, Cell, by_world, cells_of
@@ -78,9 +78,9 @@ def bench(compared: Comparison, work: Workload) -> Measured | None:
 def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> list[str]:
     remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
-    if task.todo and (task.load or 0.0) > machine.num_cores() / 2:
+    if task.todo and (task.load or 0.0) > processor.cores() / 2:
         remarks.append(
-            f"others kept this machine busy (load {task.load:.1f} on {machine.num_cores()} cores): two ranks get more "
+            f"others kept this machine busy (load {task.load:.1f} on {processor.cores()} cores): two ranks get more "
             "of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
@@ -165,7 +165,7 @@ def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[
 
 def _threads(work: Workload, most: int) -> int:
     """Of each rank: by default the cores are shared out."""
-    return work.threads or max(1, machine.num_cores() // most)
+    return work.threads or max(1, processor.cores() // most)
 
 
 def _measure(task: Task, most: int) -> None:

@@ -20,13 +20,13 @@ import diffusers
 import torch
 
 import ditile
-from ditile import env
+from ditile import env, processor
 from ditile.bench.captions_file import Caption, captions_of
 from ditile.bench.evaluate_draw import Task, Turn, draw
 from ditile.bench.evaluate_options import ORIGINAL, Evaluate, Judge, Session, Setting
 from ditile.bench.evaluation import Key, Row, Store, complete, summed_up, write
 from ditile.bench.judging import Judged, Panel
-from ditile.bench.machine import load, num_cores
+from ditile.bench.machine import load
 from ditile.budget import FILE
 from ditile.dry_run import planned
 from ditile.errors import ModelError
@@ -62,7 +62,7 @@ def evaluate(wanted: Evaluate, judge: Judge, session: Session) -> dict[str, Any]
     settings = wanted.settings
     _check(wanted, settings)
     captions = captions_of(wanted.captions, wanted.num, CAPTIONS)
-    threads = session.threads or max(1, num_cores() // max(s.world for s in settings))
+    threads = session.threads or max(1, processor.cores() // max(s.world for s in settings))
     job, store = _job(wanted, session, threads), Store(Path(session.out))
     rows: dict[Key, Row] = {}
     panel = None
@@ -249,7 +249,7 @@ def _machine() -> dict[str, Any]:
     """Where it ran, and with what."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
     return {
-        "machine": ", ".join(names) or f"{num_cores()} core(s), {platform.machine()}", "load_average": load(),
+        "machine": ", ".join(names) or f"{processor.cores()} core(s), {platform.machine()}", "load_average": load(),
         "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__,
         "diffusers": diffusers.__version__,
     }  # fmt: skip

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 
 import ditile
-
-CPUINFO = Path("/proc/cpuinfo")
+from ditile import processor
 
 
 def facts(device: str | None) -> dict[str, Any]:
@@ -24,27 +22,13 @@ def facts(device: str | None) -> dict[str, Any]:
     gpu = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
     count = torch.cuda.device_count() if gpu else 0
     return {
-        "processor": processor(), "cores": num_cores(), "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
+        "processor": processor.name(), "cores": processor.cores(),
+        "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
         "system": f"{platform.system()} {platform.machine()}", "torch": torch.__version__,
         "diffusers": diffusers.__version__, "ditile": ditile.__version__,
     }  # fmt: skip
 
 
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def load() -> float | None:
     """Processes that want a core at a time, mean of the last minute; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def processor() -> str:
-    """The processor's name, as well as the system tells it."""
-    if CPUINFO.exists():
-        for line in CPUINFO.read_text("utf-8", "replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

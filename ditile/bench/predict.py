@@ -17,7 +17,7 @@ from ditile.options import Ask
 from ditile.planner import hardware
 from ditile.planner.caches import expected
 from ditile.planner.memory import needed
-from ditile.planner.price import Left
+from ditile.planner.ops import Left
 from ditile.planner.profile import Profile
 from ditile.planner.search import pricer_of
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ditile.errors import PlanError
-from ditile.planner.price import Left
+from ditile.planner.ops import Left
 from ditile.steps.build import rules_of
 from ditile.steps.config import DBCacheConfig
 from ditile.steps.rules import Record, Verdict
 
 
 def expected(config: DBCacheConfig | None, steps: int, hit_rate: float | None = None) -> Left:
-    """The share of the steps that a cache leaves out.
+    """The steps that a cache leaves out.
 
     Args:
         config: the cache; None leaves nothing out.
@@ -36,4 +36,4 @@ def expected(config: DBCacheConfig | None, steps: int, hit_rate: float | None = 
         skipped = verdict is Verdict.SKIP or (verdict is Verdict.MEASURE and hits >= 1 - 1e-9)
         hits -= skipped and verdict is Verdict.MEASURE
         rules.note(step, record, skipped=skipped, difference=None)
-    return Left(share=len(record.skipped) / steps, first=config.Fn_compute_blocks, last=config.Bn_compute_blocks)
+    return Left(steps=frozenset(record.skipped), first=config.Fn_compute_blocks, last=config.Bn_compute_blocks)

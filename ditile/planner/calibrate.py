@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ditile import processor
 from ditile.planner.profile import Curve, Link, Profile
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -325,6 +323,4 @@ def machine() -> str:
     """The device's name."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    return f"{processor.name()}, {processor.cores()} cores"

@@ -16,7 +16,8 @@ from ditile.cost import Job
 from ditile.errors import PlanError
 from ditile.plan import Plan
 from ditile.planner.memory import peak
-from ditile.planner.price import Left, Price, Pricer
+from ditile.planner.ops import Left
+from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.subject import Subject
 from ditile.shape import Shape

@@ -25,7 +25,7 @@ from ditile.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.caches import expected
 from ditile.planner.memory import Bytes, needed, peak
-from ditile.planner.price import Left, _Run
+from ditile.planner.ops import Left, Ops
 from ditile.planner.profile import Curve, Link, Profile, rising
 from ditile.planner.search import ABOVE, Wanted, plans, pricer_of, search
 from ditile.planner.seconds import Tokens, flops, seconds, together
@@ -146,11 +146,14 @@ def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
         search(one, asked, profile, Wanted(devices=8, max_latency_s=0.001))
 
 
-def test_a_cache_leaves_out_its_share() -> None:
+EVERY_OTHER = Left(steps=frozenset(range(0, 8, 2)), first=0)
+
+
+def test_a_cache_leaves_out_its_steps() -> None:
     one = subject("shapes-pixart")
     job = one.job(Plan(), one.shape(call("shapes-pixart", **SMALL)))
     pricer = pricer_of(one, SMALL, EVEN)
-    whole, half = pricer.price(job), pricer.price(job, Left(share=0.5, first=0))
+    whole, half = pricer.price(job), pricer.price(job, EVERY_OTHER)
     assert half.latency_s == pytest.approx(whole.latency_s / 2, rel=0.02)
 
 
@@ -159,8 +162,20 @@ def test_a_cache_leaves_out_exchanges_too() -> None:
     slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
     job = one.job(Plan(ulysses=2), one.shape(call("shapes-flux", **SMALL)))
     pricer = pricer_of(one, SMALL, slow)
-    whole, half = pricer.price(job), pricer.price(job, Left(share=0.5, first=0))
+    whole, half = pricer.price(job), pricer.price(job, EVERY_OTHER)
     assert half.exposed_s == pytest.approx(whole.exposed_s / 2, rel=0.02)
+
+
+def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
+    """N = 2, M = 4: behind a step that is left out the last stage waits for a patch, 1 / (N M) of a step."""
+    one = subject("shapes-pixart")
+    shape = one.shape(call("shapes-pixart", **SMALL))
+    pricer = pricer_of(one, SMALL, EVEN)
+    step = pricer.price(one.job(Plan(), shape)).latency_s / 8
+    job = one.job(Plan.parse("pipefusion=2 patches=4 warmup=0"), shape)
+    scattered, together = (pricer.price(job, Left(steps=frozenset(steps), first=0)) for steps in ((1, 3, 5), (5, 6, 7)))
+    assert scattered.compute_s == pytest.approx(together.compute_s)
+    assert scattered.latency_s - together.latency_s == pytest.approx(3 * step / 8, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +192,7 @@ def test_a_cache_leaves_out_exchanges_too() -> None:
 def test_a_cache_is_played_before_it_runs(line: str, hit_rate: float | None, skipped: int) -> None:
     """Its own rules decide; a failure would mean a latency for another cache than the one that runs."""
     left = expected(configs_of(line)["cache_config"], 20, hit_rate)
-    assert left == Left(share=skipped / 20, first=1, last=0)
+    assert (len(left.steps), left.first, left.last) == (skipped, 1, 0)
 
 
 def test_a_cache_that_measures_needs_a_hit_rate() -> None:
@@ -225,7 +240,7 @@ def test_ranks_of_a_host_share_the_way_out() -> None:
     whole = hardware.bandwidth("10Gbit") / 8 * 0.9
 
     def bandwidth(axis: str, **degrees: int) -> float:
-        return _Run(pricer_of(one, asked, profile, 4), one.job(Plan(**degrees), shape), Left())._link(axis).bandwidth
+        return Ops(pricer_of(one, asked, profile, 4), one.job(Plan(**degrees), shape), Left()).link(axis).bandwidth
 
     assert bandwidth("ring", ring=8) == whole
     assert bandwidth("ring", ring=2, ulysses=4) == bandwidth("pipefusion", pipefusion=2, ulysses=4) == whole / 4

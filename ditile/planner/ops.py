@@ -1,0 +1,253 @@
+"""Seconds of each op of a schedule: what a stage computes in a micro-step, what its ranks exchange, what it sends on.
+
+Work that was counted (`kernels`) takes what the machine takes for it (`seconds`); messages go over the links that an
+axis crosses (`links`). `price` puts the ops one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ditile import cost
+from ditile.blocks.schedule import Kind, Op, Schedule
+from ditile.cost import Job, Place
+from ditile.generation import Micro
+from ditile.planner.kernels import Counted, Mix, Work
+from ditile.planner.links import crossed, crowd, exposed, share
+from ditile.planner.profile import Link, Profile
+from ditile.planner.seconds import Load, Tokens, load, together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """What a cache is expected to leave out.
+
+    Attributes:
+        steps: those whose blocks do not run.
+        first, last: blocks that run all the same: its probe and its tail.
+    """
+
+    steps: frozenset[int] = frozenset()
+    first: int = 1
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Basis:
+    """One model on one machine, with what is remembered of its work.
+
+    Attributes:
+        counted: the model's work.
+        profile: the machine.
+        words: tokens of text that cross attention sees, which are not in the sequence.
+        host: ranks that fill a host, one host after the other; None where all are in one.
+    """
+
+    counted: Counted
+    profile: Profile
+    words: int = 0
+    host: int | None = None
+    _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
+    _attentions: dict[range, Work] = field(default_factory=dict)
+
+    def attention(self, blocks: range) -> Work:
+        """The attention of some blocks."""
+        if blocks not in self._attentions:
+            every = together([self.counted.blocks[block] for block in blocks])
+            self._attentions[blocks] = {kernel: n for kernel, n in every.items() if kernel.kind == "attention"}
+        return self._attentions[blocks]
+
+    def work(self, key: int, work: Work, tokens: Tokens) -> Load:
+        """Seconds of some work, remembered by what it is."""
+        if (key, tokens) not in self._loads:
+            self._loads[key, tokens] = load(work, tokens, self.profile)
+        return self._loads[key, tokens]
+
+
+class Ops:
+    """Seconds of the ops of one call under one plan, each kind of them priced once.
+
+    Args:
+        basis: the model and the machine.
+        job: the plan and the call.
+        left: what a cache leaves out.
+    """
+
+    def __init__(self, basis: Basis, job: Job, left: Left) -> None:
+        self._basis, self.job, self.left = basis, job, left
+        self._profile = basis.profile
+        self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
+        self._host = min(job.plan.world, basis.host or job.plan.world)
+        self._crowd = crowd(basis.profile, self._host)
+        self._seen: dict[Any, float] = {}
+        self._links: dict[str, Link] = {}
+        self._mixes: dict[tuple[range, bool], Mix] = {}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.job.schedule
+
+    @cached_property
+    def calls(self) -> int:
+        return self.job.own(self._places[0]).calls
+
+    @cached_property
+    def like(self) -> list[int]:
+        """Of each stage, the first one that has the same to do."""
+        found: list[int] = []
+        seen: dict[Any, int] = {}
+        counted, last = self._basis.counted, self.job.plan.pipefusion - 1
+        for stage, blocks in enumerate(self.job.stages):
+            work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
+            left = sum(map(self._may_be_left, blocks)) if self.left.steps else 0
+            what = (frozenset(work.items()), left, stage == 0, stage == last, stage < self.schedule.crew)
+            found.append(seen.setdefault(what, stage))
+        return found
+
+    def cost(self, stage: int, op: Op, *, free: bool) -> float:
+        stage = self.like[stage]
+        key = (stage, op.kind, self._kinds[op.step], op.patch, op.branch == 0, op.piece, free)
+        seconds = self._seen.get(key)
+        if seconds is None:
+            seconds = self._seen[key] = self._priced(stage, op, free=free)
+        return seconds
+
+    @cached_property
+    def _kinds(self) -> list[tuple[bool, ...]]:
+        """Of each step what it shares with those that have the same work and messages."""
+        schedule, steps = self.schedule, range(self.job.shape.steps)
+        return [
+            (step == 0, schedule.is_stale(step), schedule.keeps_keys(step), step in self.left.steps) for step in steps
+        ]
+
+    def _priced(self, stage: int, op: Op, *, free: bool) -> float:
+        micro = self._micro(op)
+        if op.kind is Kind.COMPUTE:
+            own = self._compute(self._places[stage], micro, op)
+            own = Load(own.device * self._crowd, own.host * self._crowd)
+            return (own if free else self._exchanged(self._places[stage], micro, own)).seconds(self._profile)
+        if op.kind is Kind.STEP:
+            patches = self.job.plan.num_patches if micro.patch is None else 1
+            taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
+            return taken if free else taken + self._guidance(micro) / patches
+        if free or op.kind not in (Kind.SEND, Kind.RETURN, Kind.SHARE, Kind.PREDICT, Kind.GIVE):
+            return 0.0
+        link = self.link("pipefusion")
+        return (1 - link.overlap) * self._message(stage, op)
+
+    def travel(self, stage: int, op: Op) -> float:
+        key = ("travel", self.like[stage], op.kind, op.patch, op.piece, self._kinds[op.step])
+        if key not in self._seen:
+            link = self.link("pipefusion")
+            self._seen[key] = link.latency_s + link.overlap * self._message(stage, op)
+        return self._seen[key]
+
+    def _message(self, stage: int, op: Op) -> float:
+        """Seconds of a message on an idle link."""
+        job, place = self.job, self._places[stage]
+        if op.kind is Kind.SEND and op.patch is not None:
+            pieces = len(self.schedule.pieces(self._micro(op)))
+            size = cost.between(job, place, op.patch) / pieces
+        elif op.kind is Kind.GIVE:
+            size = cost.key_bytes(job, 0)
+        else:
+            rows = 1.0 if op.patch is None else job.layout.rows(op.patch) / job.layout.grid.rows
+            size = job.own(place).latent_bytes * rows
+        return size / self.link("pipefusion").bandwidth
+
+    def _micro(self, op: Op) -> Micro:
+        stale = self.schedule.is_stale(op.step) and self.job.plan.distrifusion == 1
+        return Micro(op.step, op.patch if stale else None)
+
+    def _compute(self, place: Place, micro: Micro, op: Op) -> Load:
+        """A stage's own blocks, the ends with them, in one call or a piece of it."""
+        job, counted, work = self.job, self._basis.counted, self._basis.work
+        tokens = self._tokens(place, micro, op)
+        crew = len(self.schedule.crew_of(micro))
+        mix = self._mix(range(len(counted.blocks)) if crew else job.stages[place.stage], op.step)
+        total = work(-1, counted.every, tokens)
+        for each, times in mix.blocks:
+            total = total.plus(work(id(each), each, tokens), times)
+        if place.stage == 0 or crew:
+            total = total.plus(work(-2, counted.first, tokens))
+        if place.stage == job.plan.pipefusion - 1 or crew:
+            total = total.plus(work(-3, counted.last, tokens))
+        if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
+            total = total.plus(work(-4, counted.step, tokens))
+            for each, times in mix.steps:
+                total = total.plus(work(id(each), each, tokens), times)
+        if op.step == 0:
+            total = total.plus(work(-5, counted.once, tokens))
+            for each, times in mix.once:
+                total = total.plus(work(id(each), each, tokens), times)
+        return total
+
+    def _mix(self, stage: range, step: int) -> Mix:
+        is_left = step in self.left.steps
+        if (stage, is_left) not in self._mixes:
+            runs = [0.0 if is_left and self._may_be_left(block) else 1.0 for block in stage]
+            self._mixes[stage, is_left] = self._basis.counted.mix(stage, runs)
+        return self._mixes[stage, is_left]
+
+    def _kept(self, place: Place, step: int) -> float:
+        """The share of a stage's blocks that run in a step: those that are left out exchange nothing."""
+        stage = self.job.stages[place.stage]
+        return 1 - (step in self.left.steps) * sum(map(self._may_be_left, stage)) / len(stage)
+
+    def _may_be_left(self, block: int) -> bool:
+        last = len(self._basis.counted.blocks) - self.left.last
+        return self.left.first <= block < last
+
+    def _tokens(self, place: Place, micro: Micro, op: Op) -> Tokens:
+        job, plan = self.job, self.job.plan
+        image, text = cost.tokens(job, place, micro)
+        crew = len(self.schedule.crew_of(micro))
+        if crew:
+            image, text = -(-job.layout.image // crew), -(-text // crew)
+        own = job.own(place)
+        rows = len(self.schedule.pieces(micro)[op.piece]) if plan.warmup_mode == "pipelined" else own.batch
+        keys = job.layout
+        line = cost.line(job, place, micro) if plan.ulysses > 1 else 0
+        return Tokens(
+            rows=rows, image=image, text=text or self._basis.words, image_keys=keys.image,
+            text_keys=keys.text or self._basis.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
+            share=line / (image + text) if line else 1.0,
+        )  # fmt: skip
+
+    def _exchanged(self, place: Place, micro: Micro, own: Load) -> Load:
+        """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
+        total = own
+        for kind, sizes in cost.in_call(self.job, place, micro).items():
+            axis = "ulysses" if kind == "prediction" else kind
+            link, n = self.link(axis), max(getattr(self.job.plan, axis), 2)
+            made = 1.0 if kind == "prediction" else self._kept(place, micro.step)
+            calls = made * len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            sending = made * sum(sizes) / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
+            if kind == "distrifusion" and self.schedule.is_stale(micro.step):
+                sending = exposed(sending, link.overlap, own.device)
+            elif kind == "ring":
+                sending = exposed(sending, link.overlap, self._attention(place, micro))
+            started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
+            total = total.plus(Load(sending, calls * started))
+        return total
+
+    def _attention(self, place: Place, micro: Micro) -> float:
+        """Seconds of attention in a call: what a ring's messages travel under."""
+        tokens = self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
+        n, found = self.job.plan.ring, self._basis.attention(self.job.stages[place.stage])
+        return load(found, tokens, self._profile).device * (n - 1) / n
+
+    def _guidance(self, micro: Micro) -> float:
+        place = self._places[-1]
+        size = cost.guidance(self.job, place, micro)
+        link = self.link("cfg")
+        return link.latency_s + size / link.bandwidth if size else 0.0
+
+    def link(self, axis: str) -> Link:
+        """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
+        if axis not in self._links:
+            self._links[axis] = crossed(self.job.plan, self._profile, self._host, axis)
+        return self._links[axis]
