@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ditile.bench import cache_overhead, cache_plans, cache_quality, fidelity, overhead, tables
+from ditile.bench import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = "docs/benchmarks/"
@@ -116,6 +116,7 @@ SECTIONS: dict[str, Section] = {
     **_sweep("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
     **_sweep("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
     **_sweep("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
+    "predictions": Section("python -m ditile.bench.predictions", ("predictions.json",), predictions.table),
     "overhead": Section("python -m ditile.bench.overhead", ("overhead.json",), overhead.table),
     "cache-pixart": _quality("shapes-pixart"),
     "cache-flux": _quality("shapes-flux"),

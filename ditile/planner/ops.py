@@ -168,13 +168,14 @@ class Ops:
         tokens = self._tokens(place, micro, op)
         crew = len(self.schedule.crew_of(micro))
         mix = self._mix(range(len(counted.blocks)) if crew else job.stages[place.stage], op.step)
-        total = work(-1, counted.every, tokens)
+        again = job.calls(op.step) / job.own(place).calls  # more than 1 where the first step's calls are not shared out
+        total = Load(0.0, 0.0).plus(work(-1, counted.every, tokens), again)
         for each, times in mix.blocks:
-            total = total.plus(work(id(each), each, tokens), times)
+            total = total.plus(work(id(each), each, tokens), again * times)
         if place.stage == 0 or crew:
-            total = total.plus(work(-2, counted.first, tokens))
+            total = total.plus(work(-2, counted.first, tokens), again)
         if place.stage == job.plan.pipefusion - 1 or crew:
-            total = total.plus(work(-3, counted.last, tokens))
+            total = total.plus(work(-3, counted.last, tokens), again)
         if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
             total = total.plus(work(-4, counted.step, tokens))
             for each, times in mix.steps:

@@ -119,11 +119,12 @@ class _Run:
         Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
         """
         schedule, steps = self._schedule, self._job.shape.steps
-        kinds: dict[tuple[bool, bool], list[int]] = {}
+        kinds: dict[tuple[bool, bool, int], list[int]] = {}
         for step in range(steps):
-            kinds.setdefault((schedule.is_stale(step), step in self._ops.left.steps), []).append(step)
+            kind = (schedule.is_stale(step), step in self._ops.left.steps, self._job.calls(step))
+            kinds.setdefault(kind, []).append(step)
         total, warm = 0.0, sum(not schedule.is_stale(step) for step in range(steps))
-        for (is_stale, _), alike in kinds.items():
+        for (is_stale, *_), alike in kinds.items():
             like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
             total += len(alike) * (self._asynchronous(like) if is_stale else self._synchronous(like))
         if self._job.plan.pipefusion > 1:

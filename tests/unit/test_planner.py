@@ -166,6 +166,16 @@ def test_a_cache_leaves_out_exchanges_too() -> None:
     assert half.exposed_s == pytest.approx(whole.exposed_s / 2, rel=0.02)
 
 
+def test_every_half_computes_all_calls_of_the_first_step() -> None:
+    """It learns there how many there are: of 8 steps of two calls, a half makes 9 calls."""
+    one = subject("shapes-flux")
+    shape = one.shape(call("shapes-flux", **SMALL))
+    pricer = pricer_of(one, SMALL, EVEN)
+    alone, half = (pricer.price(one.job(Plan.parse(text), shape)) for text in ("", "cfg=2"))
+    assert half.compute_s / alone.compute_s == pytest.approx(9 / 16, rel=0.01)
+    assert pricer.estimate(one.job(Plan(cfg=2), shape)) == pytest.approx(half.latency_s, rel=0.02)
+
+
 def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
     """N = 2, M = 4: behind a step that is left out the last stage waits for a patch, 1 / (N M) of a step."""
     one = subject("shapes-pixart")

@@ -1,0 +1,152 @@
+"""Predicted beside measured: calibrates this machine, then runs plans of up to two ranks, and hybrids of four.
+
+    python -m ditile.bench.predictions --out predictions.json
+
+Half an hour on two cores. A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder
+`predictions`). An error is that of the seconds of the denoising loop, the median of three rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from ditile.bench.cells import ONE_RANK
+from ditile.bench.runs import ROWS
+
+CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
+PATCHED = "pipefusion=2 patches=2; pipefusion=2 patches=4; "
+EXACT = "; distrifusion=2; ulysses=2; ring=2; tensor=2"
+BUNDLED = (
+    f"{PATCHED}pipefusion=2 patches=2 warmup_mode=pipelined; pipefusion=2 patches=4 warmup_mode=sequence{EXACT}; "
+    f"cfg=2; pipefusion=1 | {CACHE}; pipefusion=2 patches=2 | {CACHE}; ulysses=2 | {CACHE}"
+)
+RANDOM = f"{PATCHED}pipefusion=2 patches=8; pipefusion=2 patches=4 warmup_mode=sequence{EXACT}"
+HYBRIDS = (
+    "cfg=2 pipefusion=2 patches=2; cfg=2 ulysses=2; pipefusion=2 ulysses=2 patches=2; pipefusion=4 patches=4; "
+    "ring=2 ulysses=2; pipefusion=2 tensor=2 patches=2"
+)
+RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
+
+
+class Job(NamedTuple):
+    """One call, and the plans that it is made under."""
+
+    model: str
+    size: int
+    steps: int
+    plans: str
+
+    @property
+    def name(self) -> str:
+        """For people, and of its folder."""
+        return f"{self.model.partition(' ')[0]} {self.size} px {self.steps} steps"
+
+
+JOBS = (
+    Job("shapes-flux", 128, 12, BUNDLED), Job("shapes-flux", 192, 12, BUNDLED),
+    Job("shapes-pixart", 192, 12, BUNDLED), Job("shapes-pixart", 256, 12, BUNDLED),
+    Job(RANDOM_FLUX, 256, 8, RANDOM), Job(RANDOM_FLUX, 512, 5, RANDOM), Job("shapes-pixart", 256, 8, HYBRIDS),
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def measure(folder: Path) -> list[Row]:
+    """The rows of all jobs.
+
+    Raises:
+        SystemExit: if one fails; what others measured is kept.
+    """
+    profile = folder / "profile.json"
+    if not profile.exists():
+        _run("calibrate", "--out", str(profile))
+    found: list[Row] = []
+    for job in JOBS:
+        out, size = folder / job.name.replace(" ", "-"), str(job.size)
+        _run(
+            "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
+            "--output", "latent", "--rounds", "3", "--profile", str(profile), "--out", str(out), "--plans", job.plans,
+        )  # fmt: skip
+        rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
+        found += [_short(job, row) for row in rows]
+    return found
+
+
+def _run(*words: str) -> None:
+    print(" ".join(words), file=sys.stderr, flush=True)
+    if code := subprocess.run([sys.executable, "-m", "ditile", *words], check=False).returncode:
+        raise SystemExit(f"error: ditile {words[0]} ended with exit code {code}")
+
+
+def _short(job: Job, row: Row) -> Row:
+    names = ("world", "loop_s", "predicted_loop_s", "predicted_error", "predicted_memory_error")
+    plan = "one rank" if row["plan"] == ONE_RANK else row["plan"]
+    label = f"{plan} | {row['cache']}" if row["cache"] else plan
+    return {"job": job.name, "plan": label} | {name: row.get(name) for name in names}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A row for each plan, a column for each job; what they come to below."""
+    jobs = list(dict.fromkeys(row["job"] for row in rows))
+    shown = Table("plan", *jobs)
+    cells = {(row["plan"], row["job"]): f"{row['loop_s']:.2f} s, {row['predicted_error']:+.0%}" for row in rows}
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        shown.add_row(plan, *(cells.get((plan, job), "") for job in jobs))
+    for name, text in (("median error, worst", _errors), ("predicted fastest", _first), ("memory, worst", _memory)):
+        shown.add_row(name, *(text([row for row in rows if row["job"] == job]) for job in jobs))
+    return shown
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    errors = [abs(row["predicted_error"]) for row in rows]
+    return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
+
+
+def _first(rows: Sequence[Row]) -> str:
+    """Among the plans that leave nothing out."""
+    plans = [row for row in rows if "|" not in row["plan"]]
+    first = min(plans, key=lambda row: float(row["predicted_loop_s"]))
+    behind = first["loop_s"] / min(row["loop_s"] for row in plans) - 1
+    return f"{first['plan']}: the fastest" if behind == 0 else f"{first['plan']}: {behind:.0%} behind the fastest"
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    errors = [abs(row["predicted_memory_error"]) for row in rows if row["predicted_memory_error"] is not None]
+    return f"{max(errors):.0%}" if errors else ""
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """What all jobs come to, plans of up to two ranks and of more apart."""
+    for name, some in (
+        ("up to 2 ranks", [row for row in rows if row["world"] <= 2]),
+        ("4 ranks", [row for row in rows if row["world"] > 2]),
+    ):
+        if some:
+            errors = f"error of the loop (median, worst) {_errors(some)}"
+            yield f"{name}: {len(some)} measured; {errors}; of memory at most {_memory(some)}"
+
+
+def main() -> None:
+    """Measures, writes the rows, and says what they come to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("predictions.json"), help="the rows as JSON")
+    out: Path = parser.parse_args().out
+    folder = out.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = measure(folder)
+    out.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    shutil.rmtree(folder)
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()
