@@ -176,13 +176,13 @@ def line(job: Job, place: Place, micro: Micro) -> int:
     return sum(map(_length, _row(job, place, micro)))
 
 
-def key_bytes(job: Job, rank: int) -> int:
-    """Bytes of the keys and values that a rank keeps: of all tokens, for its own layers and heads."""
+def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
+    """Bytes of the keys and values that a rank keeps: of all tokens, or the image's, for its own layers and heads."""
     stale = any(job.schedule.keeps_keys(step) for step in range(job.shape.steps))
     if not stale and job.plan.distrifusion == 1:
         return 0
     place, layout = job.place(rank), job.layout
-    tokens = sum(layout.image + (layout.text if joint else 0) for joint in job.layers(place))
+    tokens = sum(layout.image + (layout.text if joint and text else 0) for joint in job.layers(place))
     return 2 * job.own(place).calls * tokens * _number(job, place)
 
 

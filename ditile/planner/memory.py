@@ -139,5 +139,5 @@ def _ahead(job: Job, place: Place) -> int:
 
 
 def _exchanging(job: Job, rank: int) -> int:
-    """Bytes of the keys of all layers that DistriFusion has under way."""
-    return cost.key_bytes(job, rank) if job.plan.distrifusion > 1 else 0
+    """Bytes of the keys of all layers that DistriFusion has under way; those of the text are every rank's own."""
+    return cost.key_bytes(job, rank, text=False) if job.plan.distrifusion > 1 else 0
