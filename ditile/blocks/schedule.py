@@ -220,10 +220,10 @@ class Schedule:
                     yield from self.call(stage, micro, branch, piece)
             yield from self.after(stage, micro)
 
-    def program(self, stage: int, calls: int = 1) -> Iterator[Op]:
-        """All that a stage does in a generation."""
+    def program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
+        """All that a stage does in a generation of so many transformer calls in every step, or in each."""
         for step in range(self.steps):
-            yield from self.step_ops(stage, step, calls)
+            yield from self.step_ops(stage, step, calls(step) if callable(calls) else calls)
 
     def bound(self, calls: int = 1) -> float:
         """The speed-up over one rank that no implementation exceeds, with equal stages and a free wire.
@@ -266,7 +266,7 @@ class Span(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int = 1,
+    schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
 ) -> list[Span]:  # fmt: skip
     """Runs the programs of all stages against each other, each message as early as it can be.
@@ -274,13 +274,13 @@ def simulate(
     Args:
         schedule: the schedule.
         cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, all else 0.
-        calls: transformer calls per step.
+        calls: transformer calls in every step, or in each.
         travel: the time of a message on its way, from the end of the op that sends it; by default none.
 
     Raises:
         RuntimeError: if the stages wait for each other for ever.
     """
-    price = cost or (lambda stage, op: _unit_cost(schedule, op, calls))
+    price = cost or (lambda stage, op: _unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
     programs = [deque(schedule.program(stage, calls)) for stage in range(schedule.stages)]
     clocks, sent, spans = [0.0] * schedule.stages, dict[tuple[object, ...], float](), list[Span]()
     while any(programs):

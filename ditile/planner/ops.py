@@ -88,11 +88,8 @@ class Ops:
 
     @cached_property
     def schedule(self) -> Schedule:
+        """Of the job."""
         return self.job.schedule
-
-    @cached_property
-    def calls(self) -> int:
-        return self.job.own(self._places[0]).calls
 
     @cached_property
     def like(self) -> list[int]:
@@ -108,6 +105,7 @@ class Ops:
         return found
 
     def cost(self, stage: int, op: Op, *, free: bool) -> float:
+        """Seconds that an op takes of its stage; `free`: with messages that take no time."""
         stage = self.like[stage]
         key = (stage, op.kind, self._kinds[op.step], op.patch, op.branch == 0, op.piece, free)
         seconds = self._seen.get(key)
@@ -139,6 +137,7 @@ class Ops:
         return (1 - link.overlap) * self._message(stage, op)
 
     def travel(self, stage: int, op: Op) -> float:
+        """Seconds of a message on its way, behind those that it takes of its sender."""
         key = ("travel", self.like[stage], op.kind, op.patch, op.piece, self._kinds[op.step])
         if key not in self._seen:
             link = self.link("pipefusion")
@@ -168,14 +167,13 @@ class Ops:
         tokens = self._tokens(place, micro, op)
         crew = len(self.schedule.crew_of(micro))
         mix = self._mix(range(len(counted.blocks)) if crew else job.stages[place.stage], op.step)
-        again = job.calls(op.step) / job.own(place).calls  # more than 1 where the first step's calls are not shared out
-        total = Load(0.0, 0.0).plus(work(-1, counted.every, tokens), again)
+        total = work(-1, counted.every, tokens)
         for each, times in mix.blocks:
-            total = total.plus(work(id(each), each, tokens), again * times)
+            total = total.plus(work(id(each), each, tokens), times)
         if place.stage == 0 or crew:
-            total = total.plus(work(-2, counted.first, tokens), again)
+            total = total.plus(work(-2, counted.first, tokens))
         if place.stage == job.plan.pipefusion - 1 or crew:
-            total = total.plus(work(-3, counted.last, tokens), again)
+            total = total.plus(work(-3, counted.last, tokens))
         if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
             total = total.plus(work(-4, counted.step, tokens))
             for each, times in mix.steps:

@@ -81,14 +81,14 @@ class _Run:
 
     def __init__(self, basis: Basis, job: Job, left: Left) -> None:
         self._ops, self._job = Ops(basis, job, left), job
-        self._schedule, self._calls = self._ops.schedule, self._ops.calls
+        self._schedule = self._ops.schedule
 
     def walk(self, *, free: bool) -> tuple[float, float]:
         """Seconds of the loop, and those that its busiest stage works; `free`: with messages that take no time."""
         schedule, steps = self._schedule, self._job.shape.steps
         shown = steps if self._ops.left.steps else min(steps, schedule.warmup + STEADY)
         spans = simulate(
-            replace(schedule, steps=shown), lambda stage, op: self._ops.cost(stage, op, free=free), self._calls,
+            replace(schedule, steps=shown), lambda stage, op: self._ops.cost(stage, op, free=free), self._job.calls,
             lambda stage, op: 0.0 if free else self._ops.travel(stage, op),
         )  # fmt: skip
         ends = _ends(spans, shown)
@@ -133,19 +133,19 @@ class _Run:
 
     def _synchronous(self, step: int) -> float:
         """Seconds of a synchronous step but for its patches' way back."""
-        schedule, last = self._schedule, self._job.plan.pipefusion - 1
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
         whole = self._of_stages(Op(Kind.COMPUTE, step, None))
         stepped = self._ops.cost(last, Op(Kind.STEP, 0, None), free=False)
         if schedule.crew:
-            return self._calls * max(whole) + stepped
-        patches, pieces = self._patches, len(schedule.pieces(Micro(0, None))) * self._calls
+            return calls * max(whole) + stepped
+        patches, pieces = self._patches, len(schedule.pieces(Micro(0, None))) * calls
         hops, back = self._hops(step, patches - 1)
         one = sum(whole) + sum(patches * hop.seconds for hop in hops) + (pieces - 1) * max(whole)
-        return self._calls * one / pieces + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
+        return calls * one / pieces + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
 
     def _asynchronous(self, step: int) -> float:
         """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return."""
-        calls, patches = self._calls, self._patches
+        calls, patches = self._job.calls(step), self._patches
         first, other = self._of_patch(step, 0), self._of_patch(step, patches - 1)
         hops, back = self._hops(step, patches - 1)
         stepped = self._ops.cost(self._job.plan.pipefusion - 1, Op(Kind.STEP, step, self._patch(0)), free=False)
@@ -185,11 +185,11 @@ class _Run:
 
     def _of_stages(self, op: Op) -> list[float]:
         """Seconds of a call on every stage, the mean of a step's calls: the first one has more to do."""
-        found: dict[int, float] = {}
+        found, calls = dict[int, float](), self._job.calls(op.step)
         for stage in dict.fromkeys(self._ops.like):
             first = self._ops.cost(stage, op, free=False)
-            others = self._ops.cost(stage, op._replace(branch=1), free=False) if self._calls > 1 else 0.0
-            found[stage] = (first + (self._calls - 1) * others) / self._calls
+            others = self._ops.cost(stage, op._replace(branch=1), free=False) if calls > 1 else 0.0
+            found[stage] = (first + (calls - 1) * others) / calls
         return [found[stage] for stage in self._ops.like]
 
 

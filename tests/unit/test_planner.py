@@ -174,6 +174,12 @@ def test_every_half_computes_all_calls_of_the_first_step() -> None:
     alone, half = (pricer.price(one.job(Plan.parse(text), shape)) for text in ("", "cfg=2"))
     assert half.compute_s / alone.compute_s == pytest.approx(9 / 16, rel=0.01)
     assert pricer.estimate(one.job(Plan(cfg=2), shape)) == pytest.approx(half.latency_s, rel=0.02)
+    slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
+    split, both = (
+        pricer_of(one, SMALL, slow).price(one.job(Plan.parse(text), shape)).exposed_s
+        for text in ("ulysses=2", "cfg=2 ulysses=2")
+    )
+    assert 9 / 16 < both / split < 10 / 16, "its exchanges are made for both calls, too"
 
 
 def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
