@@ -6,9 +6,9 @@ Seats, attention and scheduler read it; only the loop writes it. It is dropped w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ditile.errors import StateError
 from ditile.layout import DUMMY_TEXT, Layout, Part, Split
@@ -129,6 +129,10 @@ class Generation:
             image = range(start, start + layout.image)
             self._tokens[key] = Tokens(runs, own, length, image, dummies, first)
         return self._tokens[key]
+
+    def constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What does not change in calls of the branch and the piece at hand: made once."""
+        return self.memory.constant((key, self.branch, self.piece), make)
 
     def end_call(self) -> None:
         """One transformer call is over."""

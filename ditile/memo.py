@@ -35,7 +35,7 @@ class Memo:
         def remembered(*args: Any, **kwargs: Any) -> Any:
             now = self._current()
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            return now.memory.constant((name, now.branch, now.piece, shapes), lambda: forward(*args, **kwargs))
+            return now.constant((name, shapes), lambda: forward(*args, **kwargs))
 
         return remembered
 

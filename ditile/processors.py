@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
+from ditile.generation import Generation
 from ditile.overrides import override
+from ditile.spec import ModelSpec
 
 
 def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -32,6 +34,14 @@ def answer_at_once(stack: ExitStack, block: nn.Module) -> None:
         asked.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
         ready.__call__ = asked
         override(stack, module, "processor", ready)
+
+
+def seat_cross(stack: ExitStack, spec: ModelSpec, block: nn.Module, current: Callable[[], Generation]) -> None:
+    """Attention to the text, which is whole on every rank, until the stack is closed."""
+    for name, make in spec.cross.items():
+        attention: Any = getattr(block, name, None)
+        if type(getattr(attention, "processor", None)) in spec.stock:
+            override(stack, attention, "processor", make(lambda key, found: current().constant(key, found)))
 
 
 def dispatches(processor: Any) -> bool:

@@ -26,7 +26,7 @@ from ditile.hollow import Parts, StandIn, hollow, is_hollow, refill
 from ditile.layout import Grid
 from ditile.memo import Memo
 from ditile.overrides import matching, override
-from ditile.processors import answer_at_once
+from ditile.processors import answer_at_once, seat_cross
 from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
@@ -246,11 +246,13 @@ class Seats:
                     compiled.append(seat.name)
                 if seat.index in owned:
                     self._seat_attention(stack, seat, core, dispatch)
+                    seat_cross(stack, self.spec, seat.block, current)
                     if seat.name not in compiled:
                         answer_at_once(stack, seat.block)
                 elif seat.index in self.stand_ins:
                     stand_in = replace(seat, block=self.stand_ins[seat.index].block)
                     self._seat_attention(stack, stand_in, core, dispatch)
+                    seat_cross(stack, self.spec, stand_in.block, current)
             self._seat_output(stack, policy)
             first = 0 in owned or bool(self.stand_ins)
             if first:
@@ -264,7 +266,7 @@ class Seats:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             now, inputs = current(), dict(zip(names, args, strict=False)) | kwargs
-            grid = now.memory.constant(("grid", now.branch), lambda: self.spec.grid(self.transformer, inputs))
+            grid = now.constant("grid", lambda: self.spec.grid(self.transformer, inputs))
             rows = int(inputs["hidden_states"].shape[0])
             pieces = policy.begin_call(grid, rows)
             if len(pieces) == 1:
@@ -313,14 +315,6 @@ class Seats:
             layer, joint = f"{seat.name}.{name}", name in seat.io.attn
             mine = self._processor(attention.processor, layer, joint, core, dispatch)
             override(stack, attention, "processor", mine)
-        self._seat_cross(stack, seat)
-
-    def _seat_cross(self, stack: ExitStack, seat: Seat) -> None:
-        """Attention to the text, which is whole on every rank."""
-        for name, processor in self.spec.cross.items():
-            attention: Any = getattr(seat.block, name, None)
-            if type(getattr(attention, "processor", None)) in self.spec.stock:
-                override(stack, attention, "processor", processor())
 
     def _processor(self, stock: Any, layer: str, joint: bool, core: Callable[..., Core], dispatch: Any) -> Any:
         if self.spec.processor is not None:
@@ -371,7 +365,7 @@ class OneSeat(Seats):
                         compiled.append(seat.name)
             if not whole:
                 for seat in self.chain:
-                    self._seat_cross(stack, seat)
+                    seat_cross(stack, self.spec, seat.block, current)
                 Memo(self.spec, current).install(stack, self.transformer, first=True, compiled=compiled)
             seat_around(stack, pipe, self.transformer, counted)
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ class View(NamedTuple):
 
 Slicer = Callable[[Any, View], Any]
 """Cuts a per-token argument down to the tokens of a view."""
+
+
+Constant = Callable[[Hashable, Callable[[], Any]], Any]
+"""(key, make) -> what `make` returned when it was first asked for in this generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +139,7 @@ class ModelSpec:
     per_step: tuple[str, ...] = ()
     processor: Callable[[Any], Any] | None = None
     overlapped: Callable[[Any], Any] | None = None
-    cross: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    cross: Mapping[str, Callable[[Constant], Any]] = field(default_factory=dict)
     stock: tuple[type, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

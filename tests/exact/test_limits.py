@@ -68,6 +68,8 @@ VARIETY: list[dict[str, Any]] = [
     {"prompt": ["a red circle"] * 3, "num_inference_steps": 2},
     {"embeds": 5},
     {"embeds": 9, "seed": 3},
+    {"embeds": 150},
+    {"max_sequence_length": 150},  # most of it is padding
     {"height": 56, "width": 16},  # 14 token rows
     {"height": 16, "width": 56},
     {"num_inference_steps": 5},
