@@ -279,7 +279,7 @@ class Loop:
 
     def _scale(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         timestep = args[0] if args else kwargs.get("timestep")
-        patches = self._schedule.patches_of(self.current().micro)
+        patches = self._schedule.patches_of(self.current().micro) if self._steps_patches else range(1)
         return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
     def _step(
@@ -290,7 +290,7 @@ class Loop:
         now = self.current()
         self._batch.check(model_output, sample)
         self._adopt(sample)
-        if self._pipefusion.is_last and not self._batch.idle:
+        if self._steps_patches:
             result = self._step_patches(model_output, timestep, kwargs)
         else:
             result = self._shadow(model_output, timestep, kwargs)
@@ -327,14 +327,19 @@ class Loop:
         return slice(0, self._latents.shape[self._dim])
 
     @property
+    def _steps_patches(self) -> bool:
+        """Whether this rank steps the latents, and not only counts along."""
+        return self._pipefusion.is_last and not self._batch.idle
+
+    @property
     def _is_cut(self) -> bool:
         """Whether latents are stepped by patches, or not here."""
         return self._schedule.patches > 1 or self._schedule.stages > 1
 
     def _shadow(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert self._latents is not None
-        patches = self._schedule.patches_of(self.current().micro)
-        result = self._patch_schedulers().shadow(prediction, timestep, self._latents, patches, call)
+        closes = self._schedule.closes(self.current().micro)
+        result = self._patch_schedulers().shadow(prediction, timestep, self._latents, call, closes=closes)
         self._latents = self._latents.to(first(result).dtype)
         return result
 
@@ -376,7 +381,6 @@ class Loop:
 
     def _patch_schedulers(self) -> PatchSchedulers:
         if self._copies is None:
-            self._copies = PatchSchedulers(
-                self._scheduler, OVERRIDES, self._plain, self._plan.num_patches, len(self._timesteps)
-            )
+            patches = self._plan.num_patches if self._steps_patches else 1
+            self._copies = PatchSchedulers(self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps))
         return self._copies

@@ -26,7 +26,7 @@ class PatchSchedulers:
         scheduler: the stock scheduler.
         hide: attributes of the instance that must not be copied (overrides).
         timesteps: the plain timesteps.
-        patches: M.
+        patches: M, or 1 where no patch is stepped.
         steps: how many steps will be made.
     """
 
@@ -37,6 +37,7 @@ class PatchSchedulers:
         self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
         self._stochastic: bool | None = None
         self._saved: list[Tensor] = []
+        self._shadowed: Any = None
 
     def scale(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
@@ -46,18 +47,25 @@ class PatchSchedulers:
             self._copies[patch].scale_model_input(tiny, timestep)
         return scaled if read else x
 
-    def shadow(self, prediction: Tensor, timestep: Any, sample: Tensor, patches: range, call: Mapping[str, Any]) -> Any:
-        """Steps copies on a corner of the tensors, to keep their counters right where the result is not needed.
+    def shadow(
+        self, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], *, closes: bool
+    ) -> Any:
+        """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
 
-        Returns the last copy's result; its dtype is that of a real step.
+        Args:
+            closes: whether a step ends here; before that a result is only looked at for its form.
+
+        Returns:
+            The scheduler's result; its dtype is that of a real step.
         """
-        generators = rng.sources(call.get("generator"), sample.device)
-        saved = rng.states(generators)
-        corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
-        for patch in patches:
-            result = self._copies[patch].step(prediction[corner], timestep, sample[corner], **call)
-        rng.restore(generators, saved)
-        return result
+        if closes or self._shadowed is None:
+            generators = rng.sources(call.get("generator"), sample.device)
+            saved = rng.states(generators)
+            corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
+            scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
+            self._shadowed = scheduler.step(prediction[corner], timestep, sample[corner], **call)
+            rng.restore(generators, saved)
+        return self._shadowed
 
     def step(
         self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, span: Span, call: Mapping[str, Any]
