@@ -78,13 +78,15 @@ def _weights(subject: Subject, job: Job, block: int) -> int:
 
 
 def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
-    """What is computed and sent at the largest micro-step; what is remembered; and what is received ahead."""
+    """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
     plan, place, schedule = job.plan, job.place(rank), job.schedule
     found = subject.footprint(plan.tensor)
     row = job.own(place).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
     micros = {micro.patch: micro for micro in (schedule.micros(step)[0] for step in steps)}
-    computed = max(_computed(found, job, place, micro, words) for micro in micros.values())
+    computed = max(
+        row * _computed(found, job, place, micro, words) + _ahead(job, place, micro) for micro in micros.values()
+    )
     _, text = cost.tokens(job, place, Micro(0, None))
     kept = sum(found.kept[block].at(job.layout.image, text or words) for block in job.stages[place.stage])
     if place.stage > 0:
@@ -92,7 +94,7 @@ def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
     if len(schedule.pieces(Micro(0, None))) > 1:
         kept *= 2  # as rows, and together
     latents = STEPPED * job.own(place).latent_bytes
-    return int(row * (computed + kept)) + latents + _ahead(job, place) + _exchanging(job, rank)
+    return int(computed + row * kept) + latents + _exchanging(job, rank)
 
 
 def _computed(found: Footprint, job: Job, place: Place, micro: Micro, words: int) -> float:
@@ -133,9 +135,12 @@ def _exchanged(job: Job) -> float:
     return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
 
 
-def _ahead(job: Job, place: Place) -> int:
-    """Bytes of the messages that are received before they are needed, and of the one that is read."""
-    return (RECEIVED + 1) * cost.between(job, place, 0) if place.stage > 0 else 0
+def _ahead(job: Job, place: Place, micro: Micro) -> int:
+    """Bytes of the messages that are received before they are needed, and of the one that is read.
+
+    In the first step none is expected before its call.
+    """
+    return (RECEIVED + 1) * cost.between(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
 
 
 def _exchanging(job: Job, rank: int) -> int:
