@@ -21,7 +21,7 @@ from ditile import env
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.load import defaults, find, load
-from ditile.mesh import pick_device
+from ditile.mesh import Communicators, pick_device
 from ditile.options import Calibrate
 from ditile.plan import Plan
 from ditile.planner import calibrate as curves
@@ -32,9 +32,12 @@ from ditile.planner.subject import Subject
 from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS, RUNS = (1, 4), 5, 3
-SHARED = ("shapes-flux", 128)  # what ranks share out: short calls, so that exchanges count
+PATCHES, STEPS, RUNS = (1, 4), 4, 3
+TURNS = 5  # of calls that are compared
+STAGED = ("shapes-pixart", 256)  # what goes through stages: all of them compute most of the time
+SHARED = (("shapes-flux", 128), ("shapes-flux", 192))  # what ranks share out: few bytes to exchange, and many
 KERNEL = 1e-6
+FREE = 1e9
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 
@@ -60,13 +63,19 @@ def calibrate(wanted: Calibrate) -> Path:
 
 def _together_with(alone: Profile, ranks: int, dtype: str, threads: int) -> Profile:
     """The profile with what all ranks measure together. Calls on GPUs do not show how long hosts take to start."""
-    shared = [] if alone.runs_ahead else _shared_calls(ranks)
-    with progress(f"{ranks} ranks", curves.LINK_PARTS + RUNS + (1 + RUNS) * len(shared)) as heard:
-        link, together, took = launch(joined, ranks, (dtype, shared), threads=threads, progress=heard)[0]
+    jobs = [] if alone.runs_ahead else _shared_jobs(ranks)
+    runs = sum(1 + len(job.plans) for job in jobs) * (1 + TURNS) or RUNS
+    with progress(f"{ranks} ranks", curves.LINK_PARTS + runs) as heard:
+        link, together, times = launch(joined, ranks, (dtype, jobs), threads=threads, progress=heard)[0]
     found = dataclasses.replace(alone, link=link, together=together)
     sums, exchanges = list[curves.Shared](), list[curves.Shared]()
-    for plan, seconds in zip(shared, took, strict=True):
-        (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(plan, found, seconds))
+    for job, of_job in zip(jobs, times, strict=True):
+        for plan, share in zip(job.plans, of_job, strict=True):
+            took = share * job.latency(Plan(), found)
+            if plan.pipefusion > 1:  # the first of all: the others build on it
+                found = _crowded(job, plan, found, took)
+            else:
+                (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(job, plan, found, took))
     return curves.started(found, exchanges, sums)
 
 
@@ -98,46 +107,83 @@ def one(dtype: str) -> Profile:
     return _called(profile, dtype)
 
 
-def joined(dtype: str, shared: Sequence[Plan]) -> tuple[Link, float, list[float]]:
-    """On all ranks: what joins them, how many times as long a call takes while all make one, and shared calls."""
+def joined(dtype: str, jobs: Sequence[_Job]) -> tuple[Link, float, list[list[float]]]:
+    """On all ranks: what joins them, how much slower they compute together if shared calls do not say it, and these."""
     quiet()
     device = pick_device(None, dist.get_rank())
     on = device if dist.get_backend() == "nccl" else torch.device("cpu")
     link = curves.link(Bench(on, getattr(torch, dtype), env.advance))
-    return link, _together(dtype, device), [_shared(dtype, plan) for plan in shared]
+    staged = any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
+    return link, 1.0 if staged else _together(dtype, device), [_shared(dtype, job) for job in jobs]
 
 
-def _shared_calls(ranks: int) -> list[Plan]:
-    """Plans whose calls say what an exchange takes: all-to-alls, and all-reduces where heads divide."""
-    model, size = SHARED
-    subject = Subject.of(model, find(model))
-    facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
-    return [plan for plan in (Plan(ulysses=ranks), Plan(tensor=ranks)) if not plan.illegal(facts)]
+class _Job(NamedTuple):
+    """A call of a bundled model, and the plans of all ranks under which it is made."""
+
+    model: str
+    size: int
+    plans: tuple[Plan, ...]
+
+    def latency(self, plan: Plan, profile: Profile) -> float:
+        """What is predicted."""
+        return _latency(self.model, _call(self.model, self.size), plan, profile)
 
 
-def _shared(dtype: str, plan: Plan) -> float:
-    """Seconds of the denoising loop, the median of some runs."""
-    pipe: Any = load(SHARED[0], dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    runner, call = parallelize(pipe, plan), _call(*SHARED)
+def _shared_jobs(ranks: int) -> list[_Job]:
+    """Calls that say how fast stages compute which hand over to each other, and what an exchange takes.
+
+    Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
+    """
+    exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
+    wanted: dict[tuple[str, int], tuple[Plan, ...]] = {STAGED: (Plan(pipefusion=ranks, patches=2 * ranks),)}
+    wanted |= dict.fromkeys(SHARED, exchanging)
     found = []
-    for run in range(1 + RUNS):
-        runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
-        assert runner.report is not None
-        found += [runner.report.seconds["denoise"]] if run else []
-        env.advance()
-    return statistics.median(found)
+    for (model, size), plans in wanted.items():
+        subject = Subject.of(model, find(model))
+        facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
+        found.append(_Job(model, size, tuple(plan for plan in plans if not plan.illegal(facts))))
+    return found
 
 
-def _terms_of_link(plan: Plan, profile: Profile, took: float) -> curves.Shared:
-    """What is known of a shared call but for the start of its exchanges, and how many these are."""
+def _shared(dtype: str, job: _Job) -> list[float]:
+    """How long the denoising loop takes under each plan, as a share of what it takes one rank.
 
-    def priced(start: float) -> float:
-        link = dataclasses.replace(profile.link, call_s=start, sum_s=start)
-        return _latency(SHARED[0], _call(*SHARED), plan, dataclasses.replace(profile, link=link))
+    Made in turn with one rank, which is the first replica of one image: a machine that grows slower does so for all.
+    """
+    groups, runners = Communicators(), []
+    for plan in (Plan(data=dist.get_world_size()), *job.plans):
+        pipe: Any = load(job.model, dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        runners.append(parallelize(pipe, plan, groups=groups))
+    shares = list[list[float]]()
+    for run in range(1 + TURNS):
+        took = []
+        for runner in runners:
+            generator = torch.Generator().manual_seed(0)
+            runner("a red circle", output_type="latent", generator=generator, **_call(job.model, job.size))
+            assert runner.report is not None
+            took.append(runner.report.seconds["denoise"])
+            env.advance()
+        shares += [[seconds / took[0] for seconds in took[1:]]] if run else []
+    return [statistics.median(of_plan) for of_plan in zip(*shares, strict=True)]
 
-    known = priced(0.0)
-    return curves.Shared(took, known, (priced(KERNEL) - known) / KERNEL)
+
+def _crowded(job: _Job, plan: Plan, profile: Profile, took: float) -> Profile:
+    """The profile in which all compute so much slower together that a call takes what it took."""
+    alone, twice = (job.latency(plan, dataclasses.replace(profile, together=slower)) for slower in (1.0, 2.0))
+    return dataclasses.replace(profile, together=max(1.0, 1 + (took - alone) / (twice - alone)))
+
+
+def _terms_of_link(job: _Job, plan: Plan, profile: Profile, took: float) -> curves.Shared:
+    """What is known of a shared call but for its exchanges, and these."""
+
+    def predicted(link: Link, start: float) -> float:
+        link = dataclasses.replace(link, call_s=start, sum_s=start)
+        return job.latency(plan, dataclasses.replace(profile, link=link))
+
+    known = predicted(dataclasses.replace(profile.link, collective=FREE, reduce=FREE), 0.0)
+    sent, begun = (predicted(profile.link, start) for start in (0.0, KERNEL))
+    return curves.Shared(took, known, sent - known, (begun - sent) / KERNEL)
 
 
 def _together(dtype: str, device: torch.device) -> float:

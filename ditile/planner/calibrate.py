@@ -22,7 +22,7 @@ from ditile.planner.profile import Curve, Link, Profile
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WIDTHS = (128, 256, 512, 1024, 2048)
-LENGTHS = (16, 64, 256, 1024, 4096)
+LENGTHS = (16, 64, 256, 512, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 HEADS, HEAD, WIDTH = 8, 64, 256
@@ -244,10 +244,18 @@ def _overlap(bench: Bench) -> float:
 
 
 class Shared(NamedTuple):
-    """A call that all ranks make together: its seconds, those that are known of it, and its exchanges."""
+    """A call that all ranks make together.
+
+    Attributes:
+        took: seconds.
+        known: those of its work, without its exchanges.
+        sending: those of its exchanges' bytes, at the profile's rate.
+        exchanges: how many there are.
+    """
 
     took: float
     known: float
+    sending: float
     exchanges: float
 
 
@@ -262,7 +270,7 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
         measured: of each call its seconds in the transformer, those of its work on the curves alone, its kernels.
     """
     terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
-    slower, kernel_s = _least_squares(terms)
+    slower, kernel_s = _least_squares(terms, torch.ones(len(terms), dtype=terms.dtype))
     return dataclasses.replace(
         profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower),
         attention=_scaled(profile.attention, slower),
@@ -271,39 +279,42 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
 
 
 def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shared]) -> Profile:
-    """The profile whose collectives start as slowly as they were seen to in calls that all ranks make together.
+    """The profile whose collectives start as slowly, and move bytes as slowly, as in calls that ranks make together.
 
     In a call ranks meet at every exchange, one of them later than the other; in a loop of exchanges they are in step.
 
     Args:
         profile: with everything else.
-        exchanged: calls with all-to-alls; `call_s` is fitted to them.
-        summed: calls with all-reduces; `sum_s`.
+        exchanged: calls with all-to-alls; `call_s` and `collective` are fitted to them.
+        summed: calls with all-reduces; `sum_s` and `reduce`.
     """
     link = profile.link
     if exchanged:
-        link = dataclasses.replace(link, call_s=_each(exchanged))
+        slower, start = _of_exchanges(exchanged)
+        link = dataclasses.replace(link, call_s=start, collective=link.collective / slower)
     if summed:
-        link = dataclasses.replace(link, sum_s=_each(summed))
+        slower, start = _of_exchanges(summed)
+        link = dataclasses.replace(link, sum_s=start, reduce=link.reduce / slower)
     return dataclasses.replace(profile, link=link)
 
 
-def _each(calls: Sequence[Shared]) -> float:
-    """Seconds of each exchange, by least squares of the relative errors."""
-    share = [(call.exchanges / call.took, 1 - call.known / call.took) for call in calls]
-    return max(0.0, sum(a * b for a, b in share) / sum(a * a for a, _ in share))
+def _of_exchanges(calls: Sequence[Shared]) -> tuple[float, float]:
+    """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides."""
+    terms = torch.tensor([[call.sending, call.exchanges] for call in calls], dtype=torch.float64)
+    took = torch.tensor([call.took for call in calls], dtype=torch.float64)
+    known = torch.tensor([call.known for call in calls], dtype=torch.float64)
+    return _least_squares(terms / took[:, None], 1 - known / took)
 
 
-def _least_squares(terms: torch.Tensor) -> tuple[float, float]:
-    """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest to 1."""
-    ones = torch.ones(len(terms), 1, dtype=terms.dtype)
-    slower, kernel_s = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
-    if kernel_s < 0:
-        return max(1.0, float(terms[:, 0].sum() / terms[:, 0].square().sum())), 0.0
+def _least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+    """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest."""
+    slower, start = torch.linalg.lstsq(terms, wanted[:, None], driver="gelsd").solution.flatten().tolist()
+    if start < 0:
+        slower, start = float((terms[:, 0] * wanted).sum() / terms[:, 0].square().sum()), 0.0
     if slower < 1:
-        rest = 1 - terms[:, 0]
-        return 1.0, max(0.0, float((terms[:, 1] * rest).sum() / terms[:, 1].square().sum()))
-    return slower, kernel_s
+        slower, rest = 1.0, wanted - terms[:, 0]
+        start = max(0.0, float((terms[:, 1] * rest).sum() / terms[:, 1].square().sum()))
+    return slower, start
 
 
 def _scaled(curve: Curve, slower: float) -> Curve:

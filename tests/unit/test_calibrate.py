@@ -60,9 +60,13 @@ def test_what_exchanges_take_is_read_off_shared_calls() -> None:
     """Known work and so many exchanges a call; a sum may start more slowly. A failure would mean that plans which
     exchange in every block are predicted too fast."""
     before = dataclasses.replace(profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9, call_s=1.0))
-    calls = [Shared(took=2.0 + 0.003 * n, known=2.0, exchanges=n) for n in (100, 400)]
-    sums = [Shared(took=1.0 + 0.005 * 50, known=1.0, exchanges=50)]
+    calls = [Shared(2.0 + 0.3 * 1.5 + 0.003 * n, known=2.0, sending=0.3, exchanges=n) for n in (100, 400)]
+    sums = [Shared(1.0 + 0.1 * m + 0.005 * 50, known=1.0, sending=0.1 * m, exchanges=50) for m in (1, 4)]
     link = started(before, calls, sums).link
-    assert link.call_s == pytest.approx(0.003) and link.sum_s == pytest.approx(0.005)
+    assert link.call_s == pytest.approx(0.003) and link.collective == pytest.approx(1 / 1.5)
+    assert link.sum_s == pytest.approx(0.005) and link.reduce == pytest.approx(1.0)
     assert started(before, [], []).link == before.link
-    assert started(before, [Shared(took=1.0, known=2.0, exchanges=5)], []).link.call_s == 0.0
+    faster = started(before, [Shared(1.0, known=2.0, sending=0.1, exchanges=5)], []).link
+    assert faster.call_s == 0.0 and faster.collective == 1.0
+    once = started(before, [Shared(1.2, known=1.0, sending=0.1, exchanges=50)], []).link
+    assert once.call_s * 50 + 0.1 / once.collective == pytest.approx(0.2)
