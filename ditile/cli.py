@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": _generate, "verify": _verify, "bench": bench, "evaluate": evaluate, "plan": plan,
         "calibrate": calibrate, "models": _models,
     }  # fmt: skip
+    env.hush()
     try:
         arguments = _parse(normalise(list(sys.argv[1:] if argv is None else argv)))
         return commands[arguments.command](arguments)

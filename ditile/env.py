@@ -10,6 +10,7 @@ GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ra
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -54,9 +55,20 @@ def progress_fd() -> int | None:
     return int(text) if text else None
 
 
+TORCHAO = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+"""Loggers that complain while torchao is imported, which diffusers does where it is installed, wanted or not."""
+
+
 def hush() -> None:
-    """Has processes that are started from here on leave out what transformers says while it is imported."""
+    """Leaves out what transformers says while it is imported, in processes started from here on too, and torchao."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    hush_torchao()
+
+
+def hush_torchao() -> None:
+    """Leaves out that torchao is built for another torch, or cannot load kernels that nobody asked for."""
+    for name in TORCHAO:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def advance() -> None:

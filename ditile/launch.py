@@ -118,6 +118,7 @@ def serve(number: int, world: int, threads: int, directory: str, stall: float, p
         threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
         try:
             multiprocessing.spawn.prepare(prepare)
+            env.hush_torchao()  # once said by the parent is enough
             _join(number, world, threads, directory, stall)
             os.write(pulse, PROGRESS)
             fn, args = pickle.loads(job)
