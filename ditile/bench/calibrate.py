@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import resource
@@ -33,7 +34,7 @@ from ditile.runner import parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
 PATCHES, STEPS, RUNS = (1, 4), 4, 3
-TURNS = 5  # of calls that are compared
+TURNS = 4  # of calls that are compared
 STAGED = ("shapes-pixart", 256)  # what goes through stages: all of them compute most of the time
 SHARED = (("shapes-flux", 128), ("shapes-flux", 192))  # what ranks share out: few bytes to exchange, and many
 KERNEL = 1e-6
@@ -139,7 +140,7 @@ def _shared_jobs(ranks: int) -> list[_Job]:
     wanted |= dict.fromkeys(SHARED, exchanging)
     found = []
     for (model, size), plans in wanted.items():
-        subject = Subject.of(model, find(model))
+        subject = _subject(model)
         facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
         found.append(_Job(model, size, tuple(plan for plan in plans if not plan.illegal(facts))))
     return found
@@ -243,8 +244,13 @@ def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tu
     return known, (more - known) / KERNEL
 
 
+@functools.cache
+def _subject(model: str) -> Subject:
+    return Subject.of(model, find(model))
+
+
 def _latency(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> float:
-    subject = Subject.of(model, find(model))
+    subject = _subject(model)
     return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
 
 
