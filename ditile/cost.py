@@ -17,7 +17,9 @@ Shares that do not divide differ by a token or a head, and are counted as they a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,6 +36,14 @@ KINDS = (
     "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "data", "result",
 )  # fmt: skip
 """The kinds of traffic that have a formula here."""
+
+
+class Sent(NamedTuple):
+    """Exchanges of a kind within a call that are alike: the bytes of each, and how many there are."""
+
+    kind: str
+    size: int
+    times: int = 1
 
 
 class Place(NamedTuple):
@@ -111,9 +121,22 @@ class Job:
         """Heads that a rank attends with."""
         return len(share(range(self.shape.heads // self.plan.tensor), self.plan.ulysses, place.ulysses))
 
-    def layers(self, place: Place) -> list[bool]:
-        """Of each attention layer of a rank, whether it sees the text."""
-        return [joint for block in self.stages[place.stage] for joint in self.weights.layers[block]]
+    def layers(self, place: Place) -> Mapping[bool, int]:
+        """The attention layers of a rank that see the text, and those that do not: how many there are."""
+        return self._of_stage[place.stage][0]
+
+    def exchanges(self, place: Place) -> Mapping[tuple[str, str], int]:
+        """What tensor parallelism exchanges in a rank's blocks: ("sum" or "gather", stream) -> how often."""
+        return self._of_stage[place.stage][1]
+
+    @cached_property
+    def _of_stage(self) -> list[tuple[Counter[bool], Counter[tuple[str, str]]]]:
+        layers, exchanges = self.weights.layers, self.weights.exchanges
+        return [
+            (Counter(itertools.chain.from_iterable(layers[stage.start : stage.stop])),
+             Counter(itertools.chain.from_iterable(exchanges[stage.start : stage.stop])))
+            for stage in self.stages
+        ]  # fmt: skip
 
 
 def sent(job: Job, rank: int) -> dict[str, int]:
@@ -136,20 +159,21 @@ def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
         return {}  # an idle replica calls no model
     for micro in job.schedule.micros(step):
         for formula in (_activations, _tensor, _ulysses, _ring, _distrifusion, _prediction):
-            for kind, size in formula(job, place, micro):
-                total[kind] += job.calls(step) * size
+            for kind, size, times in formula(job, place, micro):
+                total[kind] += job.calls(step) * size * times
         total["cfg"] += _cfg(job, place, micro)
     last = place.stage == job.plan.pipefusion - 1 > 0
     total["latents"] = own.latent_bytes if last and step < job.shape.steps - 1 else 0
     return {kind: size for kind, size in total.items() if size}
 
 
-def in_call(job: Job, place: Place, micro: Micro) -> dict[str, list[int]]:
-    """Bytes of each exchange of a rank within one transformer call, by kind, in order; those between stages apart."""
-    found: dict[str, list[int]] = {}
+def in_call(job: Job, place: Place, micro: Micro) -> dict[str, tuple[int, int]]:
+    """The exchanges of a rank within one transformer call and their bytes, by kind; those between stages apart."""
+    found: dict[str, tuple[int, int]] = {}
     for formula in (_tensor, _ulysses, _ring, _distrifusion, _prediction):
-        for kind, size in formula(job, place, micro):
-            found.setdefault(kind, []).append(size)
+        for kind, size, times in formula(job, place, micro):
+            made, sent = found.get(kind, (0, 0))
+            found[kind] = made + times, sent + times * size
     return found
 
 
@@ -182,18 +206,19 @@ def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
     if not stale and job.plan.distrifusion == 1:
         return 0
     place, layout = job.place(rank), job.layout
-    tokens = sum(layout.image + (layout.text if joint and text else 0) for joint in job.layers(place))
+    layers = job.layers(place).items()
+    tokens = sum(times * (layout.image + (layout.text if joint and text else 0)) for joint, times in layers)
     return 2 * job.own(place).calls * tokens * _number(job, place)
 
 
-def _activations(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _activations(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if place.stage < job.plan.pipefusion - 1:
         for patch in job.schedule.patches_of(micro):
             part = _parts(job, patch)[place.rank]
-            yield "activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
+            yield Sent("activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens))
 
 
-def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     """Sums behind the row-parallel Linears; in the other scheme half of it there, and gathers, also of whole steps."""
     n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
     if n == 1:
@@ -202,71 +227,62 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
     text = tokens(job, place, micro)[1]
     lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
     sizes = [
-        lengths[stream] * job.shape.channels * (2 if kind == "sum" and not gathers else 1)
-        for block in job.stages[place.stage]
-        for kind, stream in job.weights.exchanges[block]
+        (lengths[stream] * job.shape.channels * (2 if kind == "sum" and not gathers else 1), times)
+        for (kind, stream), times in job.exchanges(place).items()
         if kind == "sum" or gathers
     ]
     if gathers:
         whole_step = micro.patch is None and job.plan.num_patches > 1
         if place.stage == job.plan.pipefusion - 1:
-            sizes.append(part.image_tokens * job.weights.out)
+            sizes.append((part.image_tokens * job.weights.out, 1))
         elif whole_step:
-            sizes.append(part.image_tokens * job.shape.channels)
+            sizes.append((part.image_tokens * job.shape.channels, 1))
         if place.stage > 0 and whole_step:
             patches = job.schedule.patches_of(micro)
-            sizes += [_parts(job, p)[place.rank].image_tokens * job.shape.channels for p in patches]
-    for size in sizes:
-        yield "tensor", size * job.own(place).batch * job.shape.element_size * (n - 1) // n
+            sizes += [(_parts(job, p)[place.rank].image_tokens * job.shape.channels, 1) for p in patches]
+    for size, times in sizes:
+        yield Sent("tensor", size * job.own(place).batch * job.shape.element_size * (n - 1) // n, times)
 
 
-def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     """Heads of the other ranks go out for own tokens, three times; own heads go back for theirs."""
     if job.plan.ulysses == 1:
         return
     parts, heads = _row(job, place, micro), job.shape.heads // job.plan.tensor
     each = job.own(place).batch * job.shape.head_dim * job.shape.element_size
-    mine, layers = job.heads(place), job.layers(place)
-    sizes = {}
-    for joint in set(layers):
+    mine = job.heads(place)
+    for joint, times in job.layers(place).items():
         lengths = [_length(part) if joint else part.image_tokens for part in parts]
         own = lengths[place.ulysses]
-        sizes[joint] = each * (3 * own * (heads - mine) + (sum(lengths) - own) * mine)
-    for joint in layers:
-        yield "ulysses", sizes[joint]
+        yield Sent("ulysses", each * (3 * own * (heads - mine) + (sum(lengths) - own) * mine), times)
 
 
-def _ring(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _ring(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     """Round without a store: all blocks but the one that belongs to the next rank. With one: the own to all."""
     n = job.plan.ring
     if n == 1:
         return
     kept = job.plan.num_patches > 1 and (micro.patch is not None or job.schedule.keeps_keys(micro.step))
     rows = [_row(job, place._replace(outer=outer), micro) for outer in range(n)]
-    sizes, layers = {}, job.layers(place)
-    for joint in set(layers):
+    for joint, times in job.layers(place).items():
         lengths = [sum(_length(part) if joint else part.image_tokens for part in row) for row in rows]
         tokens = (n - 1) * lengths[place.outer] if kept else sum(lengths) - lengths[(place.outer + 1) % n]
-        sizes[joint] = 2 * tokens * _number(job, place)
-    for joint in layers:
-        yield "ring", sizes[joint]
+        yield Sent("ring", 2 * tokens * _number(job, place), times)
 
 
-def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     schedule, n = job.schedule, job.plan.distrifusion
     if n == 1 or (schedule.is_stale(micro.step) and not schedule.keeps_keys(micro.step)):
         return
     image = sum(part.image_tokens for part in _row(job, place, micro))
-    size = 2 * (n - 1) * image * _number(job, place)
-    for _ in job.layers(place):
-        yield "distrifusion", size
+    yield Sent("distrifusion", 2 * (n - 1) * image * _number(job, place), sum(job.layers(place).values()))
 
 
-def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[tuple[str, int]]:
+def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if job.split.ranks > 1 and place.stage == job.plan.pipefusion - 1:
         tokens = _parts(job, micro.patch)[place.rank].image_tokens
         size = (job.split.ranks - 1) * job.own(place).batch * tokens * job.weights.out * job.shape.element_size
-        yield "prediction", size
+        yield Sent("prediction", size)
 
 
 def _cfg(job: Job, place: Place, micro: Micro) -> int:

@@ -193,8 +193,10 @@ class Ops:
 
     def _kept(self, place: Place, step: int) -> float:
         """The share of a stage's blocks that run in a step: those that are left out exchange nothing."""
+        if step not in self.left.steps:
+            return 1.0
         stage = self.job.stages[place.stage]
-        return 1 - (step in self.left.steps) * sum(map(self._may_be_left, stage)) / len(stage)
+        return 1 - sum(map(self._may_be_left, stage)) / len(stage)
 
     def _may_be_left(self, block: int) -> bool:
         last = len(self._basis.counted.blocks) - self.left.last
@@ -219,12 +221,12 @@ class Ops:
     def _exchanged(self, place: Place, micro: Micro, own: Load) -> Load:
         """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
         total = own
-        for kind, sizes in cost.in_call(self.job, place, micro).items():
+        for kind, (exchanges, sent) in cost.in_call(self.job, place, micro).items():
             axis = "ulysses" if kind == "prediction" else kind
             link, n = self.link(axis), max(getattr(self.job.plan, axis), 2)
             made = 1.0 if kind == "prediction" else self._kept(place, micro.step)
-            calls = made * len(sizes) * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            sending = made * sum(sizes) / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
+            calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            sending = made * sent / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self.schedule.is_stale(micro.step):
                 sending = exposed(sending, link.overlap, own.device)
             elif kind == "ring":
