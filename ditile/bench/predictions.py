@@ -3,7 +3,8 @@
     python -m ditile.bench.predictions --out predictions.json
 
 Half an hour on two cores. A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder
-`predictions`). An error is that of the seconds of the denoising loop, the median of three rounds.
+`predictions`). An error is that of the seconds of the denoising loop, the median of three rounds; that of the speed-up
+over one rank, measured in turn with the plans, is free of what the machine's speed did since it was calibrated.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ HYBRIDS = (
     "cfg=2 pipefusion=2 patches=2; cfg=2 ulysses=2; pipefusion=2 ulysses=2 patches=2; pipefusion=4 patches=4; "
     "ring=2 ulysses=2; pipefusion=2 tensor=2 patches=2"
 )
+ONE = "one rank"
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
@@ -77,7 +79,8 @@ def measure(folder: Path) -> list[Row]:
             "--output", "latent", "--rounds", "3", "--profile", str(profile), "--out", str(out), "--plans", job.plans,
         )  # fmt: skip
         rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
-        found += [_short(job, row) for row in rows]
+        one = next(row for row in rows if row["plan"] == ONE_RANK)
+        found += [_short(job, row, one) for row in rows]
     return found
 
 
@@ -87,11 +90,12 @@ def _run(*words: str) -> None:
         raise SystemExit(f"error: ditile {words[0]} ended with exit code {code}")
 
 
-def _short(job: Job, row: Row) -> Row:
+def _short(job: Job, row: Row, one: Row) -> Row:
     names = ("world", "loop_s", "predicted_loop_s", "predicted_error", "predicted_memory_error")
-    plan = "one rank" if row["plan"] == ONE_RANK else row["plan"]
+    plan = ONE if row["plan"] == ONE_RANK else row["plan"]
     label = f"{plan} | {row['cache']}" if row["cache"] else plan
-    return {"job": job.name, "plan": label} | {name: row.get(name) for name in names}
+    speedup = (1 + one["predicted_error"]) / (1 + row["predicted_error"]) - 1
+    return {"job": job.name, "plan": label, "speedup_error": speedup} | {name: row.get(name) for name in names}
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -101,14 +105,24 @@ def table(rows: Sequence[Row]) -> Table:
     cells = {(row["plan"], row["job"]): f"{row['loop_s']:.2f} s, {row['predicted_error']:+.0%}" for row in rows}
     for plan in dict.fromkeys(row["plan"] for row in rows):
         shown.add_row(plan, *(cells.get((plan, job), "") for job in jobs))
-    for name, text in (("median error, worst", _errors), ("predicted fastest", _first), ("memory, worst", _memory)):
+    of_jobs = (
+        ("median error, worst", _errors),
+        ("of the speed-up", _of_speedups),
+        ("predicted fastest", _first),
+        ("memory, worst", _memory),
+    )
+    for name, text in of_jobs:
         shown.add_row(name, *(text([row for row in rows if row["job"] == job]) for job in jobs))
     return shown
 
 
-def _errors(rows: Sequence[Row]) -> str:
-    errors = [abs(row["predicted_error"]) for row in rows]
+def _errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
+    errors = [abs(row[name]) for row in rows if row["plan"] != ONE or name == "predicted_error"]
     return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
+
+
+def _of_speedups(rows: Sequence[Row]) -> str:
+    return _errors(rows, "speedup_error")
 
 
 def _first(rows: Sequence[Row]) -> str:
@@ -131,7 +145,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         ("4 ranks", [row for row in rows if row["world"] > 2]),
     ):
         if some:
-            errors = f"error of the loop (median, worst) {_errors(some)}"
+            errors = f"error of the loop (median, worst) {_errors(some)}, of the speed-up {_of_speedups(some)}"
             yield f"{name}: {len(some)} measured; {errors}; of memory at most {_memory(some)}"
 
 

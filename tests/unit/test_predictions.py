@@ -47,11 +47,12 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
     rows = json.loads((tmp_path / "found.json").read_text())
     assert len(rows) == len(ROWS) * len(predictions.JOBS) and not (tmp_path / "found").exists()
     assert (
-        f"up to 2 ranks: {len(rows)} measured; error of the loop (median, worst) 10.0%, 20.0%"
-        in capsys.readouterr().out
+        f"up to 2 ranks: {len(rows)} measured; error of the loop (median, worst) 10.0%, 20.0%, "
+        "of the speed-up 12.5%, 18.2%" in capsys.readouterr().out
     )
     shown = markdown(predictions.table(rows))
     assert "| one rank | 2.00 s, -10% |" in shown and "| cfg=2 \\| F=1 | 0.10 s, +0% |" in shown
+    assert "| of the speed-up | 12.5%, 18.2% |" in shown
     assert "| predicted fastest | cfg=2: 25% behind the fastest |" in shown, "a cache is no plan"
 
 
