@@ -54,13 +54,13 @@ class PixArtCrossAttention:
         mask = attention_mask
         if mask is not None:
             if not torch.compiler.is_compiling():
-                length, mask = self._constant(("text", mask.shape), functools.partial(attended, mask))
+                length, mask = self._constant(("text", mask.shape), functools.partial(attended_keys, mask))
                 k, v = k[:, :, :length], v[:, :, :length]
             mask = None if mask is None else mask[:, None]
         return _out(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
 
 
-def attended(mask: Tensor) -> tuple[int, Tensor | None]:
+def attended_keys(mask: Tensor) -> tuple[int, Tensor | None]:
     """How many keys from the first on hold all that some row attends to, and their mask, if they need one.
 
     In whole units of `KEYS`, with which torch's kernels sum in the same order whatever follows; of the mask itself a
