@@ -172,8 +172,8 @@ def in_call(job: Job, place: Place, micro: Micro) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for formula in (_tensor, _ulysses, _ring, _distrifusion, _prediction):
         for kind, size, times in formula(job, place, micro):
-            made, sent = found.get(kind, (0, 0))
-            found[kind] = made + times, sent + times * size
+            exchanges, total = found.get(kind, (0, 0))
+            found[kind] = exchanges + times, total + times * size
     return found
 
 

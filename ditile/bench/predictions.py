@@ -117,12 +117,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
-    errors = [abs(row[name]) for row in rows if row["plan"] != ONE or name == "predicted_error"]
+    errors = [abs(row[name]) for row in rows]
     return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
 
 
 def _of_speedups(rows: Sequence[Row]) -> str:
-    return _errors(rows, "speedup_error")
+    return _errors([row for row in rows if row["plan"] != ONE], "speedup_error")
 
 
 def _first(rows: Sequence[Row]) -> str:
