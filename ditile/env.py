@@ -55,8 +55,22 @@ def progress_fd() -> int | None:
     return int(text) if text else None
 
 
-TORCHAO = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
-"""Loggers that complain while torchao is imported, which diffusers does where it is installed, wanted or not."""
+TORCHAO = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
+}
+"""Logger -> how it complains while torchao is imported, which diffusers does where it is installed, wanted or not."""
+
+
+class Without(NamedTuple):
+    """A filter of a logger that drops what begins so."""
+
+    beginning: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is kept."""
+        return not str(record.msg).startswith(self.beginning)
 
 
 def hush() -> None:
@@ -67,8 +81,8 @@ def hush() -> None:
 
 def hush_torchao() -> None:
     """Leaves out that torchao is built for another torch, or cannot load kernels that nobody asked for."""
-    for name in TORCHAO:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name, beginning in TORCHAO.items():
+        logging.getLogger(name).addFilter(Without(beginning))
 
 
 def advance() -> None:
