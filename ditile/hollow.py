@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
 Parts = tuple[dict[str, Any], ...]
@@ -41,10 +44,17 @@ def is_hollow(module: nn.Module) -> bool:
     return not module._modules and not module._parameters
 
 
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Models made within are on the meta device: structure and shapes alone, and no time goes into first values."""
+    with no_init_weights(), torch.device("meta"):
+        yield
+
+
 def twin(transformer: nn.Module) -> nn.Module:
-    """The structure of a transformer as its config has it, whole and without weights, on the meta device."""
+    """The structure of a transformer as its config has it, whole and without weights."""
     model: Any = transformer
-    with torch.device("meta"):
+    with weightless():
         made: nn.Module = type(model).from_config(model.config)
     return made
 

@@ -27,6 +27,7 @@ from ditile.blocks.stages import held
 from ditile.checkpoint import Checkpoint, Locate, folder
 from ditile.compose import stages_of
 from ditile.errors import LoadError
+from ditile.hollow import weightless
 from ditile.mesh import IMAGE, coordinates, lines
 from ditile.plan import Plan
 from ditile.seats import Loaded, Seats
@@ -117,7 +118,7 @@ def _empty(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
     it computes is saved, it need not: SD3's table takes more memory while it is made than a stage does.
     """
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
-    with _default(dtype), no_init_weights(), torch.device("meta"):
+    with _default(dtype), weightless():
         made = cls.from_config(dict(values), **unused)
     if not any(_computed(module) for module in made.modules()):
         return made

@@ -132,16 +132,18 @@ class Seats:
         layers = tuple(tuple(name in seat.io.attn for name, _ in seat.attentions()) for seat in self.chain)
         head = self.transformer.get_submodule(self.spec.out) if self.chain else None
         out = int(getattr(head, "out_features", 0))
-        exchanges = tuple(tuple(self._exchanges(f"{seat.name}.")) for seat in self.chain)
+        found = list(self._exchanges())
+        exchanges = tuple(
+            tuple(exchange for path, exchange in found if path.startswith(f"{seat.name}.")) for seat in self.chain
+        )
         return Weights(blocks=blocks, shared=everything - sum(blocks), layers=layers, out=out, exchanges=exchanges)
 
-    def _exchanges(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """What tensor parallelism exchanges in a block, as the family's table of token streams has it."""
+    def _exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Where tensor parallelism exchanges what, as the family's table of token streams has it."""
         for pattern, streams in self.spec.tensor_tokens.items():
             for path, module in matching(self.transformer, pattern):
-                if path.startswith(prefix):
-                    summed = hasattr(module, "out_features")
-                    yield from (("sum" if summed else "gather", stream) for stream in streams.values())
+                kind = "sum" if hasattr(module, "out_features") else "gather"
+                yield from ((path, (kind, stream)) for stream in streams.values())
 
     @property
     def loaded(self) -> Loaded | None:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
+from ditile.hollow import weightless
 from ditile.launch import launch
 from ditile.load import ASSETS, DTYPES, load
 from ditile.models.flux import FLUX
@@ -90,7 +91,7 @@ def write_pipeline(folder: Path, *, heads: int, double: int, single: int, layers
         layers: of a T5 encoder of T5-XXL's widths; none leaves a small one.
     """
     shutil.copytree(ASSETS / "shapes-flux", folder, ignore=lambda *_: ["transformer"], dirs_exist_ok=True)
-    with torch.device("meta"):
+    with weightless():
         transformer: Any = FluxTransformer2DModel(
             num_layers=double, num_single_layers=single, num_attention_heads=heads, guidance_embeds=True
         )

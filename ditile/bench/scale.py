@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from ditile.hollow import weightless
 from ditile.layout import Grid
 from ditile.models.slicers import image_grid
 from ditile.plan import Plan
@@ -83,7 +84,7 @@ def flux() -> Task:
 
 def wan() -> Task:
     """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls."""
-    with torch.device("meta"):
+    with weightless():
         transformer: Any = diffusers.WanTransformer3DModel(**WAN_14B)
     heads, head = WAN_14B["num_attention_heads"], WAN_14B["attention_head_dim"]
     shape = Shape(

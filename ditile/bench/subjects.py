@@ -15,6 +15,7 @@ from ditile.cost import Job
 from ditile.dry_run import job_of
 from ditile.errors import ModelError
 from ditile.generate import arguments, planned_call
+from ditile.hollow import weightless
 from ditile.load import defaults, find, load
 from ditile.options import Generate
 from ditile.plan import Plan
@@ -145,7 +146,7 @@ class Random:
     @cached_property
     def described(self) -> Described:
         """From the model on the meta device."""
-        with torch.device("meta"):
+        with weightless():
             transformer = self.model.transformer(SIZE)
         return Described(self.name, self.model.pipeline_class, transformer, VAE_SCALE)
 

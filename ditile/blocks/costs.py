@@ -8,6 +8,7 @@ first, half of their weights meet two dummy tokens. `ditile.bench.blocks` measur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +110,7 @@ def _weights(module: nn.Module) -> Iterator[int]:
             yield weight.numel()
 
 
+@functools.cache
 def _under(path: str, pattern: str) -> bool:
     """Whether a module is the pattern's, or inside of it."""
     names, wanted = path.split("."), pattern.split(".")

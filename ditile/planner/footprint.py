@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from ditile.hollow import weightless
 from ditile.live import Storages
 
 WHOLE = 5
@@ -105,7 +106,7 @@ def of_decoder(config: Mapping[str, Any]) -> float:
     """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
     side = 16
     watch = Watch(lambda tensor: Held(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2))
-    with torch.device("meta"), torch.no_grad():
+    with weightless(), torch.no_grad():
         vae: Any = AutoencoderKL.from_config(config)
         latents = torch.empty(1, vae.config.latent_channels, side, side)
         with watch:

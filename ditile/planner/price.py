@@ -10,6 +10,7 @@ among them fills the pipeline anew.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,9 +65,12 @@ class Pricer(Basis):
         """The latency of a price, without the rest of it."""
         return _Run(self, job, Left()).walk(free=False)[0]
 
-    def estimate(self, job: Job, left: Left | None = None) -> float:
-        """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by."""
-        return _Run(self, job, left or Left()).estimate()
+    def estimate(self, job: Job, left: Left | None = None, most: float = math.inf) -> float:
+        """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by.
+
+        Above `most` it is not counted to the end, and at least what is returned.
+        """
+        return _Run(self, job, left or Left()).estimate(most)
 
 
 class _Hop(NamedTuple):
@@ -113,7 +117,7 @@ class _Run:
                 total += self._ops.like.count(stage) * sum(sizes)
         return total
 
-    def estimate(self) -> float:
+    def estimate(self, most: float) -> float:
         """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
 
         Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
@@ -124,7 +128,9 @@ class _Run:
             kind = (schedule.is_stale(step), step in self._ops.left.steps, self._job.calls(step))
             kinds.setdefault(kind, []).append(step)
         total, warm = 0.0, sum(not schedule.is_stale(step) for step in range(steps))
-        for (is_stale, *_), alike in kinds.items():
+        for (is_stale, *_), alike in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
+            if total > most:
+                return total
             like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
             total += len(alike) * (self._asynchronous(like) if is_stale else self._synchronous(like))
         if self._job.plan.pipefusion > 1:

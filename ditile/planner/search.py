@@ -7,7 +7,7 @@ set aside; of the others the price is asked.
 from __future__ import annotations
 
 import bisect
-import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ditile.shape import Shape
 
 MOST_PATCHES = 32
 SHOWN = 8  # plans that are priced to the end
+SIFTED = 2 * SHOWN  # plans whose other kinds of warmup are tried
 ABOVE = 1.01  # the most that the formula is above the simulation
 FACTORS = (1, 2, 4)  # patches for each stage
 
@@ -84,7 +85,7 @@ def search(
     shape = subject.shape(call, profile.element_size)
     pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
     space = wanted.memory_bytes or profile.memory_bytes
-    rough: list[_Rough] = []
+    rough, least = list[_Rough](), [math.inf] * SIFTED
     too_large, legal = list[Price](), 0
     for plan in plans(subject, shape, wanted):
         legal += 1
@@ -94,8 +95,11 @@ def search(
             too_large.append(Price(plan=plan, latency_s=0, compute_s=0, exposed_s=0, bubble_s=0, bytes_per_step=0,
                                    memory_bytes=memory))  # fmt: skip
         else:
-            rough.append(_Rough(pricer.estimate(job, left), legal, job, memory))
-    for found in sorted(rough)[: 2 * SHOWN]:
+            seconds = pricer.estimate(job, left, most=least[-1])
+            rough.append(_Rough(seconds, legal, job, memory))
+            bisect.insort(least, seconds)
+            least.pop()
+    for found in sorted(rough)[:SIFTED]:
         for plan in _other_warmups(found.job):
             job = subject.job(plan, shape)
             memory = peak(subject, job, profile, pricer.words)
@@ -104,10 +108,10 @@ def search(
     fits = _fastest(pricer, sorted(rough), left)
     too_large.sort(key=lambda price: price.memory_bytes)
     if not fits:
-        least = too_large[0]
+        smallest = too_large[0]
         raise PlanError(
-            f"no plan fits {space / 2**30:.1f} GiB a device: '{least.plan}' needs least, "
-            f"{least.memory_bytes / 2**30:.1f} GiB, {(least.memory_bytes - space) / 2**30:.1f} GiB more; "
+            f"no plan fits {space / 2**30:.1f} GiB a device: '{smallest.plan}' needs least, "
+            f"{smallest.memory_bytes / 2**30:.1f} GiB, {(smallest.memory_bytes - space) / 2**30:.1f} GiB more; "
             "use more devices, quantize, or a smaller picture"
         )
     limit = wanted.max_latency_s
@@ -151,16 +155,22 @@ def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
 def _degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
     branches = shape.rows * shape.calls
-    for data, cfg, pipefusion, ring, distrifusion, ulysses in itertools.product(_divisors(world), repeat=6):
-        used = data * cfg * pipefusion * ring * distrifusion * ulysses
-        if world % used or cfg > min(branches, 2) or data > shape.images:
+    for data, cfg, pipefusion, ring, distrifusion, ulysses, tensor in _products(world, 7):
+        if cfg > min(branches, 2) or data > shape.images or shape.heads % tensor:
             continue
-        if distrifusion > 1 and (pipefusion > 1 or ring > 1):
-            continue
-        tensor = world // used
-        if shape.heads % tensor == 0:
+        if distrifusion == 1 or pipefusion == ring == 1:
             yield {"data": data, "cfg": cfg, "pipefusion": pipefusion, "ring": ring, "distrifusion": distrifusion,
                    "ulysses": ulysses, "tensor": tensor}  # fmt: skip
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """A number as a product of so many factors, in every order."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in _divisors(number):
+        for others in _products(number // first, factors - 1):
+            yield first, *others
 
 
 def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import torch
 from torch import nn
 
 from ditile.blocks.costs import divide
 from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
+from ditile.hollow import weightless
 from ditile.models import spec_of
 from ditile.plan import Plan
 from ditile.planner.footprint import Footprint, of_decoder
@@ -81,7 +81,7 @@ class Subject:
             vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
         except (OSError, KeyError, AttributeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-        with torch.device("meta"):
+        with weightless():
             made: nn.Module = transformer.from_config(config)
         scale = 2 ** (len(vae["block_out_channels"]) - 1)
         facts = _facts(Path(source)) if Path(source).is_dir() else {}

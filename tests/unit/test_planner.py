@@ -103,6 +103,7 @@ def test_the_fastest_of_all_simulated_plans_are_found(name: str, interlink: str 
         job = one.job(plan, shape)
         simulated.append(pricer.latency(job))
         assert 0.9 * simulated[-1] < pricer.estimate(job) < ABOVE * simulated[-1], plan
+        assert 0 < pricer.estimate(job, most=0.0) <= pricer.estimate(job), "at least what was counted so far"
     found = search(one, asked, profile, wanted)
     first = [price.latency_s for price in found.prices if price.plan.warmup_mode == "serial"]
     assert first == pytest.approx(sorted(simulated)[: len(first)], rel=0.01)
