@@ -117,8 +117,8 @@ def serve(number: int, world: int, threads: int, directory: str, stall: float, p
         threading.Thread(target=_obey, args=(control, dismissed), daemon=True).start()
         threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
         try:
+            env.hush_torchao()  # once said by the parent is enough; the script's imports come next
             multiprocessing.spawn.prepare(prepare)
-            env.hush_torchao()  # once said by the parent is enough
             _join(number, world, threads, directory, stall)
             os.write(pulse, PROGRESS)
             fn, args = pickle.loads(job)

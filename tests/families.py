@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import diffusers
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,14 @@ from tests.tiny import randomise
 BATCH, TEXT, WIDTH = 2, 5, 32
 GRID = (3, 4)
 TOKENS = GRID[0] * GRID[1]
+
+
+SINCE_0_42 = {
+    "BriaFibo2Transformer2DModel", "Flux3Transformer2DModel", "Kandinsky6SRTransformer3DModel",
+    "Kandinsky6Transformer3DModel", "RFD4ProteinaTransformer", "SanaWMLTX2RefinerTransformer3DModel",
+    "SanaWMTransformer3DModel",
+}  # fmt: skip
+"""Classes that came with diffusers 0.42, which wants Python 3.11."""
 
 
 class Family(NamedTuple):
@@ -31,7 +41,7 @@ class Family(NamedTuple):
     def make(self) -> nn.Module:
         """The transformer, with random weights that are the same every time."""
         torch.manual_seed(0)
-        return randomise(class_of(self.name)(**self.config), gain=1.0)
+        return randomise(self.kind(**self.config), gain=1.0)
 
     def call(self, model: nn.Module) -> Any:
         """What the transformer returns first."""
@@ -42,7 +52,15 @@ class Family(NamedTuple):
     def on_meta(self) -> nn.Module:
         """The transformer without weights."""
         with torch.device("meta"):
-            return class_of(self.name)(**self.config)
+            return self.kind(**self.config)
+
+    @property
+    def kind(self) -> Any:
+        """Its class. The test is skipped where diffusers is the one for Python 3.10, which does not have all."""
+        found = class_of(self.name)
+        if found is None and self.name in SINCE_0_42 and diffusers.__version__.startswith("0.41."):
+            pytest.skip(f"diffusers {diffusers.__version__} has no {self.name}")
+        return found
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -5,7 +5,8 @@
 
 For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
 The controls never read keys of another patch after the warmup: they show that the measure can tell a right exchange
-from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup.
+from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup. A run that was broken off goes
+on where it stopped: rows of the same job that `--out` holds are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from ditile.runner import parallelize
 
 Pictures = NDArray[np.uint8]
 METHODS = ("pipefusion", "distrifusion")
+CONTROL = " (control: own patch only)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ class Job:
     steps: int = option(20, "denoising steps")
     size: int = option(128, "pixels of a side")
     batch: int = option(10, "captions at once")
-    out: str | None = option(None, "write the rows as JSON", metavar="FILE")
+    out: str | None = option(None, "write the rows as JSON, each when it is there", metavar="FILE")
 
     def parsed(self) -> list[Plan]:
         """The plans.
@@ -123,24 +125,28 @@ def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     return found
 
 
-def rows(model: str, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
-    """One row for one process, each plan, and the controls."""
-    todo = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
-    found, reference = [], None
-    for plan, control in todo:
+def rows(
+    model: str, captions: Sequence[str], job: Job, kept: Sequence[dict[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """One row for one process, each plan, and the controls; those that are kept are not made again."""
+    same = {"model": model, "captions": len(captions), "steps": job.steps, "size": job.size}
+    known = {row["plan"]: row for row in kept if row.items() >= same.items()}
+    plans = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
+    named = {f"{plan}{CONTROL if control else ''}": (plan, control) for plan, control in plans}
+    reference, complete = None, named.keys() <= known.keys()
+    for name, (plan, control) in named.items():
+        if name in known and (complete or reference is not None):
+            yield known[name]
+            continue
         work = (model, captions, job, plan, control)
         pictures, synchronous = launch(draw, plan.world, work, threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
         decibels = psnr(pictures, reference)
-        found.append(
-            {
-                "model": model, "plan": f"{plan}{' (control: own patch only)' if control else ''}",
-                "synchronous": synchronous, "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
-                "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
-            }
-        )  # fmt: skip
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        yield {
+            **same, "plan": name, "synchronous": synchronous, "psnr": float(decibels.mean()),
+            "psnr_min": float(decibels.min()), "ssim": float(ssim(pictures, reference).mean()),
+            **score(pictures, captions),
+        }  # fmt: skip
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -149,6 +155,23 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     for row in found:
         numbers = [f"{row['synchronous']:.1f}", f"{row['psnr']:.1f}", f"{row['psnr_min']:.1f}", f"{row['ssim']:.4f}"]
         shown.add_row(row["model"], row["plan"], *numbers, f"{row['all_right']:.0f}")
+    return shown
+
+
+def by_warmup(found: Sequence[dict[str, Any]]) -> Table:
+    """Mean PSNR of each plan over the synchronous steps, and how many `auto` chose."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found:
+        if row["plan"].endswith(CONTROL) or (plan := Plan.parse(row["plan"])).world == 1:
+            continue
+        of_plan = cells.setdefault((row["model"], str(dataclasses.replace(plan, warmup=1))), {})
+        of_plan[str(plan.warmup)] = f"{row['psnr']:.1f}"
+        if plan.warmup == "auto":
+            of_plan["steps of auto"] = f"{row['synchronous']:.1f}"
+    columns = sorted({name for of_plan in cells.values() for name in of_plan})
+    shown = Table("model", "plan", *(f"W = {name}" if name.isdigit() else name for name in columns))
+    for key, of_plan in cells.items():
+        shown.add_row(*key, *(of_plan.get(name, "") for name in columns))
     return shown
 
 
@@ -171,10 +194,17 @@ def main() -> None:
     add_arguments(parser, Job, title="job")
     job = Job(**collect(Job, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
-    table = [row for model in job.models.split(",") for row in rows(model, captions, job)]
+    out = None if job.out is None else Path(job.out)
+    kept = json.loads(out.read_text("utf-8")) if out is not None and out.exists() else []
+    table: list[dict[str, Any]] = []
+    for model in job.models.split(","):
+        for row in rows(model, captions, job, kept):
+            print(json.dumps(row), flush=True)
+            table.append(row)
+            if out is not None:
+                others = [one for one in kept if one not in table]
+                out.write_text(json.dumps(table + others, indent=1) + "\n", "utf-8")
     print("\n".join(compared(table)))
-    if job.out is not None:
-        Path(job.out).write_text(json.dumps(table, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

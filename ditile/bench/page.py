@@ -30,6 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = "docs/benchmarks/"
 BIG = "ditile bench --model random-pixart --output latent"
 SMALL = "ditile bench --model shapes-flux --height 256 --width 256 --output latent"
+FIDELITY = "python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups"
 SETTINGS = (
     "F=1 W=4 R=0.12 taylor=1; F=0 W=4 R=1 MC=1 taylor=1 reach=0.5; F=1 W=3 R=1 MC=2 taylor=1; "
     "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5; F=0 W=2 R=1 MC=4 taylor=1 reach=0.5; F=1 W=2 R=1 MC=6 taylor=1; "
@@ -83,11 +84,6 @@ def _sweep(name: str, command: str, **figures: str) -> dict[str, Section]:
     return {name: Section(command, (f"{name}/rows.jsonl",), tables.table, shown)}
 
 
-def _fidelity(file: str, warmups: str) -> Section:
-    command = f"python -m ditile.bench.fidelity --captions 100 --ranks 2,4,8 --warmups {warmups}"
-    return Section(command, (file,), fidelity.table)
-
-
 def _quality(model: str) -> Section:
     command = f'python -m ditile.bench.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
     file = f"cache-{model.removeprefix('shapes-')}.jsonl"
@@ -100,8 +96,10 @@ def _plans(model: str) -> Section:
 
 
 SECTIONS: dict[str, Section] = {
-    "fidelity": _fidelity("fidelity.json", "1"),
-    "fidelity-warmups": _fidelity("fidelity-warmups.json", "0,2,auto"),
+    "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.table),
+    "fidelity-warmups": Section(
+        f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
+    ),
     **_sweep(
         "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
         methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",

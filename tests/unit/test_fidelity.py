@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ditile.bench.fidelity import Job, compared, psnr, ssim
+from ditile.bench import fidelity
+from ditile.bench.fidelity import Job, by_warmup, compared, psnr, rows, ssim
+from ditile.bench.page import markdown
 from ditile.errors import PlanError
 from ditile.plan import Plan
 
@@ -48,3 +52,38 @@ def test_measures_of_known_pictures() -> None:
     assert psnr(gray, gray) == pytest.approx([100.0] * 2)
     assert ssim(gray, gray) == pytest.approx([1.0] * 2)
     assert ssim(black, gray) == pytest.approx([1e-4 / (0.04 + 1e-4)] * 2, rel=1e-6)  # flat: means alone count
+
+
+def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the same job are kept, of another are not. A failure means hours lost, or a table of two jobs."""
+    drawn: list[str] = []
+
+    def launched(fn: Any, ranks: int, args: tuple[Any, ...], **_: Any) -> list[Any]:
+        drawn.append(f"{args[3]}{' control' if args[4] else ''}")
+        return [(np.zeros((2, 32, 32, 3), np.uint8), 1.0)]
+
+    monkeypatch.setattr(fidelity, "launch", launched)
+    monkeypatch.setattr(fidelity, "score", lambda *_: {})
+    job, captions = Job(ranks="2", warmups="0"), ["a red circle", "a blue square"]
+    found = list(rows("m", captions, job))
+    everything = ["pipefusion=1", "pipefusion=2 warmup=0", "distrifusion=2 warmup=0", "patches=4 warmup=0 control"]
+    assert drawn == everything and len(found) == 4
+    assert list(rows("m", captions, job, found)) == found and len(drawn) == 4
+    assert list(rows("m", captions, job, found[:2])) == found
+    assert drawn[4:] == [everything[0], *everything[2:]], "one process is drawn again, as what the others are held to"
+    list(rows("m", captions[:1], job, found))
+    assert drawn[7:] == everything, "another number of captions is another job"
+
+
+def test_a_column_for_each_warmup() -> None:
+    """A failure means that the table of warmups names other rows than were measured."""
+    measured = [
+        ("pipefusion=1", 20.0, 100.0), ("pipefusion=2 warmup=0", 0.0, 43.61), ("distrifusion=2 warmup=0", 0.0, 39.4),
+        ("pipefusion=2 warmup=auto", 3.2, 48.6), ("pipefusion=2", 1.0, 47.0), (f"patches=4{fidelity.CONTROL}", 1.0, 9),
+    ]  # fmt: skip
+    found = [{"model": "m", "plan": plan, "synchronous": w, "psnr": psnr} for plan, w, psnr in measured]
+    assert markdown(by_warmup(found)).splitlines()[2:] == [
+        "| m | pipefusion=2 | 43.6 | 47.0 | 48.6 | 3.2 |",
+        "| m | distrifusion=2 | 39.4 |  |  |  |",
+    ]
+    assert "| model | plan | W = 0 | W = 1 | auto | steps of auto |" in markdown(by_warmup(found))
