@@ -23,14 +23,6 @@ GRID = (3, 4)
 TOKENS = GRID[0] * GRID[1]
 
 
-SINCE_0_42 = {
-    "BriaFibo2Transformer2DModel", "Flux3Transformer2DModel", "Kandinsky6SRTransformer3DModel",
-    "Kandinsky6Transformer3DModel", "RFD4ProteinaTransformer", "SanaWMLTX2RefinerTransformer3DModel",
-    "SanaWMTransformer3DModel",
-}  # fmt: skip
-"""Classes that came with diffusers 0.42, which wants Python 3.11."""
-
-
 class Family(NamedTuple):
     """A family: its class by name, a tiny config, and the arguments of a forward; None where only its lists matter."""
 
@@ -58,7 +50,7 @@ class Family(NamedTuple):
     def kind(self) -> Any:
         """Its class. The test is skipped where diffusers is the one for Python 3.10, which does not have all."""
         found = class_of(self.name)
-        if found is None and self.name in SINCE_0_42 and diffusers.__version__.startswith("0.41."):
+        if found is None and diffusers.__version__.startswith("0.41."):
             pytest.skip(f"diffusers {diffusers.__version__} has no {self.name}")
         return found
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 from PIL import Image
@@ -258,6 +259,7 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
         assert word in out
 
 
+@pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
 def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure means: run `ditile models --markdown > docs/matrix.md`."""
     assert cli.main(["models", "--markdown"]) == 0
