@@ -129,7 +129,7 @@ def rows(
     model: str, captions: Sequence[str], job: Job, kept: Sequence[dict[str, Any]] = ()
 ) -> Iterator[dict[str, Any]]:
     """One row for one process, each plan, and the controls; those that are kept are not made again."""
-    same = {"model": model, "captions": len(captions), "steps": job.steps, "size": job.size}
+    same = {"model": model, "captions": len(captions), "steps": job.steps, "pixels": job.size}
     known = {row["plan"]: row for row in kept if row.items() >= same.items()}
     plans = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
     named = {f"{plan}{CONTROL if control else ''}": (plan, control) for plan, control in plans}

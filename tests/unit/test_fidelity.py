@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ditile.bench import fidelity
+from ditile.bench.captions import ITEMS
 from ditile.bench.fidelity import Job, by_warmup, compared, psnr, rows, ssim
 from ditile.bench.page import markdown
 from ditile.errors import PlanError
@@ -63,7 +64,7 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         return [(np.zeros((2, 32, 32, 3), np.uint8), 1.0)]
 
     monkeypatch.setattr(fidelity, "launch", launched)
-    monkeypatch.setattr(fidelity, "score", lambda *_: {})
+    monkeypatch.setattr(fidelity, "score", lambda *_: dict.fromkeys(ITEMS, 99.0))
     job, captions = Job(ranks="2", warmups="0"), ["a red circle", "a blue square"]
     found = list(rows("m", captions, job))
     everything = ["pipefusion=1", "pipefusion=2 warmup=0", "distrifusion=2 warmup=0", "patches=4 warmup=0 control"]
