@@ -10,9 +10,11 @@ GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ra
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +85,25 @@ def hush_torchao() -> None:
     """Leaves out that torchao is built for another torch, or cannot load kernels that nobody asked for."""
     for name, beginning in TORCHAO.items():
         logging.getLogger(name).addFilter(Without(beginning))
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Groups are made within: what torch's native code says of it goes to standard error.
+
+    The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that somebody reads.
+    """
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def advance() -> None:

@@ -144,13 +144,14 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
     torch.set_num_threads(threads)
     if devices:
         torch.cuda.set_device(number % devices)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if devices >= world else "gloo",  # NCCL refuses two ranks on one GPU
-        store=dist.FileStore(str(Path(directory, "store")), world),  # type: ignore[attr-defined]
-        rank=number,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=stall + 60),  # the parent notices first, with every stack
-    )
+    with env.connecting():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if devices >= world else "gloo",  # NCCL refuses two ranks on one GPU
+            store=dist.FileStore(str(Path(directory, "store")), world),  # type: ignore[attr-defined]
+            rank=number,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=stall + 60),  # the parent notices first, with every stack
+        )
 
 
 def keep_to_own_cores(number: int, world: int, threads: int) -> None:

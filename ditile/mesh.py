@@ -123,7 +123,8 @@ class Communicators:
         """The group of some ranks; all ranks must ask, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(list(ranks), backend=backend)
+            with env.connecting():
+                self._groups[key] = dist.new_group(list(ranks), backend=backend)
         return self._groups[key]
 
     def mesh(self, used: Mapping[str, int], world: int) -> DeviceMesh:
@@ -131,7 +132,8 @@ class Communicators:
         key = tuple(used.items())
         if key not in self._meshes:
             ranks = torch.arange(world).reshape(*used.values())
-            self._meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(used))
+            with env.connecting():
+                self._meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(used))
         return self._meshes[key]
 
 
@@ -257,7 +259,8 @@ def join(place: env.Torchrun) -> None:
         torch.cuda.set_device(place.local_rank)
     backend = "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
     try:
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+        with env.connecting():
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
     except RuntimeError as error:
         raise StateError(
             f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "

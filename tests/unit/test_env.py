@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 
@@ -18,3 +19,12 @@ def test_only_complaints_of_an_import_are_left_out(name: str, caplog: pytest.Log
     logger.warning(env.TORCHAO[name] + " and so on", *["one"] * env.TORCHAO[name].count("%s"))
     logger.warning("weights were skipped")
     assert [record.getMessage() for record in caplog.records if record.name == name] == ["weights were skipped"]
+
+
+def test_what_is_said_while_connecting_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch 2.9's gloo prints on standard output. A failure means that `--json -` is no JSON there."""
+    with pytest.raises(ZeroDivisionError), env.connecting():
+        os.write(1, b"connected\n")
+        raise ZeroDivisionError
+    os.write(1, b"{}\n")
+    assert tuple(capfd.readouterr()) == ("{}\n", "connected\n")
