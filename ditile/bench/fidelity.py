@@ -125,12 +125,17 @@ def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     return found
 
 
+def kept(path: Path, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
+    """The rows of a file that are of the same job."""
+    found = json.loads(path.read_text("utf-8")) if path.exists() else []
+    return [row for row in found if row.items() >= _facts(captions, job).items()]
+
+
 def rows(
-    model: str, captions: Sequence[str], job: Job, kept: Sequence[dict[str, Any]] = ()
+    model: str, captions: Sequence[str], job: Job, made: Sequence[dict[str, Any]] = ()
 ) -> Iterator[dict[str, Any]]:
-    """One row for one process, each plan, and the controls; those that are kept are not made again."""
-    same = {"model": model, "captions": len(captions), "steps": job.steps, "pixels": job.size}
-    known = {row["plan"]: row for row in kept if row.items() >= same.items()}
+    """One row for one process, each plan, and the controls; those that are made already are not made again."""
+    known = {row["plan"]: row for row in made if row["model"] == model}
     plans = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
     named = {f"{plan}{CONTROL if control else ''}": (plan, control) for plan, control in plans}
     reference, complete = None, named.keys() <= known.keys()
@@ -143,10 +148,14 @@ def rows(
         reference = pictures if reference is None else reference
         decibels = psnr(pictures, reference)
         yield {
-            **same, "plan": name, "synchronous": synchronous, "psnr": float(decibels.mean()),
-            "psnr_min": float(decibels.min()), "ssim": float(ssim(pictures, reference).mean()),
-            **score(pictures, captions),
+            "model": model, **_facts(captions, job), "plan": name, "synchronous": synchronous,
+            "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
+            "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
         }  # fmt: skip
+
+
+def _facts(captions: Sequence[str], job: Job) -> dict[str, int]:
+    return {"captions": len(captions), "steps": job.steps, "pixels": job.size}
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -195,14 +204,14 @@ def main() -> None:
     job = Job(**collect(Job, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     out = None if job.out is None else Path(job.out)
-    kept = json.loads(out.read_text("utf-8")) if out is not None and out.exists() else []
+    made = [] if out is None else kept(out, captions, job)
     table: list[dict[str, Any]] = []
     for model in job.models.split(","):
-        for row in rows(model, captions, job, kept):
+        for row in rows(model, captions, job, made):
             print(json.dumps(row), flush=True)
             table.append(row)
             if out is not None:
-                others = [one for one in kept if one not in table]
+                others = [one for one in made if one not in table]
                 out.write_text(json.dumps(table + others, indent=1) + "\n", "utf-8")
     print("\n".join(compared(table)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from ditile.bench import fidelity
 from ditile.bench.captions import ITEMS
-from ditile.bench.fidelity import Job, by_warmup, compared, psnr, rows, ssim
+from ditile.bench.fidelity import Job, by_warmup, compared, kept, psnr, rows, ssim
 from ditile.bench.page import markdown
 from ditile.errors import PlanError
 from ditile.plan import Plan
@@ -55,7 +57,7 @@ def test_measures_of_known_pictures() -> None:
     assert ssim(black, gray) == pytest.approx([1e-4 / (0.04 + 1e-4)] * 2, rel=1e-6)  # flat: means alone count
 
 
-def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of the same job are kept, of another are not. A failure means hours lost, or a table of two jobs."""
     drawn: list[str] = []
 
@@ -72,8 +74,11 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(rows("m", captions, job, found)) == found and len(drawn) == 4
     assert list(rows("m", captions, job, found[:2])) == found
     assert drawn[4:] == [everything[0], *everything[2:]], "one process is drawn again, as what the others are held to"
-    list(rows("m", captions[:1], job, found))
-    assert drawn[7:] == everything, "another number of captions is another job"
+    path = tmp_path / "rows.json"
+    assert kept(path, captions, job) == []
+    path.write_text(json.dumps(found))
+    assert kept(path, captions, job) == found
+    assert kept(path, captions[:1], job) == [], "another number of captions is another job"
 
 
 def test_a_column_for_each_warmup() -> None:
