@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ditile.attend.core import StaleKeys
 from ditile.bench.captions import score
+from ditile.bench.evaluation import write
 from ditile.flags import add_arguments, collect, option
 from ditile.generation import Tokens
 from ditile.keymask import Extra
@@ -155,7 +156,7 @@ def rows(
 
 
 def _facts(captions: Sequence[str], job: Job) -> dict[str, int]:
-    return {"captions": len(captions), "steps": job.steps, "pixels": job.size}
+    return {"captions": len(captions), "steps": job.steps, "pixels": job.size, "batch": job.batch}
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -204,16 +205,14 @@ def main() -> None:
     job = Job(**collect(Job, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     out = None if job.out is None else Path(job.out)
-    made = [] if out is None else kept(out, captions, job)
-    table: list[dict[str, Any]] = []
+    made = {(row["model"], row["plan"]): row for row in (kept(out, captions, job) if out is not None else [])}
     for model in job.models.split(","):
-        for row in rows(model, captions, job, made):
+        for row in rows(model, captions, job, list(made.values())):
             print(json.dumps(row), flush=True)
-            table.append(row)
+            made[row["model"], row["plan"]] = row
             if out is not None:
-                others = [one for one in made if one not in table]
-                out.write_text(json.dumps(table + others, indent=1) + "\n", "utf-8")
-    print("\n".join(compared(table)))
+                write(out, json.dumps(list(made.values()), indent=1) + "\n")
+    print("\n".join(compared(list(made.values()))))
 
 
 if __name__ == "__main__":
