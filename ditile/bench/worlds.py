@@ -82,7 +82,10 @@ class Worlds:
             if not torch.cuda.is_available():
                 keep_to_own_cores(self.rank, world, threads)
             store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
-            dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout)
+            with env.connecting():
+                dist.init_process_group(
+                    self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout
+                )
             yield True
             meet()
             dist.destroy_process_group()
