@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
+from ditile import files
+
 
 def save(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
-    """Writes a picture with its texts. It gets its name when it is whole: nobody ever sees half a file.
+    """Writes a picture with its texts.
 
     Raises:
         OSError: if the file cannot be written.
@@ -22,12 +23,7 @@ def save(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
         info.add_text(key, text)
     encoded = io.BytesIO()
     image.save(encoded, format="PNG", pnginfo=info)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(encoded.getvalue())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    files.write(path, encoded.getvalue())
 
 
 def texts(path: Path) -> dict[str, str]:

@@ -13,7 +13,6 @@ fall below: the first block runs alone), and left out without a look (1).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from ditile import files
 from ditile.bench import peer
 from ditile.caching import enable_cache, refresh_context
 from ditile.flags import add_arguments, collect, option
@@ -146,7 +146,7 @@ def main() -> None:
     found = rows({blocks: measure(blocks, job) for blocks in job.blocks})
     Console().print(table(found))
     if job.out is not None:
-        Path(job.out).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        files.write_json(Path(job.out), found)
 
 
 if __name__ == "__main__":

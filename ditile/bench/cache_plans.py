@@ -10,7 +10,6 @@ first. Efficiency is that of both over the product of the two. PSNR is to the pi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from diffusers.utils.logging import disable_progress_bar
 from rich.console import Console
 from rich.table import Table
 
+from ditile import files
 from ditile.bench.cache_settings import OURS, Setting
 from ditile.bench.captions import check
 from ditile.bench.fidelity import psnr
@@ -147,7 +147,7 @@ def main() -> None:
     gains = {row["way"]: row["speedup"] for row in found}
     print(f"of the product: {100 * gains[BOTH] / (gains[PLANNED] * gains[CACHED]):.0f} %")
     if job.out is not None:
-        Path(job.out).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        files.write_json(Path(job.out), found)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditile import env
+from ditile import env, files
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.load import defaults, find, load
@@ -58,7 +58,7 @@ def calibrate(wanted: Calibrate) -> Path:
         found = _together_with(found, ranks, name, wanted.threads)
     path = Path(wanted.out) if wanted.out is not None else env.profile()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_json() + "\n", "utf-8")
+    files.write(path, found.to_json() + "\n")
     return path
 
 

@@ -20,11 +20,11 @@ import diffusers
 import torch
 
 import ditile
-from ditile import env, processor
+from ditile import env, files, processor
 from ditile.bench.captions_file import Caption, captions_of
 from ditile.bench.evaluate_draw import Task, Turn, draw
 from ditile.bench.evaluate_options import ORIGINAL, Evaluate, Judge, Session, Setting
-from ditile.bench.evaluation import Key, Row, Store, complete, summed_up, write
+from ditile.bench.evaluation import Key, Row, Store, complete, summed_up
 from ditile.bench.judging import Judged, Panel
 from ditile.bench.machine import load
 from ditile.budget import FILE
@@ -220,7 +220,7 @@ def _finish(
         "resize": panel.side, "references": judged.references,
         "settings": [row | judged.distances[row["setting"]] for row in summed_up(rows, settings, count)],
     }  # fmt: skip
-    write(store.out / FILE, json.dumps(found, indent=1) + "\n")
+    files.write_json(store.out / FILE, found)
     _draw_sheet(store, settings, captions, rows)
     if figure:
         from ditile.bench.plots import tradeoff

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ditile import files
 from ditile.bench.captions_file import Caption
 from ditile.bench.evaluate_options import ORIGINAL, Setting
 from ditile.errors import LoadError, ModelError
@@ -90,7 +90,7 @@ class Store:
         try:
             self.out.mkdir(exist_ok=True)
             if not (self.out / JOB).exists():
-                write(self.out / JOB, json.dumps(dict(job), indent=1) + "\n")
+                files.write_json(self.out / JOB, dict(job))
         except OSError as error:
             raise ModelError(f"out={str(self.out)!r} cannot be written: {error.strerror}") from error
 
@@ -103,14 +103,7 @@ class Store:
 
     def replace(self, rows: Iterable[Row]) -> None:
         """Writes all rows anew."""
-        write(self.out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file that nobody sees half of."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, "utf-8")
-    os.replace(part, path)
+        files.write(self.out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def slug(setting: Setting) -> str:

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
+from ditile import files
 from ditile.attend.core import StaleKeys
 from ditile.bench.captions import score
-from ditile.bench.evaluation import write
 from ditile.flags import add_arguments, collect, option
 from ditile.generation import Tokens
 from ditile.keymask import Extra
@@ -211,7 +211,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             made[row["model"], row["plan"]] = row
             if out is not None:
-                write(out, json.dumps(list(made.values()), indent=1) + "\n")
+                files.write_json(out, list(made.values()))
     print("\n".join(compared(list(made.values()))))
 
 

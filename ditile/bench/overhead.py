@@ -11,7 +11,6 @@ counted, not wall time.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from ditile import files
 from ditile.plan import Plan
 from ditile.runner import parallelize
 
@@ -92,7 +92,7 @@ def main() -> None:
     found = {"outside_s": outside, "blocks_of_a_stage_s": of_stage, "outside_share": outside / (outside + of_stage)}
     Console().print(table(found))
     if out is not None:
-        out.write_text(json.dumps(found) + "\n", "utf-8")
+        files.write_json(out, found)
 
 
 if __name__ == "__main__":

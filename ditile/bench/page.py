@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from ditile import files
 from ditile.bench import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -195,7 +196,7 @@ def main() -> None:
         measure([name for name in names if not SECTIONS[name].is_there(asked.results)], asked.results)
     known = {name: SECTIONS[name] for name in names if SECTIONS[name].is_there(asked.results)}
     blocks = {name: section.block(asked.results) for name, section in known.items()}
-    asked.page.write_text(filled(asked.page.read_text("utf-8"), blocks), "utf-8")
+    files.write(asked.page, filled(asked.page.read_text("utf-8"), blocks))
     print(f"{asked.page}: {', '.join(blocks) or 'nothing'}")
 
 

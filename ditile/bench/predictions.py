@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from ditile import files
 from ditile.bench.cells import ONE_RANK
 from ditile.bench.runs import ROWS
 
@@ -157,7 +158,7 @@ def main() -> None:
     folder = out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     rows = measure(folder)
-    out.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    files.write_json(out, rows)
     shutil.rmtree(folder)
     print("\n".join(summary(rows)))
 

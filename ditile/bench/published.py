@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ditile import files
 from ditile.cost import Job
 from ditile.load import ASSETS
 from ditile.plan import Plan
@@ -322,7 +323,7 @@ def main() -> None:
         print(to_json(gets))
         print(*summary(list(zip(every, predicted(every, gets), strict=True))), sep="\n")
         kept = {name: dataclasses.asdict(own) for name, own in fit_left_out(every).items()}
-        LEFT_OUT.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        files.write_json(LEFT_OUT, kept)
     found = unseen(every, left_out())
     Console(width=150).print(table(found))
     print(*summary(found), sep="\n")

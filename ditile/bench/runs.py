@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ditile import files
 from ditile.bench.cells import ONE_RANK, Cell
 from ditile.errors import LoadError
 
@@ -70,7 +71,7 @@ def read(folder: str) -> list[Run]:
     if rest and not rest.startswith(_BEGINS) and not _BEGINS.startswith(rest):
         raise LoadError(f"{path} ends in what is no run of ditile bench; give another --out")
     if rest:
-        path.write_text(whole + "\n" if whole else "", "utf-8")
+        files.write(path, whole + "\n" if whole else "")
     return runs
 
 
@@ -108,9 +109,7 @@ def rows(runs: Iterable[Run], predicted: Mapping[str, Foretold] | None = None) -
 def write(folder: str, found: Sequence[Row]) -> Path:
     """Writes the rows as JSON lines, all at once."""
     path = Path(folder, ROWS)
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in found), "utf-8")
-    part.replace(path)
+    files.write(path, "".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in found))
     return path
 
 

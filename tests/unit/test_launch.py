@@ -270,11 +270,12 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
-    import ctypes, os, signal, sys, time
+    import ctypes, logging, os, signal, sys, time
     from pathlib import Path
     from ditile.launch import launch
 
     assert "torch" not in sys.modules
+    logging.getLogger("torchao").warning("Failed to load kernels")  # as an import of torchao says
 
     def block(folder):
         import torch.distributed as dist
@@ -303,7 +304,7 @@ def _script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 def test_a_function_of_a_script(tmp_path: Path) -> None:
     with _script(tmp_path, "double") as script:
         out, err = script.communicate(timeout=60)
-    assert (out.strip(), err) == ("[42, 42]", "")
+    assert (out.strip(), err) == ("[42, 42]", "Failed to load kernels\n"), "once, and not in every rank again"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

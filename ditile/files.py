@@ -1,0 +1,31 @@
+"""Files that get their names when they are whole: nobody ever sees half of one, and none is left where that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file, in place of one that is there.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of JSON, for people to read too.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    write(path, json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,28 @@
+"""Files are whole, or as they were before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ditile import files
+
+
+def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    files.write(path, b"old")
+    files.write_json(path, {"a": [1, "\u00e9"]})
+    assert json.loads(path.read_text("utf-8")) == {"a": [1, "\u00e9"]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A failure means that a full disk or a break costs a user what was there, or leaves half a file beside it."""
+    path = tmp_path / "rows.json"
+    path.mkdir()
+    with pytest.raises(OSError, match="rows.json"):
+        files.write(path, "new")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.is_dir()
