@@ -1,10 +1,10 @@
-"""Predicted beside measured: calibrates this machine, then runs plans of up to two ranks, and hybrids of four.
+"""Predicted beside measured: plans of up to two ranks and hybrids of four, on a machine calibrated before each job.
 
     python -m ditile.bench.predictions --out predictions.json
 
-Half an hour on two cores. A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder
-`predictions`). An error is that of the seconds of the denoising loop, the median of three rounds; that of the speed-up
-over one rank, measured in turn with the plans, is free of what the machine's speed did since it was calibrated.
+Three quarters of an hour on two cores. A run that was interrupted goes on where it stopped (`ditile bench` does, in the
+folder `predictions`). An error is that of the seconds of the denoising loop, the median of three rounds; that of the
+speed-up over one rank, measured in turn with the plans, is free of what its speed did since it was calibrated.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def measure(folder: Path) -> list[Row]:
     Raises:
         SystemExit: if one fails; what others measured is kept.
     """
-    profile = folder / "profile.json"
-    if not profile.exists():
-        _run("calibrate", "--out", str(profile))
     found: list[Row] = []
     for job in JOBS:
         out, size = folder / job.name.replace(" ", "-"), str(job.size)
+        profile = out.with_suffix(".json")
+        if not profile.exists():
+            _run("calibrate", "--out", str(profile))
         _run(
             "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
             "--output", "latent", "--rounds", "3", "--profile", str(profile), "--out", str(out), "--plans", job.plans,

@@ -43,7 +43,7 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
     monkeypatch.setattr(predictions.subprocess, "run", run)
     monkeypatch.setattr("sys.argv", ["predictions", "--out", str(tmp_path / "found.json")])
     predictions.main()
-    assert [words[3] for words in asked] == ["calibrate", *["bench"] * len(predictions.JOBS)]
+    assert [words[3] for words in asked] == ["calibrate", "bench"] * len(predictions.JOBS)
     rows = json.loads((tmp_path / "found.json").read_text())
     assert len(rows) == len(ROWS) * len(predictions.JOBS) and not (tmp_path / "found").exists()
     assert (
