@@ -11,6 +11,7 @@ nothing of cached ones, so that a forecast depends on computed steps alone, what
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import Protocol
 
@@ -79,7 +80,58 @@ def forecast(
     raise ModelError(f"{type(config).__name__} is no calibrator; try TaylorSeerCalibratorConfig()")
 
 
-class Reuse:
+class _Newton(abc.ABC):
+    """The last values as the last one and its divided differences: Newton's form of the polynomial through them.
+
+    As large as the values themselves, but sums of it lose less: in half precision the difference of two rounded values
+    is nearly exact, where a sum of values with large weights of both signs is not.
+
+    Args:
+        order: of the highest difference that is kept.
+        store_dtype: the type of what is kept; None is that of the values.
+
+    Attributes:
+        steps: of the last values, the latest first.
+    """
+
+    def __init__(self, order: int, store_dtype: torch.dtype | None = None) -> None:
+        self._order, self._dtype = order, store_dtype
+        self._differences: list[Tensor] = []
+        self._value_dtype = torch.float32
+        self.steps: list[int] = []
+
+    @abc.abstractmethod
+    def weights(self, step: int) -> list[float]:
+        """What the forecast of a step makes of each difference; those without a weight are left out."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held: order + 1 tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._differences)
+
+    def add(self, step: int, value: Tensor) -> None:
+        """See `Forecast.add`."""
+        if self.steps and step <= self.steps[0]:
+            raise StateError(f"step {step} was added after step {self.steps[0]}; a new generation needs a new forecast")
+        self._value_dtype = value.dtype
+        steps = [step, *self.steps][: self._order + 1]
+        found = [value if self._dtype is None else value.to(self._dtype)]
+        for k in range(1, len(steps)):
+            change = torch.sub(found[k - 1], self._differences[k - 1])
+            found.append(change.mul_(1 / (steps[0] - steps[k])))
+        self.steps, self._differences = steps, found
+
+    def at(self, step: int) -> Tensor:
+        """See `Forecast.at`."""
+        if not self._differences:
+            raise StateError("nothing was added that a forecast could continue")
+        out, *differences = self._differences
+        for k, (weight, difference) in enumerate(zip(self.weights(step), differences, strict=False)):
+            out = torch.add(out, difference, alpha=weight) if k == 0 else out.add_(difference, alpha=weight)
+        return out.to(self._value_dtype)
+
+
+class Reuse(_Newton):
     """The last value: the null object.
 
     Args:
@@ -87,23 +139,14 @@ class Reuse:
     """
 
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
-        self._store = _Differences(0, store_dtype)
+        super().__init__(0, store_dtype)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes held: one tensor."""
-        return self._store.bytes
-
-    def add(self, step: int, value: Tensor) -> None:
-        """See `Forecast.add`."""
-        self._store.add(step, value)
-
-    def at(self, step: int) -> Tensor:
-        """See `Forecast.at`."""
-        return self._store.sum([])
+    def weights(self, step: int) -> list[float]:
+        """None: there are no differences."""
+        return []
 
 
-class TaylorSeer:
+class TaylorSeer(_Newton):
     """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923).
 
     With k + 1 steps computed so far the degree is min(k, order): a line as soon as there are two. It is exact on
@@ -117,29 +160,19 @@ class TaylorSeer:
     """
 
     def __init__(self, order: int = 1, store_dtype: torch.dtype | None = None, reach: float | None = None) -> None:
-        self._store, self._reach = _Differences(order, store_dtype), reach
+        super().__init__(order, store_dtype)
+        self._reach = reach
 
-    @property
-    def bytes(self) -> int:
-        """Bytes held: order + 1 tensors."""
-        return self._store.bytes
-
-    def add(self, step: int, value: Tensor) -> None:
-        """See `Forecast.add`."""
-        self._store.add(step, value)
-
-    def at(self, step: int) -> Tensor:
-        """See `Forecast.at`."""
-        steps = self._store.steps
-        if self._reach is None or len(steps) < 2:
-            gaps: list[float] = [step - computed for computed in steps]
-        else:
-            end = min(step, steps[0] + self._reach * (steps[0] - steps[1]))
-            gaps = [end - computed for computed in steps]
-        return self._store.sum([math.prod(gaps[: k + 1]) for k in range(len(gaps) - 1)])
+    def weights(self, step: int) -> list[float]:
+        """Products of the gaps from the computed steps."""
+        steps, end = self.steps, float(step)
+        if self._reach is not None and len(steps) > 1:
+            end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
+        gaps = [end - computed for computed in steps]
+        return [math.prod(gaps[: k + 1]) for k in range(len(gaps) - 1)]
 
 
-class FoCa:
+class FoCa(_Newton):
     """Forecast, then calibrate: the stored value as an ordinary differential equation (arXiv 2508.16211).
 
     The slope at the last computed step is that of the second order backward formula (BDF2), with gaps as they are. A
@@ -154,71 +187,17 @@ class FoCa:
     """
 
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
-        self._store = _Differences(2, store_dtype)
+        super().__init__(2, store_dtype)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes held: three tensors."""
-        return self._store.bytes
-
-    def add(self, step: int, value: Tensor) -> None:
-        """See `Forecast.add`."""
-        self._store.add(step, value)
-
-    def at(self, step: int) -> Tensor:
-        """See `Forecast.at`.
+    def weights(self, step: int) -> list[float]:
+        """Those of the mean of both slopes.
 
         With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n
-        is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)): the mean is below.
+        is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
         """
-        steps = self._store.steps
+        steps = self.steps
         if len(steps) < 3:
-            return self._store.sum([step - steps[0]] if len(steps) == 2 else [])
+            return [step - steps[0]] if len(steps) == 2 else []
         gap, before = step - steps[0], steps[0] - steps[1]
         ratio = gap / before
-        return self._store.sum([gap, gap * before * (1 + ratio / (2 * (1 + ratio)))])
-
-
-class _Differences:
-    """The last value and its divided differences: Newton's form of the polynomial through the last values.
-
-    As large as the values themselves, but sums of it lose less: in half precision the difference of two rounded values
-    is nearly exact, where a sum of values with large weights of both signs is not.
-
-    Args:
-        order: of the highest difference that is kept.
-        store_dtype: of what is kept; None is that of the values.
-
-    Attributes:
-        steps: of the last values, the latest first.
-    """
-
-    def __init__(self, order: int, store_dtype: torch.dtype | None) -> None:
-        self._order, self._dtype = order, store_dtype
-        self._differences: list[Tensor] = []
-        self._value_dtype = torch.float32
-        self.steps: list[int] = []
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._differences)
-
-    def add(self, step: int, value: Tensor) -> None:
-        if self.steps and step <= self.steps[0]:
-            raise StateError(f"step {step} was added after step {self.steps[0]}; a new generation needs a new forecast")
-        self._value_dtype = value.dtype
-        steps = [step, *self.steps][: self._order + 1]
-        found = [value if self._dtype is None else value.to(self._dtype)]
-        for k in range(1, len(steps)):
-            change = torch.sub(found[k - 1], self._differences[k - 1])
-            found.append(change.mul_(1 / (steps[0] - steps[k])))
-        self.steps, self._differences = steps, found
-
-    def sum(self, weights: list[float]) -> Tensor:
-        """The last value, and each difference with its weight."""
-        if not self._differences:
-            raise StateError("nothing was added that a forecast could continue")
-        out, *differences = self._differences
-        for k, (weight, difference) in enumerate(zip(weights, differences, strict=False)):
-            out = torch.add(out, difference, alpha=weight) if k == 0 else out.add_(difference, alpha=weight)
-        return out.to(self._value_dtype)
+        return [gap, gap * before * (1 + ratio / (2 * (1 + ratio)))]
