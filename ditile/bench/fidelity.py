@@ -179,7 +179,9 @@ def by_warmup(found: Sequence[dict[str, Any]]) -> Table:
         if plan.warmup == "auto":
             of_plan["steps of auto"] = f"{row['synchronous']:.1f}"
     columns = sorted({name for of_plan in cells.values() for name in of_plan})
-    shown = Table("model", "plan", *(f"W = {name}" if name.isdigit() else name for name in columns))
+    shown = Table("model", "plan")
+    for name in columns:
+        shown.add_column(f"W = {name}" if name.isdigit() else name, justify="right")
     for key, of_plan in cells.items():
         shown.add_row(*key, *(of_plan.get(name, "") for name in columns))
     return shown
