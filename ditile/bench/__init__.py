@@ -1,1 +1,1 @@
-"""Scenes with captions, and the checker that says whether a picture shows its caption."""
+"""What is measured: speed, memory and quality of plans and caches, this machine, and predictions beside all of it."""
