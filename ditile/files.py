@@ -9,14 +9,19 @@ from typing import Any
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file, in place of one that is there.
+    """Writes a file, in place of one that is there; a link stays one. What is no file, such as a pipe, is written to.
 
     Raises:
         OSError: if it cannot be written.
     """
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.write_bytes(data)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

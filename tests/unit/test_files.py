@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,18 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         files.write(path, "new")
     assert list(tmp_path.iterdir()) == [path]
     assert path.is_dir()
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    """A failure means that `--out /dev/null`, as root, takes the machine's /dev/null away."""
+    path, link, pipe = tmp_path / "rows.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(path)
+    files.write(link, "new")
+    assert link.is_symlink() and path.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        files.write(pipe, "rows")
+        assert os.read(reader, 9) == b"rows" and pipe.is_fifo()
+    finally:
+        os.close(reader)
