@@ -18,7 +18,7 @@ from ditile.generation import Generation
 from ditile.mesh import Mesh, line
 from ditile.plan import Plan
 from ditile.seams import Moment
-from ditile.transport import Wire, gather_numbers
+from ditile.transport import Wire, gather_numbers, meet
 
 KIND = "decisions"
 
@@ -86,12 +86,15 @@ class Groups:
     starts: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh) -> Groups:
-        """Makes them; all ranks must call it."""
+    def of(cls, plan: Plan, mesh: Mesh, device: torch.device) -> Groups:
+        """Makes them; all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
         lines = (("cfg", *within), within, ("pipefusion",))
         rows, calls, stages = (line(names, plan, mesh.rank, backend="gloo") for names in lines)
-        return cls(rows, calls, stages, line(("pipefusion",), plan, mesh.rank))
+        starts = line(("pipefusion",), plan, mesh.rank)
+        if starts is not None:
+            meet(starts, device, mesh.traffic)
+        return cls(rows, calls, stages, starts)
 
 
 class StageAgreement:
@@ -158,7 +161,7 @@ class StageAgreement:
     def _start(self, peer: int) -> Wire:
         if peer not in self._starts:
             assert self._groups.starts is not None
-            self._starts[peer] = Wire(self._groups.starts, peer, "activations", self._mesh.traffic)
+            self._starts[peer] = Wire(self._groups.starts, peer, "activations", self._mesh.traffic, shared=True)
         return self._starts[peer]
 
     def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:

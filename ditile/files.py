@@ -12,7 +12,7 @@ def write(path: Path, content: str | bytes) -> None:
     """Writes a file, in place of one that is there; a link stays one. What is no file, such as a pipe, is written to.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; it names the file.
     """
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -23,6 +23,8 @@ def write(path: Path, content: str | bytes) -> None:
     try:
         part.write_bytes(data)
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         part.unlink(missing_ok=True)
 

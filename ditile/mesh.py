@@ -60,7 +60,9 @@ class Mesh:
         axes: the line along each axis of `AXES`.
         sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
         image: all ranks that make this rank's image.
-        latents: a second group along pipefusion, for what the last stage returns: NCCL's P2P has no tags.
+        links: groups along pipefusion for what goes down the pipeline, stage by stage in turn; see `down`.
+        latents: another, for what the last stage returns. NCCL's P2P has no tags, and what two ranks of a group send to
+            each other is one queue: a message up would wait behind a receive from below that was posted ahead.
         control: a CPU group of the ranks of one image, for headers, votes and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
@@ -73,6 +75,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
     sequence: Axis = Axis("sequence")
     image: Axis = Axis("image")
+    links: tuple[dist.ProcessGroup, ...] = ()
     latents: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
@@ -91,7 +94,8 @@ class Mesh:
             return
         lines = [*self.axes.values(), self.sequence, self.image]
         groups = {
-            id(group): group for group in (*(axis.group for axis in lines), self.latents, self.control, self.everyone)
+            id(group): group
+            for group in (*(axis.group for axis in lines), *self.links, self.latents, self.control, self.everyone)
         }
         for group in groups.values():
             if group is not None and group is not dist.group.WORLD:
@@ -106,6 +110,10 @@ class Mesh:
     def stages(self) -> int:
         """The size of the pipefusion axis."""
         return self.axes["pipefusion"].size
+
+    def down(self, stage: int) -> dist.ProcessGroup:
+        """The group of what a stage sends to those behind it."""
+        return self.links[stage % len(self.links)]
 
 
 class Communicators:
@@ -169,6 +177,7 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
         rank, world, place.local_rank if place is not None else rank, axes,
         sequence=together[0] if len(together) == 1 else _line("sequence", SEQUENCE, plan, rank, made),
         image=_line("image", IMAGE, plan, rank, made),
+        links=_links(plan, rank, axes["pipefusion"], made),
         latents=_line("latents", ("pipefusion",), plan, rank, made).group,
         control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
         everyone=made.of("everyone", range(world), "gloo"), shared=groups is not None,
@@ -222,6 +231,23 @@ def _line(
         if rank in ranks:
             mine = Axis(name, ranks, ranks.index(rank), group)
     return mine
+
+
+def _links(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
+    """One group; two where a group has one queue for all: a stage never sends behind what it waits to receive."""
+    if stages.group is None or not has_one_queue():
+        return () if stages.group is None else (stages.group,)
+    names = ("even links", "odd links")[: stages.size - 1]
+    made = [_line(name, ("pipefusion",), plan, rank, groups).group for name in names]
+    return tuple(group for group in made if group is not None)
+
+
+def has_one_queue() -> bool:
+    """Whether all that a rank does in a group is done in turn: in NCCL's, if their communicators are made at once.
+
+    They are with `init_process_group(device_id=...)`. Else each pair of ranks gets one of its own for messages.
+    """
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def line(names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> dist.ProcessGroup | None:

@@ -214,7 +214,7 @@ class Runner:
             hooks = ends.install(stack, call)
             first = output == "first"
             if self._parts.caches and self._decisions is None:
-                self._decisions = Groups.of(self.plan, self.mesh)
+                self._decisions = Groups.of(self.plan, self.mesh, self._parts.device)
             decisions = self._decisions if self._parts.caches else None
             loop = stack.enter_context(self._parts.installed(hooks, call, decisions, first=first))
             ends.loop = loop

@@ -59,10 +59,18 @@ class Receipt(NamedTuple):
 
 
 class Wire:
-    """An ordered one-way channel to or from one peer of a group."""
+    """An ordered one-way channel to or from one peer of a group.
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic) -> None:
-        self._group, self._peer, self._kind, self._traffic = group, peer, kind, traffic
+    Args:
+        group, peer: whose; NCCL makes a communicator for each pair of ranks, when both first use it.
+        kind, traffic: as what its bytes are counted.
+        shared: goes by the communicator of the whole group, whose ranks have come together (`meet`).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic, *, shared: bool = False
+    ) -> None:
+        self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[Receipt] = deque()
         self._sent = self._settled = 0
@@ -75,17 +83,14 @@ class Wire:
     def touch(self, device: torch.device, *, sends: bool) -> None:
         """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
         byte = torch.zeros(1, dtype=torch.uint8, device=_stage(device, self._group))
-        start = dist.isend if sends else dist.irecv
-        peer = {"group_dst": self._peer} if sends else {"group_src": self._peer}
-        _real(start(byte, group=self._group, **peer)).wait()
+        self._start(byte, sends=sends).wait()
 
     def send(self, message: Tensor) -> None:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         message = _stageable(message.contiguous(), self._group)
-        work = dist.isend(message, group=self._group, group_dst=self._peer)
-        self._sending.append((_real(work), message))
+        self._sending.append((self._start(message, sends=True), message))
         self._sent += 1
         self._traffic.count(self._kind, message.numel() * message.element_size())
 
@@ -101,8 +106,7 @@ class Wire:
     def post(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""
         buffer = torch.empty(shape, dtype=like.dtype, device=_stage(like.device, self._group))
-        work = dist.irecv(buffer, group=self._group, group_src=self._peer)
-        self._posted.append(Receipt(key, _real(work), buffer, like.device))
+        self._posted.append(Receipt(key, self._start(buffer, sends=False), buffer, like.device))
 
     def take(self, key: Any) -> Tensor:
         """Waits for the first posted message, which must be `key`'s."""
@@ -122,6 +126,13 @@ class Wire:
         """Forgets what is under way, after an error that ends the run."""
         self._sending.clear()
         self._posted.clear()
+
+    def _start(self, message: Tensor, *, sends: bool) -> dist.Work:
+        start = dist.isend if sends else dist.irecv
+        if self._shared:
+            (work,) = dist.batch_isend_irecv([dist.P2POp(start, message, group=self._group, group_peer=self._peer)])
+            return work
+        return _real(start(message, group=self._group, **{"group_dst" if sends else "group_src": self._peer}))
 
 
 class Ballot:
@@ -230,6 +241,12 @@ def start_gather(
     under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
     under_way._received.insert(own, x)
     return under_way
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, traffic: Traffic) -> None:
+    """All ranks of a group come together: NCCL makes its communicator when it is first used, and waits for all."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    start_gather(byte, [(1,)] * group.size(), group, traffic, "control").wait()
 
 
 def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:

@@ -21,7 +21,7 @@ from ditile.layout import joined
 from ditile.mesh import Mesh
 from ditile.seams import Kernel, Keys
 from ditile.seats import Seats, State
-from ditile.transport import Wire, start_exchange, start_gather
+from ditile.transport import Wire, meet, start_exchange, start_gather
 
 KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
 
@@ -49,22 +49,21 @@ class Crew:
         self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
         self._order += [(last, member, LATENTS) for member in range(1, size) if member != last]
         self._order += [(0, owner, KEYS) for owner in range(size, last + 1)]
-        groups = {PREDICTION: mesh.latents, LATENTS: mesh.latents, KEYS: group}
         self._wires = {
             (sender, receiver, kind): Wire(
-                groups[kind], receiver if sender == mesh.stage else sender, kind, mesh.traffic
+                mesh.latents if kind == LATENTS else mesh.down(sender),
+                receiver if sender == mesh.stage else sender, kind, mesh.traffic,
             )
             for sender, receiver, kind in self._order
             if mesh.stage in (sender, receiver)
-        }
+        }  # fmt: skip
 
     def connect(self, device: torch.device) -> None:
         """Uses every wire once, in one order for all stages, and then the group of all of them."""
         for way in self._order:
             if way in self._wires:
                 self._wires[way].touch(device, sends=way[0] == self.stage)
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)  # members alone could not make NCCL's communicator
-        start_gather(byte, [(1,)] * (self.last + 1), self._group, self._traffic, "control").wait()
+        meet(self._group, device, self._traffic)
 
     def end(self, *, clean: bool) -> None:
         """The generation is over: what was sent is gone, or, after an error, abandoned."""

@@ -373,10 +373,10 @@ class Loop:
         self._synced = step if wanted else self._synced
         if (last or wanted) and self._pipefusion.is_last:
             self._latents = self._batch.gathered(self._latents)
-        if (last or wanted) and self._mesh.latents is not None:
-            source = self._mesh.stages - 1
+        stages = self._mesh["pipefusion"]
+        if (last or wanted) and stages.group is not None:
             kind = "result" if last else "callback"
-            self._latents = broadcast(self._latents, source, self._mesh.latents, self._mesh.traffic, kind)
+            self._latents = broadcast(self._latents, stages.size - 1, stages.group, self._mesh.traffic, kind)
         self._hooks.ended(step, timestep, self._latents)
 
     def _patch_schedulers(self) -> PatchSchedulers:

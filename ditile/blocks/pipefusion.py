@@ -99,14 +99,13 @@ class PipeFusion:
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._inbox = self._outbox = self._returns = self._giver = None
         self.broken = False
-        activations = mesh["pipefusion"].group
-        if activations is not None and mesh.latents is not None:
+        if mesh.latents is not None:
             last = self.stages - 1
             if self.stage > 0:
-                wire = Wire(activations, self.stage - 1, "activations", mesh.traffic)
+                wire = Wire(mesh.down(self.stage - 1), self.stage - 1, "activations", mesh.traffic)
                 self._inbox = Inbox(wire, self._activation_shape)
             if self.stage < last:
-                self._outbox = Wire(activations, self.stage + 1, "activations", mesh.traffic)
+                self._outbox = Wire(mesh.down(self.stage), self.stage + 1, "activations", mesh.traffic)
             if self.stage == 0:
                 self._returns = Inbox(Wire(mesh.latents, last, "latents", mesh.traffic), self._latent_shape)
             if self.stage == last:

@@ -27,6 +27,10 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         files.write(path, "new")
     assert list(tmp_path.iterdir()) == [path]
     assert path.is_dir()
+    absent = tmp_path / "absent" / "rows.json"
+    with pytest.raises(FileNotFoundError) as failed:
+        files.write(absent, "new")
+    assert failed.value.filename == str(absent), "a user is told of a file that he never named"
 
 
 def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
