@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ditile import env
 from ditile.errors import PlanError, StateError
 from ditile.plan import Plan
-from ditile.transport import Traffic
+from ditile.transport import Traffic, meet
 
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
@@ -84,6 +84,15 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the communicators that a picture needs: NCCL's are made at their first use, of which all ranks must be.
+
+        In the midst of a picture that would be beside kernels which wait for messages. All ranks must call it.
+        """
+        lines = [*self.axes.values(), self.sequence, self.image]
+        for group in {id(line.group): line.group for line in lines if line.group is not None}.values():
+            meet(group, device, self.traffic)
 
     def close(self) -> None:
         """Gives groups that no other mesh has back: their threads run as long as they are there.
@@ -172,11 +181,15 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
         group = device_mesh.get_group(name)
         ranks = tuple(dist.get_process_group_ranks(group))
         axes[name] = Axis(name, ranks, ranks.index(rank), group)
-    together = [axes[name] for name in SEQUENCE if axes[name].size > 1]
+
+    def along(name: str, names: Sequence[str]) -> Axis:
+        """Several axes as one; where only one of them is used, that one."""
+        several = [axes[each] for each in names if axes[each].size > 1]
+        return several[0] if len(several) == 1 else _line(name, names, plan, rank, made)
+
     return Mesh(
         rank, world, place.local_rank if place is not None else rank, axes,
-        sequence=together[0] if len(together) == 1 else _line("sequence", SEQUENCE, plan, rank, made),
-        image=_line("image", IMAGE, plan, rank, made),
+        sequence=along("sequence", SEQUENCE), image=along("image", IMAGE),
         links=_links(plan, rank, axes["pipefusion"], made),
         latents=_line("latents", ("pipefusion",), plan, rank, made).group,
         control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,

@@ -323,6 +323,7 @@ def parallelize(
         pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
         cp_plan=cp_plan, compile=compile,
     )  # fmt: skip
+    mesh.connect(chosen)
     if checks is None and env.checks():
         checks = AgeChecks()
     composition = replace(composition, checks=checks)

@@ -21,7 +21,7 @@ from ditile.layout import joined
 from ditile.mesh import Mesh
 from ditile.seams import Kernel, Keys
 from ditile.seats import Seats, State
-from ditile.transport import Wire, meet, start_exchange, start_gather
+from ditile.transport import Wire, start_exchange, start_gather
 
 KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
 
@@ -59,11 +59,10 @@ class Crew:
         }  # fmt: skip
 
     def connect(self, device: torch.device) -> None:
-        """Uses every wire once, in one order for all stages, and then the group of all of them."""
+        """Uses every wire once, in one order for all stages."""
         for way in self._order:
             if way in self._wires:
                 self._wires[way].touch(device, sends=way[0] == self.stage)
-        meet(self._group, device, self._traffic)
 
     def end(self, *, clean: bool) -> None:
         """The generation is over: what was sent is gone, or, after an error, abandoned."""

@@ -3,7 +3,8 @@
 NCCL does what a rank asks of a communicator in turn, and a message is sent when it is received. In a group torch makes
 a communicator for collectives and batches of messages, which all its ranks must come to first, and one for each pair of
 ranks that send each other single messages: what one of them receives and what it sends are one queue. If the default
-group is bound to a device there is one for everything in a group (ProcessGroupNCCL.cpp, `pointToPoint`).
+group is bound to a device there is one for everything in a group (ProcessGroupNCCL.cpp, `pointToPoint`). To make one
+may want the whole device, so nothing may be under way then.
 
     with in_order(eager=False) as order:
         runner = parallelize(pipe, plan)
@@ -36,6 +37,7 @@ class Work:
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do, self._over, self._error = do, threading.Event(), None
+        self.awaited = False
 
     def run(self) -> None:
         try:
@@ -45,6 +47,7 @@ class Work:
         self._over.set()
 
     def wait(self) -> None:
+        self.awaited = True
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -76,6 +79,7 @@ class Order:
         self.done, self._eager = 0, eager
         self._plain: set[int] = set()
         self._queues: dict[tuple[int, int | None], queue.SimpleQueue[Work | None]] = {}
+        self._works: list[Work] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -131,13 +135,16 @@ class Order:
 
     def _put(self, group: dist.ProcessGroup, peer: int | None, do: Callable[[], None]) -> Work:
         key = (id(group), None if self._eager else peer)
+        self._works = [work for work in self._works if not work.awaited]
         if key not in self._queues:
             if not self._eager:
+                assert not self._works, "a communicator is made beside kernels that wait for messages"
                 _meet(group, peer)
             jobs = self._queues[key] = queue.SimpleQueue()
             threading.Thread(target=_work, args=(jobs,), daemon=True).start()
         self.done += 1
         work = Work(do)
+        self._works.append(work)
         self._queues[key].put(work)
         return work
 
