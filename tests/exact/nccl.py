@@ -92,14 +92,10 @@ class Order:
         return group
 
     def isend(self, tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> Any:
-        if id(group) in self._plain:
-            return dist.isend(tensor, group=group, group_dst=group_dst)
-        return self._put(group, group_dst, lambda: _exchange([Message(dist.isend, tensor, group, group_dst)], SINGLE))
+        return self._single(Message(dist.isend, tensor, group, group_dst))
 
     def irecv(self, tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Any:
-        if id(group) in self._plain:
-            return dist.irecv(tensor, group=group, group_src=group_src)
-        return self._put(group, group_src, lambda: _exchange([Message(dist.irecv, tensor, group, group_src)], SINGLE))
+        return self._single(Message(dist.irecv, tensor, group, group_src))
 
     def P2POp(  # noqa: N802
         self, op: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, group_peer: int
@@ -126,6 +122,11 @@ class Order:
         """Ends the queues."""
         for jobs in self._queues.values():
             jobs.put(None)
+
+    def _single(self, message: Message) -> Any:
+        if id(message.group) in self._plain:
+            return _start(message, message.tensor, 0)
+        return self._put(message.group, message.group_peer, lambda: _exchange([message], SINGLE))
 
     def _collective(self, start: Any, given: tuple[Any, ...], also: dict[str, Any], group: Any, later: bool) -> Any:
         if id(group) in self._plain:
@@ -164,13 +165,15 @@ def _meet(group: dist.ProcessGroup, peer: int | None) -> None:
 
 def _exchange(messages: Sequence[Message], tag: int) -> None:
     """All at once, over when every one of them was received."""
-    started = [(m, _start(m.op, m.tensor, m, tag)) for m in messages]
-    taken = [_start(dist.irecv, _byte(), m, tag + TAKEN) for m in messages if m.op is dist.isend]
+    started = [(m, _start(m, m.tensor, tag)) for m in messages]
+    rest = [_start(m._replace(op=dist.irecv), _byte(), tag + TAKEN) for m in messages if m.op is dist.isend]
     for m, work in started:
-        if m.op is dist.irecv:
+        if m.op is dist.isend:
+            rest.append(work)
+        else:
             work.wait()
-            taken.append(_start(dist.isend, _byte(), m, tag + TAKEN))
-    for work in (*(work for m, work in started if m.op is dist.isend), *taken):
+            rest.append(_start(m._replace(op=dist.isend), _byte(), tag + TAKEN))
+    for work in rest:
         work.wait()
 
 
@@ -178,9 +181,9 @@ def _byte() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8)
 
 
-def _start(op: Callable[..., Any], x: Tensor, message: Message, tag: int) -> Any:
-    peer = {"group_dst" if op is dist.isend else "group_src": message.group_peer}
-    return op(x, group=message.group, tag=tag, **peer)
+def _start(message: Message, x: Tensor, tag: int) -> Any:
+    op, _, group, peer = message
+    return op(x, group=group, tag=tag, **{"group_dst" if op is dist.isend else "group_src": peer})
 
 
 @contextmanager
