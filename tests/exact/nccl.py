@@ -33,11 +33,15 @@ SINGLE, BATCHED, TAKEN = 1, 2, 10
 
 
 class Work:
-    """Something that a queue will do."""
+    """Something that a queue will do.
+
+    Attributes:
+        is_known: whether it was waited for, or known to be done.
+    """
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do, self._over, self._error = do, threading.Event(), None
-        self.awaited = False
+        self.is_known = False
 
     def run(self) -> None:
         try:
@@ -47,13 +51,14 @@ class Work:
         self._over.set()
 
     def wait(self) -> None:
-        self.awaited = True
+        self.is_known = True
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        self.is_known = self.is_known or self._over.is_set()
+        return self.is_known
 
 
 class Message(NamedTuple):
@@ -136,7 +141,7 @@ class Order:
 
     def _put(self, group: dist.ProcessGroup, peer: int | None, do: Callable[[], None]) -> Work:
         key = (id(group), None if self._eager else peer)
-        self._works = [work for work in self._works if not work.awaited]
+        self._works = [work for work in self._works if not work.is_known]
         if key not in self._queues:
             if not self._eager:
                 assert not self._works, "a communicator is made beside kernels that wait for messages"
