@@ -82,8 +82,8 @@ class Order:
 
     def __init__(self, *, eager: bool) -> None:
         self.done, self._eager = 0, eager
-        self._plain: set[int] = set()
-        self._queues: dict[tuple[int, int | None], queue.SimpleQueue[Work | None]] = {}
+        self._plain: set[str] = set()
+        self._queues: dict[tuple[str, int | None], queue.SimpleQueue[Work | None]] = {}
         self._works: list[Work] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class Order:
         """A group; one that was asked to be gloo's stays so."""
         group = dist.new_group(ranks, backend=backend)
         if backend == "gloo":
-            self._plain.add(id(group))
+            self._plain.add(_name(group))
         return group
 
     def isend(self, tensor: Tensor, group: dist.ProcessGroup, group_dst: int) -> Any:
@@ -108,7 +108,7 @@ class Order:
         return Message(dist.isend if op == self.isend else dist.irecv, tensor, group, group_peer)
 
     def batch_isend_irecv(self, ops: Sequence[Message]) -> list[Any]:
-        assert id(ops[0].group) not in self._plain
+        assert _name(ops[0].group) not in self._plain
         return [self._put(ops[0].group, None, lambda: _exchange(ops, BATCHED))]
 
     def all_gather(self, parts: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -129,18 +129,18 @@ class Order:
             jobs.put(None)
 
     def _single(self, message: Message) -> Any:
-        if id(message.group) in self._plain:
+        if _name(message.group) in self._plain:
             return _start(message, message.tensor, 0)
         return self._put(message.group, message.group_peer, lambda: _exchange([message], SINGLE))
 
     def _collective(self, start: Any, given: tuple[Any, ...], also: dict[str, Any], group: Any, later: bool) -> Any:
-        if id(group) in self._plain:
+        if _name(group) in self._plain:
             return start(*given, group=group, async_op=later, **also)
         work = self._put(group, None, lambda: start(*given, group=group, **also))
         return work if later else work.wait()
 
     def _put(self, group: dist.ProcessGroup, peer: int | None, do: Callable[[], None]) -> Work:
-        key = (id(group), None if self._eager else peer)
+        key = (_name(group), None if self._eager else peer)
         self._works = [work for work in self._works if not work.is_known]
         if key not in self._queues:
             if not self._eager:
@@ -180,6 +180,11 @@ def _exchange(messages: Sequence[Message], tag: int) -> None:
             rest.append(_start(m._replace(op=dist.isend), _byte(), tag + TAKEN))
     for work in rest:
         work.wait()
+
+
+def _name(group: Any) -> str:
+    """Of a group, which no later one has; a rank that is not in it has none."""
+    return str(getattr(group, "group_name", ""))
 
 
 def _byte() -> Tensor:
