@@ -24,7 +24,9 @@ def write(path: Path, content: str | bytes) -> None:
         part.write_bytes(data)
         os.replace(part, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None  # of the part nobody knows
     finally:
         part.unlink(missing_ok=True)
 

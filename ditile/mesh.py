@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -61,8 +61,8 @@ class Mesh:
         sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
         image: all ranks that make this rank's image.
         links: groups along pipefusion for what goes down the pipeline, stage by stage in turn; see `down`.
-        latents: another, for what the last stage returns. NCCL's P2P has no tags, and what two ranks of a group send to
-            each other is one queue: a message up would wait behind a receive from below that was posted ahead.
+        latents: another, for what comes back from the last stage. NCCL's P2P has no tags, and what two ranks of a group
+            send each other is one queue: a message down would stand behind receives that were posted ahead.
         control: a CPU group of the ranks of one image, for headers, votes and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
@@ -90,8 +90,7 @@ class Mesh:
 
         In the midst of a picture that would be beside kernels which wait for messages. All ranks must call it.
         """
-        lines = [*self.axes.values(), self.sequence, self.image]
-        for group in {id(line.group): line.group for line in lines if line.group is not None}.values():
+        for group in self._of_lines():
             meet(group, device, self.traffic)
 
     def close(self) -> None:
@@ -101,14 +100,12 @@ class Mesh:
         """
         if self.shared:
             return
-        lines = [*self.axes.values(), self.sequence, self.image]
-        groups = {
-            id(group): group
-            for group in (*(axis.group for axis in lines), *self.links, self.latents, self.control, self.everyone)
-        }
-        for group in groups.values():
-            if group is not None and group is not dist.group.WORLD:
+        for group in _each((*self._of_lines(), *self.links, self.latents, self.control, self.everyone)):
+            if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+
+    def _of_lines(self) -> list[dist.ProcessGroup]:
+        return _each(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
 
     @property
     def stage(self) -> int:
@@ -123,6 +120,11 @@ class Mesh:
     def down(self, stage: int) -> dist.ProcessGroup:
         """The group of what a stage sends to those behind it."""
         return self.links[stage % len(self.links)]
+
+
+def _each(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Those that are there, each once."""
+    return list({id(group): group for group in groups if group is not None}.values())
 
 
 class Communicators:
