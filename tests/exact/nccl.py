@@ -40,14 +40,16 @@ class Work:
     """
 
     def __init__(self, do: Callable[[], None]) -> None:
-        self._do, self._over, self._error = do, threading.Event(), None
-        self.is_known = False
+        self._do: Callable[[], None] | None = do
+        self._over, self._error, self.is_known = threading.Event(), None, False
 
     def run(self) -> None:
+        assert self._do is not None
         try:
             self._do()
         except RuntimeError as error:
             self._error = error
+        self._do = None  # and with it the tensors
         self._over.set()
 
     def wait(self) -> None:
