@@ -273,7 +273,6 @@ def compose(
     move(pipe, device)
     trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, stages[mesh.stage], plan, spec.joint, trace, sharded.streams, crew)
-    pipefusion.connect(device)
     return Composition(
         pipe, plan, mesh, device, model, spec, seats, stages, weights, pipefusion, sharded, parallel_vae, trace,
         encoders, kernel, compile=compile,

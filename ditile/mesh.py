@@ -91,7 +91,7 @@ class Mesh:
         In the midst of a picture that would be beside kernels which wait for messages. All ranks must call it.
         """
         for group in self._of_lines():
-            meet(group, device, self.traffic)
+            meet(group, device)
 
     def close(self) -> None:
         """Gives groups that no other mesh has back: their threads run as long as they are there.
@@ -250,8 +250,10 @@ def _line(
 
 def _links(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
     """One group; two where a group has one queue for all: a stage never sends behind what it waits to receive."""
-    if stages.group is None or not has_one_queue():
-        return () if stages.group is None else (stages.group,)
+    if stages.group is None:
+        return ()
+    if not has_one_queue():
+        return (stages.group,)
     names = ("even links", "odd links")[: stages.size - 1]
     made = [_line(name, ("pipefusion",), plan, rank, groups).group for name in names]
     return tuple(group for group in made if group is not None)

@@ -324,6 +324,7 @@ def parallelize(
         cp_plan=cp_plan, compile=compile,
     )  # fmt: skip
     mesh.connect(chosen)
+    composition.pipefusion.connect(chosen)
     if checks is None and env.checks():
         checks = AgeChecks()
     composition = replace(composition, checks=checks)

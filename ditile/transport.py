@@ -243,10 +243,10 @@ def start_gather(
     return under_way
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, traffic: Traffic) -> None:
-    """All ranks of a group come together: NCCL makes its communicator when it is first used, and waits for all."""
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    start_gather(byte, [(1,)] * group.size(), group, traffic, "control").wait()
+    start_gather(byte, [(1,)] * group.size(), group, Traffic(), "control").wait()
 
 
 def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:

@@ -4,7 +4,8 @@ NCCL does what a rank asks of a communicator in turn, and a message is sent when
 a communicator for collectives and batches of messages, which all its ranks must come to first, and one for each pair of
 ranks that send each other single messages: what one of them receives and what it sends are one queue. If the default
 group is bound to a device there is one for everything in a group (ProcessGroupNCCL.cpp, `pointToPoint`). To make one
-may want the whole device, so nothing may be under way then.
+may want the whole device, so nothing may be under way then. What tensor parallel sums in blocks is left to gloo:
+nothing else goes on in its group meanwhile.
 
     with in_order(eager=False) as order:
         runner = parallelize(pipe, plan)
