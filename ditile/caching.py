@@ -30,8 +30,8 @@ from ditile.models.source import inner
 from ditile.plan import Plan
 from ditile.processors import attentions
 from ditile.runner import Runner, parallelize
-from ditile.steps.build import IdleCacheWarning, cached_transformer
-from ditile.steps.cached import Cached, Watch, cached
+from ditile.steps.build import cached_transformer
+from ditile.steps.cached import Cached, IdleCacheWarning, Watch, cached
 from ditile.steps.clock import CallClock, SchedulerClock
 from ditile.steps.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.steps.config import strify as config_text
@@ -227,9 +227,7 @@ def _made(
             f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
             f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
         )
-    if not row.has_rows:
-        config = config.reset(couple="batch")
-    return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given)
+    return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given, has_rows=row.has_rows)
 
 
 def _warn_of_idle(caches: Sequence[Cached]) -> None:
@@ -254,8 +252,12 @@ def _install(
         return
     clock: Watch
     if isinstance(pipe, nn.Module):
-        calls = 2 if any(each.has_separate_cfg for each in adapted) else 1
-        clock = CallClock(begun, ended, config.num_inference_steps if config is not None else None, calls)
+        said = [
+            config.enable_separate_cfg if config is not None else None,
+            *(each.has_separate_cfg for each in adapted),
+        ]
+        steps = config.num_inference_steps if config is not None else None
+        clock = CallClock(begun, ended, steps, separate_cfg=any(said))
     else:
         clock = SchedulerClock(pipe, begun, ended)
     clock.install()

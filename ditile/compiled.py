@@ -28,7 +28,10 @@ CALL = "_compiled_call_impl"
 
 def compiler_of(pipe: Any, model: nn.Module) -> Compile | None:
     """What the user compiled a pipeline's whole model with, or None."""
-    for _, outer in _around(pipe, model):
+    outers = [outer for _, outer in _around(pipe, model)]
+    if isinstance(pipe, nn.Module) and pipe is not model and uncompiled(pipe) is model:
+        outers.append(pipe)  # there is no pipeline
+    for outer in outers:
         compiler: Compile = outer.dynamo_ctx
         return compiler
     call = own_call(model)
@@ -133,6 +136,5 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 def _around(pipe: Any, model: nn.Module) -> list[tuple[str, Any]]:
     """What `torch.compile` made around a model, by the name that the pipeline has for it."""
-    parts = ((name, getattr(pipe, name, None)) for name in ("transformer", "transformer_2", "unet"))
-    modules = ((name, part) for name, part in parts if isinstance(part, nn.Module))
+    modules = [(name, part) for name, part in vars(pipe).items() if isinstance(part, nn.Module)]
     return [(name, part) for name, part in modules if part is not model and uncompiled(part) is model]

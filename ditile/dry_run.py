@@ -15,7 +15,6 @@ from ditile.models.block_lists import block_lists
 from ditile.plan import Plan
 from ditile.planner.subject import Subject
 from ditile.steps.build import cached_transformer
-from ditile.steps.step_mask import resolve
 from ditile.table import describe
 
 STEPS_SHOWN = 2
@@ -59,7 +58,6 @@ def _check_cache(transformer: nn.Module, configs: Mapping[str, Any], steps: int)
     """Raises `ModelError` for a cache that can never leave anything out."""
     if (config := configs["cache_config"]) is None:
         return
-    resolve(config.steps_computation_mask, steps)
     for context in cached_transformer(transformer, block_lists(transformer), config).contexts:
-        if context.idle is not None:
-            raise ModelError(context.idle)
+        if reason := context.idle or context.idle_in(steps):
+            raise ModelError(reason)

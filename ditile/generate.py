@@ -45,7 +45,7 @@ def draw(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome | None
         pipe, runner = _prepared(wanted, run, plan, cache)
         seed = _agreed_seed(wanted.seed, runner.mesh.everyone)
         call = arguments(pipe, wanted, defaults(wanted.model))
-        _check_mask(cache, call)
+        _check_steps(cache, call)
         drawn = _drawn(runner, lambda: call | _objects(wanted, range(seed, seed + wanted.num_images)), cache)
         if run.trace is not None:
             runner.write_trace(run.trace)
@@ -81,7 +81,7 @@ def draw_lines(
         everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
         todo = [Line(*line) for line in gather_json(list(todo), everyone)[0]]
         base = arguments(pipe, wanted, defaults(wanted.model))
-        _check_mask(cache, base)
+        _check_steps(cache, base)
         asked = request(wanted, run, plan, cache, defaults(wanted.model))
         texts = _texts(wanted, plan, cache, base) | {"request": asked}
         every: list[Drawn] = []
@@ -175,7 +175,7 @@ def _do_less(runner: Runner, cache: Cache) -> None:
     Raises:
         ModelError: also if nothing could be left out, of which the API warns.
     """
-    from ditile.steps.build import IdleCacheWarning
+    from ditile.steps.cached import IdleCacheWarning
 
     wanted = cache.configs()
     wanted.pop("attention_backend", None)  # the runner has it
@@ -189,14 +189,15 @@ def _do_less(runner: Runner, cache: Cache) -> None:
         raise ModelError(str(warning)) from warning
 
 
-def _check_mask(cache: Cache, call: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a step mask that is too short, before a step is made."""
-    from ditile.steps.step_mask import resolve
+def _check_steps(cache: Cache, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError`, before a step is made, for a step mask that is too short or steps that must all compute."""
+    from ditile.steps.build import idle_in
 
     config = cache.configs()["cache_config"]
     if config is not None and "num_inference_steps" in call:
         steps = call["num_inference_steps"]
-        resolve(config.steps_computation_mask, max(1, min(steps, int(steps * call.get("strength", 1)))))
+        if reason := idle_in(config, max(1, min(steps, int(steps * call.get("strength", 1))))):
+            raise ModelError(reason)
 
 
 def _of_lines(base: dict[str, Any], lines: Sequence[Line], wanted: Generate, plan: Plan) -> dict[str, Any]:

@@ -162,14 +162,24 @@ class Moment(NamedTuple):
     must: bool = False
 
 
+class Labelled(Protocol):
+    """A model whose pipeline names its calls.
+
+    Attributes:
+        label: of the call that is made, as "cond" and "uncond" of diffusers' `cache_context`; None if it has no name.
+    """
+
+    label: str | None
+
+
 class Clock(Protocol):
     """Says where the pipeline is, to what lies around its model's blocks."""
 
-    def begin_call(self, model: object) -> Moment | None:
+    def begin_call(self, model: Labelled) -> Moment | None:
         """A model is called; None if all of it must be computed, and nothing remembered."""
         ...
 
-    def end_call(self, model: object) -> None:
+    def end_call(self, model: Labelled) -> None:
         """It returns."""
         ...
 

@@ -14,7 +14,7 @@ from torch import nn
 from ditile import env
 from ditile.caching import disable_cache, enable_cache
 from ditile.errors import ModelError
-from ditile.steps.build import IdleCacheWarning
+from ditile.steps.cached import IdleCacheWarning
 from ditile.trace import Trace
 
 

@@ -23,13 +23,9 @@ from ditile.steps.slots import Slot
 from ditile.steps.step_mask import resolve
 
 
-class IdleCacheWarning(UserWarning):
-    """A cache was asked for that can never leave anything out."""
-
-
 def cached_transformer(
     transformer: torch.nn.Module, lists: Sequence[BlockList], config: DBCacheConfig,
-    calibrator: Calibration | None = None, modifiers: Sequence[ParamsModifier] = (),
+    calibrator: Calibration | None = None, modifiers: Sequence[ParamsModifier] = (), *, has_rows: bool = True,
 ) -> Cached:  # fmt: skip
     """A transformer with slots around the blocks of some lists, not installed yet.
 
@@ -40,6 +36,7 @@ def cached_transformer(
         calibrator: forecasts what is left out; None uses what was computed last.
         modifiers: one for each list, which is decided on by itself then; one for all; or none, and one decision
             is taken for all lists.
+        has_rows: whether the rows of what blocks are given are those of the batch; else the batch decides as one.
 
     Raises:
         ModelError: if there are no blocks, or modifiers for other lists.
@@ -58,12 +55,15 @@ def cached_transformer(
         of_list[found.name] = of_list.get(found.name, []) + made
         slots += made
 
+    def context(name: str, own: Sequence[Slot], config: DBCacheConfig, calibrator: Calibration | None) -> Context:
+        return _context(name, own, config if has_rows else config.reset(couple="batch"), calibrator)
+
     def contexts(changed: DBCacheConfig) -> list[Context]:
         if len(modifiers) < 2:
             whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
-            return [_context("+".join(of_list), slots, *whole)]
+            return [context("+".join(of_list), slots, *whole)]
         pairs = zip(of_list.items(), modifiers, strict=True)
-        return [_context(name, own, *modifier.over(changed, calibrator)) for (name, own), modifier in pairs]
+        return [context(name, own, *modifier.over(changed, calibrator)) for (name, own), modifier in pairs]
 
     return Cached(transformer, slots, contexts, config)
 
@@ -72,7 +72,22 @@ def _context(name: str, slots: Sequence[Slot], config: DBCacheConfig, calibrator
     make = partial(_chain, slots, config, calibrator)
     idle = _idle(name, len(slots), config)
     said = f"{config!r} {calibrator!r}"
-    return Context(name, len(slots), make, config.couple, strify(config, calibrator), idle, said)
+    text = strify(config, calibrator)
+    return Context(name, len(slots), make, config.couple, text, idle, partial(idle_in, config), said)
+
+
+def idle_in(config: DBCacheConfig, steps: int) -> str | None:
+    """Why settings that want to leave steps out can leave out none of so many, and what would work; None if they can.
+
+    Raises:
+        ModelError: if a mask has fewer steps.
+    """
+    rules = rules_of(config, steps)
+    if rules.never or steps < 2 or rules.leaves(steps):
+        return None
+    warmup = config.max_warmup_steps
+    hint = f"try max_warmup_steps={max(1, steps // 4)}" if warmup >= steps else "let mask and limits leave some out"
+    return f"{strify(config)}: all {steps} steps compute then, so nothing can be left out; {hint}"
 
 
 def _idle(name: str, blocks: int, config: DBCacheConfig) -> str | None:

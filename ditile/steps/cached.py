@@ -7,8 +7,10 @@ them its own clock and its agreement with other ranks for the length of a call.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from ditile.compiled import Compile
 from ditile.errors import StateError
 from ditile.opaque import opaque
-from ditile.overrides import forward_at, found_at
+from ditile.overrides import forward_at, found_at, override
 from ditile.seams import Agreement, Clock, Moment
 from ditile.steps.config import DBCacheConfig
 from ditile.steps.judge import Call, units_of
@@ -28,6 +30,10 @@ PARTIAL = ("skip_layers",)
 
 _CACHED = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
+
+
+class IdleCacheWarning(UserWarning):
+    """A cache was asked for that can never leave anything out."""
 
 
 class Chain(Protocol):
@@ -55,7 +61,7 @@ class Watch(Clock, Protocol):
 
     def remove(self) -> None: ...
 
-    def refresh(self, steps: int | None) -> None: ...
+    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
 
     def drop(self) -> None: ...
 
@@ -70,6 +76,7 @@ class Context(NamedTuple):
         couple: what is decided apart, "row", "image" or "batch".
         text: the settings in one word.
         idle: why nothing can ever be left out, in one line; None if something can.
+        idle_in: (steps) -> the same of a generation of so many.
         said: all settings.
     """
 
@@ -79,6 +86,7 @@ class Context(NamedTuple):
     couple: str
     text: str
     idle: str | None = None
+    idle_in: Callable[[int], str | None] = lambda steps: None
     said: str = ""
 
 
@@ -115,7 +123,7 @@ class Trace(NamedTuple):
     Attributes:
         name, blocks, text: of the context.
         middle: blocks that could be left out.
-        steps: of the generation.
+        steps: in which its blocks were called.
         records: (branch, patch, unit, record).
     """
 
@@ -140,6 +148,7 @@ class Cached:
         contexts: what is decided apart.
         traces: of the last generation, one for each context.
         kept_bytes: what was remembered when it ended.
+        label: what the pipeline calls its call of the transformer, if it names it.
     """
 
     def __init__(
@@ -153,7 +162,9 @@ class Cached:
         self._clock: Clock | None = None
         self._agreement: Agreement = Alone()
         self._chains: list[tuple[Context, Chain]] = []
-        self._loop_step, self._step, self._steps = -1, -1, 0
+        self._loop_step, self._step = -1, -1
+        self.label: str | None = None
+        self._labels = ExitStack()
 
     def install(self, clock: Watch, compiler: Callable[[], Compile | None] = lambda: None) -> None:
         """Lays the slots around the blocks.
@@ -175,11 +186,15 @@ class Cached:
             return self._called(forward, *args, **kwargs)
 
         self._mine = vars(self.transformer)[name] = functools.update_wrapper(called, forward)
+        stock: Any = getattr(self.transformer, "cache_context", None)
+        if stock is not None:
+            override(self._labels, self.transformer, "cache_context", partial(self._named, stock))
         vars(self.transformer)[_CACHED] = self
 
     def remove(self) -> None:
         """Takes them away again; what was laid around them since stays, and they do nothing in it."""
         self._own_clock.remove()
+        self._labels.close()
         self.end()
         self._clock = None
         for slot in self._slots:
@@ -199,7 +214,7 @@ class Cached:
         """A new picture follows: of so many steps if they are given, and with other settings if some are."""
         self._config = (config or self._config).reset(**changes)
         self.contexts = self._make(self._config)
-        self._own_clock.refresh(steps)
+        self._own_clock.refresh(steps, separate_cfg=self._config.enable_separate_cfg)
 
     def refit(self) -> None:
         """Blocks may have been compiled since the slots were laid around them; before anything else is."""
@@ -227,7 +242,10 @@ class Cached:
         if self._clock is self._own_clock:
             self.refit()
         self.traces, self.kept_bytes = [], 0
-        self._steps, self._loop_step, self._step = steps, -1, -1
+        self._loop_step, self._step = -1, -1
+        could = [context for context in self.contexts if context.idle is None]  # of others enable_cache has warned
+        for reason in filter(None, dict.fromkeys(context.idle_in(steps) for context in could)):
+            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         made = ((context, context.make(steps, self._agreement)) for context in self.contexts)
         self._chains = [(context, chain) for context, chain in made if chain is not None]
         for _, chain in self._chains:
@@ -238,7 +256,7 @@ class Cached:
         if self._chains:
             self.kept_bytes = self.bytes
             self.traces = [
-                Trace(c.name, c.blocks, c.text, len(chain.middle), self._steps, list(chain.records()))
+                Trace(c.name, c.blocks, c.text, len(chain.middle), self._step + 1, list(chain.records()))
                 for c, chain in self._chains
             ]
         for _, chain in self._chains:
@@ -249,6 +267,16 @@ class Cached:
     def bytes(self) -> int:
         """Bytes that are remembered now."""
         return sum(chain.bytes for _, chain in self._chains)
+
+    @contextmanager
+    def _named(self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any) -> Iterator[None]:
+        """diffusers' `cache_context`, with somebody listening."""
+        before, self.label = self.label, name
+        try:
+            with stock(name, **where):
+                yield
+        finally:
+            self.label = before
 
     def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         clock = self._clock
@@ -272,10 +300,10 @@ class Cached:
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        rows, shapes = _rows(args, kwargs), _shapes(args, kwargs)
+        rows, kind = _rows(args, kwargs), _kind(args, kwargs)
         for context, chain in self._chains:
             units = units_of(rows, moment.images, context.couple)
-            chain.begin(Call(moment, self._step, units, rows, shapes), self._agreement)
+            chain.begin(Call(moment, self._step, units, rows, kind), self._agreement)
 
     def _rest(self) -> None:
         for _, chain in self._chains:
@@ -293,6 +321,9 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(found.shape[0]) if isinstance(found, Tensor) else len(found)
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Of all tensors that a call brings: one with others is another kind of call, and remembers for itself."""
-    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The shapes of all tensors that a call brings, and its words, which name modes; each kind remembers for itself."""
+    given = (*args, *kwargs.values())
+    return tuple(
+        value.shape if isinstance(value, Tensor) else value for value in given if isinstance(value, Tensor | str)
+    )

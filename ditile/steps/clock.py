@@ -18,7 +18,7 @@ from typing import Any
 
 from ditile.errors import StateError
 from ditile.overrides import override
-from ditile.seams import Moment
+from ditile.seams import Labelled, Moment
 
 MANY = 32  # calls of a model in one step that no guidance needs
 
@@ -29,16 +29,18 @@ class Watched:
     Args:
         watch: called in its place, with it.
         stock: the method.
+        copied: called when a copy is made.
     """
 
-    def __init__(self, watch: Callable[..., Any], stock: Callable[..., Any]) -> None:
+    def __init__(self, watch: Callable[..., Any], stock: Callable[..., Any], copied: Callable[[], None]) -> None:
         functools.update_wrapper(self, stock)
-        self._watch, self._stock = watch, stock
+        self._watch, self._stock, self._copied = watch, stock, copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._watch(self._stock, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._copied()
         return copy.deepcopy(self._stock, memo)
 
 
@@ -57,7 +59,9 @@ class SchedulerClock:
         self._scheduler: Any = None
         self._live, self._steps, self._step = False, 0, 0
         self._images: int | None = None
-        self._calls: dict[object, int] = {}
+        self._calls: dict[Labelled, int] = {}
+        self._labels: set[tuple[Labelled, str]] = set()
+        self._timed, self._apart = False, False
         self._thread: int | None = None
         self._busy, self._depth = threading.RLock(), 0
 
@@ -68,7 +72,7 @@ class SchedulerClock:
         self._stack.close()
         self._scheduler = self._pipe.scheduler
         for name, mine in (("set_timesteps", self._set_timesteps), ("step", self._stepped)):
-            override(self._stack, self._scheduler, name, Watched(mine, getattr(self._scheduler, name)))
+            override(self._stack, self._scheduler, name, Watched(mine, getattr(self._scheduler, name), self._copied))
         names = list(inspect.signature(self._scheduler.step).parameters)
         self._sample_at = names.index("sample") if "sample" in names else len(names)
         self._watch_call()
@@ -85,18 +89,22 @@ class SchedulerClock:
             self._live = False
             self._ended()
 
-    def refresh(self, steps: int | None) -> None:
-        """A new picture follows. Its steps are the scheduler's."""
+    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+        """A new picture follows. Its steps are the scheduler's, and its branches those that are called."""
         self.drop()
 
-    def begin_call(self, model: object) -> Moment:
-        """A model is called."""
+    def begin_call(self, model: Labelled) -> Moment | None:
+        """A model is called; None before the pipeline's call has set its timesteps, as for images that it looks at."""
         if self._pipe.scheduler is not self._scheduler:  # somebody set another one
             self.install()
             self._begin()
         if not self._live:
+            if self._depth and not self._timed:
+                return None
             self._begin()
         self._check_thread()
+        if model.label is not None:
+            self._note(model, model.label)
         if self._step == 0 and not self._calls:
             skipped = getattr(self._scheduler, "begin_index", None) or 0
             self._steps = len(self._scheduler.timesteps) - skipped
@@ -109,9 +117,23 @@ class SchedulerClock:
             )
         return Moment(self._step, branch, images=self._images)
 
-    def end_call(self, model: object) -> None:
+    def end_call(self, model: Labelled) -> None:
         """It returns."""
-        self._calls[model] = self._calls.get(model, 0) + 1
+        if self._live:
+            self._calls[model] = self._calls.get(model, 0) + 1
+
+    def _note(self, model: Labelled, label: str) -> None:
+        """Where copies of the scheduler step in its place, a step ends when a label comes again."""
+        if self._apart and (model, label) in self._labels:
+            self._advance()
+            if not self._live:
+                self._begin()
+                self._apart = True
+        self._labels.add((model, label))
+
+    def _copied(self) -> None:
+        """A pipeline may step copies, one for each frame, and never the scheduler itself."""
+        self._apart = self._live and not self._step
 
     def _watch_call(self) -> None:
         """A pipeline's call is one picture, and one at a time."""
@@ -133,6 +155,7 @@ class SchedulerClock:
         if not self._busy.acquire(blocking=False):
             raise self._two_threads()
         self._depth += 1
+        self._timed = self._timed and self._depth > 1
         try:
             yield
         finally:
@@ -144,13 +167,15 @@ class SchedulerClock:
     def _set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._inside() if self._depth else ExitStack():
             result = stock(*args, **kwargs)
+        self._timed = True
         self._begin()
         return result
 
     def _begin(self) -> None:
         self.drop()
-        self._live, self._step, self._images = True, 0, None
+        self._live, self._step, self._images, self._apart = True, 0, None, False
         self._calls.clear()
+        self._labels.clear()
         self._thread = threading.get_ident()
 
     def _stepped(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,12 +185,17 @@ class SchedulerClock:
         if not self._live or not self._calls:
             return result
         sample = kwargs.get("sample", args[self._sample_at] if len(args) > self._sample_at else None)
-        self._images = None if sample is None else int(sample.shape[0])
+        self._images, self._apart = None if sample is None else int(sample.shape[0]), False
+        self._advance()
+        return result
+
+    def _advance(self) -> None:
+        """A step is over."""
         self._step += 1
         self._calls.clear()
+        self._labels.clear()
         if self._step >= self._steps:
             self.drop()
-        return result
 
     def _check_thread(self) -> None:
         if self._thread != threading.get_ident():
@@ -184,19 +214,22 @@ class CallClock:
     Args:
         begun, ended: as in `SchedulerClock`.
         steps: of every picture; None waits to be told.
-        calls: in each step.
+        separate_cfg: whether each step has two calls, one for each branch of guidance.
     """
 
     def __init__(
-        self, begun: Callable[[int], None], ended: Callable[[], None], steps: int | None = None, calls: int = 1
-    ) -> None:
-        self._begun, self._ended, self._of_step = begun, ended, calls
+        self, begun: Callable[[int], None], ended: Callable[[], None], steps: int | None = None, *,
+        separate_cfg: bool = False,
+    ) -> None:  # fmt: skip
+        self._begun, self._ended, self._of_step = begun, ended, 2 if separate_cfg else 1
         self._count, self._steps, self._live = 0, steps, False
 
-    def refresh(self, steps: int | None) -> None:
-        """A new picture follows, of so many steps; of as many as the last one if that is not said."""
+    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+        """A new picture follows; steps and calls that are not said are those of the last one."""
         self.drop()
         self._steps, self._count = steps or self._steps, 0
+        if separate_cfg is not None:
+            self._of_step = 2 if separate_cfg else 1
 
     def install(self) -> None:
         """Nothing."""
@@ -211,7 +244,7 @@ class CallClock:
             self._live = False
             self._ended()
 
-    def begin_call(self, model: object) -> Moment:
+    def begin_call(self, model: Labelled) -> Moment:
         """The transformer is called. Raises `StateError` if the number of steps is not known."""
         if self._steps is None:
             raise StateError(
@@ -224,7 +257,7 @@ class CallClock:
             self._begun(self._steps)
         return Moment(self._count // self._of_step, self._count % self._of_step)
 
-    def end_call(self, model: object) -> None:
+    def end_call(self, model: Labelled) -> None:
         """It returns."""
         self._count += 1
         if self._steps is not None and self._count >= self._steps * self._of_step:

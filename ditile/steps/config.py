@@ -53,7 +53,8 @@ class DBCacheConfig(Fields):
             mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
         steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
             always (static). A step without anything stored computes.
-        enable_separate_cfg: accepted; whether branches of guidance are calls of their own is seen from the calls.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
+            with one it is seen from the calls.
         cfg_compute_first: accepted; so is their order.
         cfg_diff_compute_separate: False takes the difference of the first branch of a step for all of them.
         num_inference_steps: steps of a generation where there is no pipeline to say so.

@@ -53,7 +53,7 @@ class Key(NamedTuple):
     """Whose memory it is."""
 
     branch: int
-    shapes: tuple[Any, ...]
+    kind: tuple[Any, ...]
     patch: int
     place: int
     among: int
@@ -67,14 +67,14 @@ class Call(NamedTuple):
         step: steps since the blocks were first called, from 0.
         units: what is decided apart.
         rows: in the batch.
-        shapes: of all that the model was given.
+        kind: shapes and modes of all that the model was given.
     """
 
     moment: Moment
     step: int
     units: list[Unit]
     rows: int
-    shapes: tuple[Any, ...] = ()
+    kind: tuple[Any, ...] = ()
 
     def cut(self, image: Tensor) -> list[tuple[int, Tensor]]:
         """Image tokens by patch: those that a later step may decide on apart."""
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
     def keys(self, patch: int, unit: Unit) -> Key:
         """Names what is remembered of a unit's patch."""
-        return Key(self.moment.branch, self.shapes, patch, unit.place, unit.among)
+        return Key(self.moment.branch, self.kind, patch, unit.place, unit.among)
 
 
 @dataclass(slots=True)
@@ -181,7 +181,9 @@ class Judge:
             return Verdict.COMPUTE
         worst = Verdict.SKIP
         for cell in cells:
-            found = Verdict.COMPUTE if cell.probe is None else self.rules.before(call.step, cell.record)
+            found = (
+                Verdict.COMPUTE if cell.probe is None else self.rules.before(call.step, cell.record, call.moment.step)
+            )
             if found is Verdict.COMPUTE:
                 return found
             if found is Verdict.MEASURE:

@@ -5,7 +5,8 @@ The rules apply in this order, and the first one that knows an answer gives it:
     nothing remembered yet, warmup, mask, number of steps left out, run of steps left out, budget, threshold
 
 A step counts from the first one in which the cached blocks were called (a second transformer, as of Wan 2.2, has a
-warmup of its own). Branches of guidance that are calls of their own have histories of their own.
+warmup of its own); a mask is of the generation, whichever transformer a step calls. Branches of guidance that are calls
+of their own have histories of their own.
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ class Rules:
     limits: Limits
     mask: tuple[int, ...] | None = None
 
-    def before(self, step: int, record: Record) -> Verdict:
-        """What is known of a step before its difference is."""
+    def before(self, step: int, record: Record, at: int | None = None) -> Verdict:
+        """What is known of a step before its difference is; `at` is its place in the generation if that differs."""
         limits = self.limits
-        if record.computed is None or (step < self._warmup and step % limits.warmup_interval == 0):
+        at = step if at is None else at
+        if record.computed is None or (step < self._warmup(at - step) and step % limits.warmup_interval == 0):
             return Verdict.COMPUTE
         if self.mask is not None:
-            if self.mask[step]:
+            if self.mask[at]:
                 return Verdict.COMPUTE
             if limits.static:
                 return Verdict.SKIP
@@ -114,18 +116,26 @@ class Rules:
         """Whether nothing is ever left out."""
         return self.limits.threshold <= 0 and (self.mask is None or not self.limits.static)
 
+    def leaves(self, steps: int) -> bool:
+        """Whether any of so many steps could be left out, whatever the differences."""
+        record = Record()
+        for step in range(steps):
+            if self.before(step, record) is not Verdict.COMPUTE:
+                return True
+            self.note(step, record, skipped=False, difference=None)
+        return False
+
     @property
     def _budget(self) -> float | None:
         budget = self.limits.budget
         return budget if budget is not None and budget > 0 else None
 
-    @property
-    def _warmup(self) -> int:
-        """Warmup ends where a mask first allows to leave a step out."""
+    def _warmup(self, start: int) -> int:
+        """Steps of the warmup that begins at `start`; it ends where a mask first allows to leave a step out."""
         warmup = self.limits.max_warmup_steps
-        if self.mask is None or 0 not in self.mask:
+        if self.mask is None or 0 not in self.mask[start:]:
             return warmup
-        return min(warmup, self.mask.index(0))
+        return min(warmup, self.mask.index(0, start) - start)
 
 
 def relaxed(threshold: float, differences: list[float], ratio: float, most: float) -> float:

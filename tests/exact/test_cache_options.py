@@ -16,8 +16,7 @@ from ditile.models.adapter import BlockAdapter
 from ditile.models.block_lists import block_lists
 from ditile.models.patterns import ForwardPattern
 from ditile.spec import BlockList
-from ditile.steps.build import IdleCacheWarning
-from ditile.steps.cached import cached
+from ditile.steps.cached import IdleCacheWarning, cached
 from ditile.steps.config import (
     Calibration,
     DBCacheConfig,
@@ -170,7 +169,7 @@ def test_what_is_measured(flow: str, how: str) -> None:
     assert found == pytest.approx(hand.differences, rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::ditile.steps.build.IdleCacheWarning")
+@pytest.mark.filterwarnings("ignore::ditile.steps.cached.IdleCacheWarning")
 def test_nothing_is_left_between_probe_and_tail() -> None:
     """More blocks in front and behind than there are: all run, and nothing is kept."""
     name = FLOWS["image"]

@@ -208,6 +208,7 @@ def test_masks_that_do_not_fit_are_refused_before_the_first_step() -> None:
     assert skipped(pipe) == [[2, 3]], "step 0 has nothing to reuse"
 
 
+@pytest.mark.filterwarnings("ignore::ditile.steps.cached.IdleCacheWarning")
 @pytest.mark.parametrize("steps", range(1, 6))
 def test_pictures_of_few_steps(steps: int) -> None:
     """A failure means that a preset or a warmup does not fit a picture that is shorter than it."""

@@ -25,7 +25,7 @@ from ditile import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.quantized import quantized
-from ditile.steps.build import IdleCacheWarning
+from ditile.steps.cached import IdleCacheWarning
 from tests import tiny
 from tests.exact.cases import same
 from tests.exact.loras import folder_of
