@@ -25,16 +25,22 @@ ATEN = {
 }
 """Backends whose log-sum-exp comes from torch's own kernels; the empty one is whatever suits."""
 
-FOREIGN = (
-    AttentionBackendName.FLASH,
-    AttentionBackendName.FLASH_HUB,
-    AttentionBackendName._FLASH_3,
-    AttentionBackendName._FLASH_3_HUB,
-    AttentionBackendName.AITER_FA2_HUB,
-    AttentionBackendName.SAGE,
-    AttentionBackendName.SAGE_HUB,
-)
-"""Backends that give it themselves, all as `[B, N, S]`, whatever the layout of q."""
+FOREIGN = {
+    AttentionBackendName.FLASH: ("return_lse", True),
+    AttentionBackendName.FLASH_HUB: ("return_lse", True),
+    AttentionBackendName._FLASH_3: ("return_lse", False),
+    AttentionBackendName._FLASH_3_HUB: ("return_attn_probs", True),
+    AttentionBackendName.AITER_FA2_HUB: ("return_lse", True),
+    AttentionBackendName.SAGE: ("return_lse", True),
+    AttentionBackendName.SAGE_HUB: ("return_lse", True),
+}
+"""Backends that give it themselves -> the argument that asks for it, and whether it comes as `[B, N, S]`.
+
+Else it is `[B, S, N]`: diffusers hands on what most of the packages return, and turns that of `_flash_3` itself.
+"""
+
+AMPERE = (8, 0)
+"""The least compute capability for which torch's flash kernel is built."""
 
 
 class Native:
@@ -82,7 +88,7 @@ class Dispatched:
         """Attends.
 
         Raises:
-            ModelError: if the backend cannot give the log-sum-exp.
+            ModelError: if the backend cannot give the log-sum-exp, or gives another shape than it should.
         """
         name = self.backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
         if name in ATEN:
@@ -93,8 +99,15 @@ class Dispatched:
         if mask is not None:
             raise ModelError(f"the attention kernel {name.value} takes no mask, which this model has; try native")
         k, v = _as_many_heads(q, k, v)
-        out, lse = _AttentionBackendRegistry._backends[name](query=q, key=k, value=v, scale=scale, return_lse=True)
-        return out, lse.transpose(1, 2).float()
+        argument, has_heads_first = FOREIGN[name]
+        out, lse = _AttentionBackendRegistry._backends[name](query=q, key=k, value=v, scale=scale, **{argument: True})
+        lse = lse.transpose(1, 2) if has_heads_first else lse
+        if lse.shape != q.shape[:3]:
+            raise ModelError(
+                f"the attention kernel {name.value} gives a log-sum-exp of {list(lse.shape)} for queries of "
+                f"{list(q.shape)}, and ring needs {list(q.shape[:3])}; try native"
+            )
+        return out, lse.float()
 
 
 NATIVE = Native()
@@ -148,9 +161,7 @@ def fused(
         q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = None if mask is None else _bias(mask, q, k)
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if not name:
-        name = "flash" if bias is None and half and size <= 256 else "efficient"
+    name = name or ("efficient" if bias is not None else suitable(q.device, q.dtype, size))
     if on_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
     elif name == "flash":
@@ -164,6 +175,17 @@ def fused(
     else:
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2]
     return out[..., :size].transpose(1, 2), lse[..., :length].transpose(1, 2)  # some kernels pad the rows
+
+
+def suitable(device: torch.device, dtype: torch.dtype, size: int) -> str:
+    """Which of torch's kernels takes a call without a mask: flash wants half precision and a GPU that has it.
+
+    Args:
+        device, dtype: of q, k and v.
+        size: the channels of a head.
+    """
+    is_flash = dtype in (torch.float16, torch.bfloat16) and size <= 256 and device.type == "cuda"
+    return "flash" if is_flash and torch.cuda.get_device_capability(device) >= AMPERE else "efficient"
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

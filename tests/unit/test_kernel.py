@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
-from ditile.attend import dispatch
-from ditile.attend.kernel import ATEN, FOREIGN, NATIVE, Dispatched, chosen
+from ditile.attend import dispatch, kernel
+from ditile.attend.kernel import ATEN, FOREIGN, NATIVE, Dispatched, chosen, suitable
 from ditile.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -26,21 +27,21 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor,
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 
-@pytest.mark.parametrize("kernel", [NATIVE, Dispatched(None), Dispatched(AttentionBackendName.NATIVE)])
+@pytest.mark.parametrize("attention", [NATIVE, Dispatched(None), Dispatched(AttentionBackendName.NATIVE)])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_log_sum_exp(kernel: Any, groups: int, masked: bool) -> None:
+def test_log_sum_exp(attention: Any, groups: int, masked: bool) -> None:
     """A failure means that ring merges its blocks with the wrong weights."""
     random = torch.Generator().manual_seed(0)
     q = torch.randn(2, 9, 4, 12, generator=random)
     k, v = torch.randn(2, 2, 13, groups, 12, generator=random)
     mask = (torch.rand(2, 1, 1, 13, generator=random) < 0.7) if masked else None
-    out, lse = kernel.with_lse(q, k, v, mask=mask)
+    out, lse = attention.with_lse(q, k, v, mask=mask)
     wanted, wanted_lse = plain(q, k, v, mask)
     assert lse.shape == (2, 9, 4)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(kernel(q, k, v, mask=mask).double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention(q, k, v, mask=mask).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_torchs_own_kernels_are_called_as_they_are_declared() -> None:
@@ -59,21 +60,108 @@ def test_torchs_own_kernels_are_called_as_they_are_declared() -> None:
     assert {"attn_mask", "scale"} <= {argument.name for argument in schema.arguments if argument.kwarg_only}
 
 
-def test_kernels_of_others_are_asked_for_their_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give `[B, N, S]` for q in `[B, S, N, H]`. A failure means that heads are taken for tokens."""
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+# The functions of the packages that diffusers calls, with their own arguments and results: `[B, N, S]`
 
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, with_lse: bool, *rest: Any) -> Any:
+    out, lse = NATIVE.with_lse(q, k, v, scale=scale)
+    return (out, lse.transpose(1, 2), *rest) if with_lse else out
+
+
+def flash_2(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_attn_probs, None)
+
+
+def flash_3(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Any = None,
+    q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_attn_probs)
+
+
+def aiter(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int, int] = (-1, -1, 0), bias: Any = None, alibi_slopes: Any = None,
+    deterministic: bool = True, return_lse: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_lse)
+
+
+def sage(
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    sm_scale: float | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    assert tensor_layout == "NHD"
+    return attend(q, k, v, sm_scale, return_lse)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are installed, and run on CPUs; diffusers' own functions lie around them as ever."""
+    for name, fn in {"flash_attn_func": flash_2, "flash_attn_3_func": flash_3, "sageattn": sage}.items():
+        monkeypatch.setattr(attention_dispatch, name, fn)
+    operator = attention_dispatch._wrapped_flash_attn_3  # of CUDA only
+    monkeypatch.setattr(attention_dispatch, "_wrapped_flash_attn_3", getattr(operator, "_init_fn", operator))
+    hub = {
+        AttentionBackendName.FLASH_HUB: flash_2,
+        AttentionBackendName._FLASH_3_HUB: flash_3,
+        AttentionBackendName.AITER_FA2_HUB: aiter,
+        AttentionBackendName.SAGE_HUB: sage,
+    }
+    for backend, fn in hub.items():
+        monkeypatch.setattr(attention_dispatch._HUB_KERNELS_REGISTRY[backend], "kernel_fn", fn)
+    for check in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
+        monkeypatch.setattr(kernel, check, lambda backend: None)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_kernels_of_others_are_asked_for_their_log_sum_exp(name: AttentionBackendName) -> None:
+    """Through diffusers' functions for them. A failure means that ring fails in its first step with a kernel that is
+    offered, or takes heads for tokens."""
     q = torch.randn(1, 5, 2, 4)
+    out, lse = chosen(name.value, CPU, torch.float32, lse=True).with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3)
+    assert lse.shape == (1, 5, 2)
+    torch.testing.assert_close((out, lse), NATIVE.with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3))
 
-    def flash(query: Tensor, key: Tensor, value: Tensor, scale: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
-        out, lse = NATIVE.with_lse(query, key, value, scale=scale)
-        return out, lse.transpose(1, 2)
 
-    for name in FOREIGN:
-        monkeypatch.setitem(registry._backends, name, flash)
-        out, lse = Dispatched(name).with_lse(q, q[:, :, :1], q[:, :, :1])
-        assert lse.shape == (1, 5, 2)
-        torch.testing.assert_close((out, lse), NATIVE.with_lse(q, q[:, :, :1], q[:, :, :1]))
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_layout_is_noticed_where_a_kernel_is_chosen(
+    name: AttentionBackendName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means an error in the first step of ring, or none and a wrong picture where tokens are as many as
+    heads."""
+    argument, has_heads_first = FOREIGN[name]
+    monkeypatch.setitem(FOREIGN, name, (argument, not has_heads_first))
+    with pytest.raises(ModelError, match=rf"{name.value} gives a log-sum-exp of \[1, 2, 32\] .* try native"):
+        chosen(name.value, CPU, torch.float32, lse=True)
+    chosen(name.value, CPU, torch.float32, lse=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "wanted"),
+    [
+        ((7, 0), torch.float16, 64, "efficient"),
+        ((7, 5), torch.float16, 64, "efficient"),
+        ((8, 0), torch.float16, 64, "flash"),
+        ((8, 9), torch.bfloat16, 256, "flash"),
+        ((12, 0), torch.bfloat16, 264, "efficient"),
+        ((9, 0), torch.float32, 64, "efficient"),
+    ],
+)
+def test_flash_is_taken_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, size: int, wanted: str
+) -> None:
+    """A failure means that ring raises on a T4 or a V100, or is slow on later GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert suitable(torch.device("cuda:0"), dtype, size) == wanted
 
 
 def test_a_kernel_without_log_sum_exp_is_refused() -> None:
