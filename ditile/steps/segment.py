@@ -37,6 +37,7 @@ class Segment:
         self._blocks = [slot.block for slot in slots]
         self._inside: Handle | None = None
         self._start: State | None = None
+        self._index: Tensor | None = None
         self._is_known = False
 
     def begin(self, call: Call, skips: Sequence[bool], agreement: Agreement) -> None:
@@ -51,7 +52,7 @@ class Segment:
             agreement.left_out(self._blocks, call.moment)
         else:
             ends = inside = self._some
-            self._index = torch.cat([torch.arange(call.rows)[unit.rows] for unit in self._computed()])
+            self._index = None
         self._first.handle = self._last.handle = ends
         if inside != self._inside:
             self._inside = inside
@@ -64,8 +65,13 @@ class Segment:
         for slot in self.slots:
             slot.handle = None
 
-    def _computed(self) -> list[Any]:
-        return [unit for unit, skipped in zip(self._call.units, self._skips, strict=True) if not skipped]
+    def _computed(self, device: torch.device) -> Tensor:
+        """The rows that run, made where they are used, once a call: a copy from the CPU would wait for the GPU."""
+        if self._index is None or self._index.device != device:
+            rows = torch.arange(self._call.rows, device=device)
+            units = zip(self._call.units, self._skips, strict=True)
+            self._index = torch.cat([rows[unit.rows] for unit, skipped in units if not skipped])
+        return self._index
 
     def _whole(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first or last block of a segment that runs; all of them once, to see what form they return tokens in."""
@@ -95,7 +101,7 @@ class Segment:
         named, state = slot.named(args, kwargs), slot.read(args, kwargs)
         if slot is self._first:
             self._start = state
-        index = self._index.to(state.image.device)
+        index = self._computed(state.image.device)
         tables = [name for name in TABLES if name in named and _is_flat(named[name])]
         cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), tables)
         ran = slot.unpack(slot.forward(**cut))
