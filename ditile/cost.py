@@ -9,7 +9,10 @@ p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of a
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the prediction, to the n - 1 that share out the tokens
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
-    latents        the stepped patches, from the last stage to the first
+    latents        the stepped patches, from the last stage to the first; a crew's other members get the whole
+    weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
+    keys           a crew of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all those of a layer
+                   to the stage that owns it, where that is no member; their prediction goes to the last stage
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Nothing is said of headers.
@@ -21,9 +24,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from ditile.blocks.lending import ALIGNED
 from ditile.blocks.schedule import Schedule
 from ditile.generation import Micro
 from ditile.layout import DUMMY_TEXT, Layout, Part, Split, share
@@ -33,7 +37,8 @@ from ditile.shape import Shape, Weights
 from ditile.spec import ModelSpec
 
 KINDS = (
-    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "data", "result",
+    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",
+    "data", "result",
 )  # fmt: skip
 """The kinds of traffic that have a formula here."""
 
@@ -103,6 +108,11 @@ class Job:
         """How the tokens are shared out."""
         return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
 
+    @cached_property
+    def crew(self) -> tuple[Part, ...]:
+        """What each stage of a crew has of the image in the steps that it computes; none without one."""
+        return Split(self.schedule.crew).parts(self.layout, None) if self.schedule.crew else ()
+
     def place(self, rank: int) -> Place:
         """Where a rank is."""
         at = coordinates(self.plan, rank)
@@ -158,12 +168,13 @@ def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
     if not own.images:
         return {}  # an idle replica calls no model
     for micro in job.schedule.micros(step):
-        for formula in (_activations, _tensor, _ulysses, _ring, _distrifusion, _prediction):
+        for formula in (_activations, _tensor, _ulysses, _ring, _distrifusion, _prediction, _lent, _together):
             for kind, size, times in formula(job, place, micro):
                 total[kind] += job.calls(step) * size * times
         total["cfg"] += _cfg(job, place, micro)
+        total["latents"] += own.latent_bytes * _adopting(job, place, micro)
     last = place.stage == job.plan.pipefusion - 1 > 0
-    total["latents"] = own.latent_bytes if last and step < job.shape.steps - 1 else 0
+    total["latents"] += own.latent_bytes if last and step < job.shape.steps - 1 else 0
     return {kind: size for kind, size in total.items() if size}
 
 
@@ -181,6 +192,27 @@ def between(job: Job, place: Place, patch: int) -> int:
     """Bytes that a rank hands to the next stage for a patch, in one call."""
     part = _parts(job, patch)[place.rank]
     return _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
+
+
+def lent(job: Job, block: int) -> int:
+    """Bytes of a block's weights on their way to one other stage; see `blocks.lending`."""
+    return _flat(job.weights.tensors[block], job.shape.element_size)
+
+
+def gathered(job: Job, place: Place, *, joint: bool) -> int:
+    """Bytes of a layer's keys and values that a stage of a crew sends to each other one, in one call."""
+    return 2 * _seen(job.crew[place.stage], joint=joint) * _number(job, place)
+
+
+def given(job: Job, owner: int, *, joint: bool) -> int:
+    """Bytes of a layer's keys and values that a crew sends to the stage that owns it, in one call."""
+    return 2 * (job.layout.image + (job.layout.text if joint else 0)) * _number(job, Place(0, 0, owner, 0, 0, 0, 0))
+
+
+def predicted(job: Job, place: Place) -> int:
+    """Bytes of the prediction of a crew member's tokens, in one call."""
+    size = job.crew[place.stage].image_tokens * job.weights.out * job.shape.element_size
+    return size * job.own(place).batch
 
 
 def guidance(job: Job, place: Place, micro: Micro) -> int:
@@ -212,7 +244,7 @@ def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
 
 
 def _activations(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
-    if place.stage < job.plan.pipefusion - 1:
+    if place.stage < job.plan.pipefusion - 1 and not job.schedule.crew_of(micro):
         for patch in job.schedule.patches_of(micro):
             part = _parts(job, patch)[place.rank]
             yield Sent("activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens))
@@ -285,6 +317,35 @@ def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
         yield Sent("prediction", size)
 
 
+def _lent(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
+    """Own blocks to all others, which keep none of them for the next call."""
+    if job.plan.warmup_mode == "sequence" and job.schedule.crew_of(micro):
+        for block in job.stages[place.stage]:
+            yield Sent("weights", (job.plan.pipefusion - 1) * lent(job, block))
+
+
+def _together(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
+    """What a crew exchanges in a call: keys of all layers among its members, what others need of it to them."""
+    crew, last = job.schedule.crew_of(micro), job.plan.pipefusion - 1
+    if place.stage in crew:
+        for joint, times in Counter(itertools.chain.from_iterable(job.weights.layers)).items():
+            yield Sent("keys", (len(crew) - 1) * gathered(job, place, joint=joint), times)
+        if place.stage != last:
+            yield Sent("prediction", predicted(job, place))
+    if crew and place.stage == 0 and job.schedule.keeps_keys(micro.step):
+        for owner in range(len(crew), last + 1):
+            for joint, times in job.layers(place._replace(stage=owner)).items():
+                yield Sent("keys", given(job, owner, joint=joint), times)
+
+
+def _adopting(job: Job, place: Place, micro: Micro) -> int:
+    """Members of a crew that the last stage sends the whole latents before a step; the first one takes its patches."""
+    last = job.plan.pipefusion - 1
+    if place.stage < last or micro.step == 0:
+        return 0
+    return sum(0 < member < last for member in job.schedule.crew_of(micro))
+
+
 def _cfg(job: Job, place: Place, micro: Micro) -> int:
     """What is fresh of the own branches: in each call, or, of branches that are calls, after all of a later step."""
     by_calls = job.shape.rows == 1
@@ -314,6 +375,20 @@ def _row(job: Job, place: Place, micro: Micro) -> tuple[Part, ...]:
 
 def _length(part: Part) -> int:
     return len(part.text) + part.image_tokens
+
+
+def _seen(part: Part, *, joint: bool) -> int:
+    """Tokens of a part that a layer sees."""
+    return _length(part) if joint else part.image_tokens
+
+
+@lru_cache
+def _flat(tensors: tuple[int, ...], size: int) -> int:
+    """Bytes of tensors of so many numbers in one buffer, each from where `blocks.lending` has it begin."""
+    stop = 0
+    for numbers in tensors:
+        stop = -(-stop // ALIGNED) * ALIGNED + numbers * size
+    return stop
 
 
 def _number(job: Job, place: Place) -> int:

@@ -136,7 +136,10 @@ class Seats:
         exchanges = tuple(
             tuple(exchange for path, exchange in found if path.startswith(f"{seat.name}.")) for seat in self.chain
         )
-        return Weights(blocks=blocks, shared=everything - sum(blocks), layers=layers, out=out, exchanges=exchanges)
+        tensors = tuple(tuple(x.numel() for x in (*s.block.parameters(), *s.block.buffers())) for s in self.chain)
+        return Weights(
+            blocks=blocks, shared=everything - sum(blocks), layers=layers, out=out, exchanges=exchanges, tensors=tensors
+        )  # fmt: skip
 
     def _exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """Where tensor parallelism exchanges what, as the family's table of token streams has it."""

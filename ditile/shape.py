@@ -29,6 +29,7 @@ class Weights:
         out: numbers that the output module makes of a token.
         exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather", stream). Sums are of
             row-parallel Linears; gathers are those of split_scheme=sequence.
+        tensors: of each block, the numbers in each of its parameters and buffers.
     """
 
     blocks: tuple[int, ...]
@@ -36,6 +37,7 @@ class Weights:
     layers: tuple[tuple[bool, ...], ...]
     out: int
     exchanges: tuple[tuple[tuple[str, str], ...], ...] = ()
+    tensors: tuple[tuple[int, ...], ...] = ()
 
     def of(self, owned: range) -> int:
         """Parameters of a stage."""

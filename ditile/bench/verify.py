@@ -190,9 +190,8 @@ def _counted(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
 
 def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Check:
     name = "bytes sent are the formula"
-    if runner.plan.warmup == AUTO or runner.plan.warmup_mode in ("sequence", "separate"):
-        mode = f"warmup={AUTO}" if runner.plan.warmup == AUTO else f"warmup_mode={runner.plan.warmup_mode}"
-        return Check(name, None, f"{mode} has none")
+    if runner.plan.warmup == AUTO:
+        return Check(name, None, f"warmup={AUTO} has none")
     if runner.job() is None:
         return Check(name, None, "a model without a ModelSpec has none")
     everyone = gather_json(counted, runner.mesh.everyone)

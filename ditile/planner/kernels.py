@@ -85,6 +85,7 @@ class Counted:
         step: of every rank, once in a step.
         once: once in a generation.
         footprint: what it holds meanwhile.
+        before: of each block, what it does up to its first attention.
     """
 
     blocks: tuple[Work, ...]
@@ -96,6 +97,7 @@ class Counted:
     step: Work
     once: Work
     footprint: Footprint
+    before: tuple[Work, ...] = ()
 
     def mix(self, blocks: range, runs: Sequence[float]) -> Mix:
         """The work of some blocks, of whose calls each runs in such a share."""
@@ -163,6 +165,7 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
         blocks=of("block"), block_steps=of("block step"), block_once=of("block once"), first=note.work["first", 0],
         last=note.work["last", 0], every=note.work["every", 0], step=note.work["step", 0], once=note.work["once", 0],
         footprint=watch.footprint([note.kept.get(k, Held()) for k in kinds_in_order]),
+        before=tuple(note.before.get(k, Counter()) for k in kinds_in_order),
     )  # fmt: skip
 
 
@@ -176,7 +179,8 @@ class _Note(TorchDispatchMode):
         }
         self.alike: dict[int, int] = {}
         self.kept: dict[int, Held] = {}
-        self.attention = _Attention(self._add, attend)
+        self.before: dict[int, Counter[Kernel]] = {}
+        self.attention = _Attention(self._attended, attend)
         self._at: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
@@ -202,6 +206,12 @@ class _Note(TorchDispatchMode):
 
     def _add(self, kernel: Kernel) -> None:
         self.work[self._at[-1]][kernel] += 1
+
+    def _attended(self, kernel: Kernel) -> None:
+        place, block = self._at[-1]
+        if place == "block":
+            self.before.setdefault(block, Counter(self.work[place, block]))
+        self._add(kernel)
 
 
 class _Attention(TorchFunctionMode):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ditile.mesh import AXES
 from ditile.plan import Plan
@@ -37,10 +39,10 @@ def crowd(profile: Profile, ranks: int) -> float:
 
 
 def share(link: Link, kind: str, n: int) -> float:
-    """Share of a link's bandwidth in an exchange; gathers go from neighbour to neighbour, as rings do."""
+    """Share of a link's bandwidth in an exchange; gathers and broadcasts go round, as rings do."""
     if kind == "tensor":
         return link.reduce
-    if kind in ("ring", "distrifusion"):
+    if kind in ("ring", "distrifusion", "pipefusion"):
         return link.neighbours
     crowded = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
     return min(link.collective, 1 / crowded) if crowded else link.collective
@@ -49,3 +51,46 @@ def share(link: Link, kind: str, n: int) -> float:
 def exposed(sending: float, overlap: float, compute: float) -> float:
     """Seconds of a message that computing does not hide."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
+
+
+class Together(NamedTuple):
+    """A block that a crew of stages computes together, in seconds.
+
+    Attributes:
+        weights: its weights on their way from the stage that owns it; 0 where every member holds them.
+        before: work up to its attention, before which keys are gathered.
+        keys: the gather.
+        after: the rest of its work.
+    """
+
+    weights: float
+    before: float
+    keys: float
+    after: float
+
+
+def of_crew(blocks: Sequence[Together], ahead: int, overlap: float) -> float:
+    """Seconds of blocks whose weights leave so many blocks ahead of their use (`blocks.lending`, `blocks.crew`).
+
+    One group carries weights and keys in the order in which they are started: a gather stands behind the weights that
+    were started before it.
+    """
+    now = line = 0.0
+    arrived: list[float] = []
+
+    def start(index: int) -> None:
+        nonlocal now, line
+        line = max(line, now) + blocks[index].weights
+        now += (1 - overlap) * blocks[index].weights
+        arrived.append(line)
+
+    for index in range(min(ahead, len(blocks))):
+        start(index)
+    for index, block in enumerate(blocks):
+        if index + ahead < len(blocks):
+            start(index + ahead)
+        now = max(now, arrived[index]) + block.before
+        if block.keys:
+            now = line = max(line, now) + block.keys
+        now += block.after
+    return now

@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from ditile import cost
+from ditile.blocks.lending import AHEAD
 from ditile.blocks.schedule import Kind, Op, Schedule
 from ditile.cost import Job, Place
 from ditile.generation import Micro
 from ditile.planner.kernels import Counted, Mix, Work
-from ditile.planner.links import crossed, crowd, exposed, share
+from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
 from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Load, Tokens, load, together
 
@@ -126,7 +127,8 @@ class Ops:
         if op.kind is Kind.COMPUTE:
             own = self._compute(self._places[stage], micro, op)
             own = Load(own.device * self._crowd, own.host * self._crowd)
-            return (own if free else self._exchanged(self._places[stage], micro, own)).seconds(self._profile)
+            exchanged = self._together if self.schedule.crew_of(micro) else self._exchanged
+            return (own if free else exchanged(self._places[stage], micro, own)).seconds(self._profile)
         if op.kind is Kind.STEP:
             patches = self.job.plan.num_patches if micro.patch is None else 1
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
@@ -150,8 +152,12 @@ class Ops:
         if op.kind is Kind.SEND and op.patch is not None:
             pieces = len(self.schedule.pieces(self._micro(op)))
             size = cost.between(job, place, op.patch) / pieces
-        elif op.kind is Kind.GIVE:
-            size = cost.key_bytes(job, 0)
+        elif op.kind is Kind.GIVE:  # the mean of those that get some
+            owners = range(self.schedule.crew, job.plan.pipefusion)
+            layers = [(owner, joint, n) for owner in owners for joint, n in job.layers(self._places[owner]).items()]
+            size = sum(n * cost.given(job, owner, joint=joint) for owner, joint, n in layers) / len(owners)
+        elif op.kind is Kind.PREDICT:
+            size = cost.predicted(job, place)
         else:
             rows = 1.0 if op.patch is None else job.layout.rows(op.patch) / job.layout.grid.rows
             size = job.own(place).latent_bytes * rows
@@ -166,7 +172,7 @@ class Ops:
         job, counted, work = self.job, self._basis.counted, self._basis.work
         tokens = self._tokens(place, micro, op)
         crew = len(self.schedule.crew_of(micro))
-        mix = self._mix(range(len(counted.blocks)) if crew else job.stages[place.stage], op.step)
+        mix = self._mix(range(len(counted.blocks)), None) if crew else self._mix(job.stages[place.stage], op.step)
         total = work(-1, counted.every, tokens)
         for each, times in mix.blocks:
             total = total.plus(work(id(each), each, tokens), times)
@@ -184,7 +190,8 @@ class Ops:
                 total = total.plus(work(id(each), each, tokens), times)
         return total
 
-    def _mix(self, stage: range, step: int) -> Mix:
+    def _mix(self, stage: range, step: int | None) -> Mix:
+        """The work of some blocks in a step, or where nothing is left out: a crew computes all of them."""
         is_left = step in self.left.steps
         if (stage, is_left) not in self._mixes:
             runs = [0.0 if is_left and self._may_be_left(block) else 1.0 for block in stage]
@@ -234,6 +241,29 @@ class Ops:
             started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
             total = total.plus(Load(sending, calls * started))
         return total
+
+    def _together(self, place: Place, micro: Micro, own: Load) -> Load:
+        """A crew's call: weights of blocks come while others compute, keys of every layer are waited for."""
+        job, counted, lends = self.job, self._basis.counted, self.job.plan.warmup_mode == "sequence"
+        link, n = self.link("pipefusion"), len(self.schedule.crew_of(micro))
+        rate, tokens = (
+            link.bandwidth * share(link, "pipefusion", n),
+            self._tokens(place, micro, Op(Kind.COMPUTE, *micro)),
+        )
+        blocks, exchanges = [], 0
+        for block, layers in enumerate(job.weights.layers):
+            whole, before = (
+                self._basis.work(id(work), work, tokens).device * self._crowd
+                for work in (counted.blocks[block], counted.before[block])
+            )
+            sent = (n - 1) * sum(cost.gathered(job, place, joint=joint) for joint in layers)
+            gathers = len(layers) if n > 1 else 0
+            weights = cost.lent(job, block) / rate + link.latency_s if lends else 0.0
+            blocks.append(Together(weights, before, sent / rate + gathers * link.latency_s, whole - before))
+            exchanges += gathers + lends
+        alone = sum(block.before + block.after for block in blocks)
+        took = of_crew(blocks, AHEAD, link.overlap)
+        return Load(own.device - alone + took, own.host + exchanges * link.call_s)
 
     def _attention(self, place: Place, micro: Micro) -> float:
         """Seconds of attention in a call: what a ring's messages travel under."""

@@ -103,7 +103,7 @@ class _Run:
         return ends[-1] + (steps - shown) * tail, max(busy)
 
     def sent(self) -> int:
-        """Bytes that all ranks send in the whole call; steps of one kind are alike, and so are stages."""
+        """Bytes that all ranks send in the whole call; steps of one kind are alike; without a crew stages are."""
         job, plan, last = self._job, self._job.plan, self._job.shape.steps - 1
         kinds: dict[tuple[bool, ...], list[int]] = {}
         for step in range(last + 1):
@@ -112,9 +112,9 @@ class _Run:
         inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
         for rank in range(plan.world):
             stage = rank // inner % plan.pipefusion
-            if self._ops.like[stage] == stage:
+            if job.schedule.crew or self._ops.like[stage] == stage:
                 sizes = [len(steps) * sum(cost.sent_in_step(job, rank, steps[0]).values()) for steps in kinds.values()]
-                total += self._ops.like.count(stage) * sum(sizes)
+                total += sum(sizes) * (1 if job.schedule.crew else self._ops.like.count(stage))
         return total
 
     def estimate(self, most: float) -> float:
@@ -140,14 +140,28 @@ class _Run:
     def _synchronous(self, step: int) -> float:
         """Seconds of a synchronous step but for its patches' way back."""
         schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
-        whole = self._of_stages(Op(Kind.COMPUTE, step, None))
+        op = Op(Kind.COMPUTE, step, None)
         stepped = self._ops.cost(last, Op(Kind.STEP, 0, None), free=False)
-        if schedule.crew:
-            return calls * max(whole) + stepped
         patches, pieces = self._patches, len(schedule.pieces(Micro(0, None))) * calls
         hops, back = self._hops(step, patches - 1)
+        if schedule.crew:
+            return calls * self._mean(0, op) + self._between(step) + stepped + patches * back.seconds
+        whole = self._of_stages(op)
         one = sum(whole) + sum(patches * hop.seconds for hop in hops) + (pieces - 1) * max(whole)
         return calls * one / pieces + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
+
+    def _between(self, step: int) -> float:
+        """Seconds of a crew's messages: keys to others, predictions to the last stage, latents to the other members."""
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
+        given = last + 1 - schedule.crew if schedule.keeps_keys(step) else 0
+        op = Op(Kind.PREDICT, step, None)  # the first stage is of every crew, and never the last one
+        found = calls * self._ops.cost(0, op, free=False) + self._ops.travel(0, op)
+        if given:
+            found += calls * given * self._ops.cost(0, Op(Kind.GIVE, step, None), free=False)
+        others = sum(0 < member < last for member in range(schedule.crew))
+        if others and step + 1 < self._job.shape.steps and not schedule.is_stale(step + 1):
+            found += others * self._ops.cost(last, Op(Kind.SHARE, step, None), free=False)
+        return found
 
     def _asynchronous(self, step: int) -> float:
         """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return."""
@@ -190,13 +204,15 @@ class _Run:
         return found[:-1], found[-1]
 
     def _of_stages(self, op: Op) -> list[float]:
-        """Seconds of a call on every stage, the mean of a step's calls: the first one has more to do."""
-        found, calls = dict[int, float](), self._job.calls(op.step)
-        for stage in dict.fromkeys(self._ops.like):
-            first = self._ops.cost(stage, op, free=False)
-            others = self._ops.cost(stage, op._replace(branch=1), free=False) if calls > 1 else 0.0
-            found[stage] = (first + (calls - 1) * others) / calls
+        """Seconds of a call on every stage."""
+        found = {stage: self._mean(stage, op) for stage in dict.fromkeys(self._ops.like)}
         return [found[stage] for stage in self._ops.like]
+
+    def _mean(self, stage: int, op: Op) -> float:
+        """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
+        calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=False)
+        others = self._ops.cost(stage, op._replace(branch=1), free=False) if calls > 1 else 0.0
+        return (first + (calls - 1) * others) / calls
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ditile import cost
 from ditile.answer import answer
 from ditile.cli import main
 from ditile.errors import ModelError, PlanError
@@ -24,6 +25,7 @@ from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.caches import expected
+from ditile.planner.links import Together, of_crew
 from ditile.planner.memory import Bytes, needed, peak
 from ditile.planner.ops import Left, Ops
 from ditile.planner.profile import Curve, Link, Profile, rising
@@ -181,6 +183,58 @@ def test_every_half_computes_all_calls_of_the_first_step() -> None:
         for text in ("ulysses=2", "cfg=2 ulysses=2")
     )
     assert 9 / 16 < both / split < 10 / 16, "its exchanges are made for both calls, too"
+
+
+CREWS = (
+    "pipefusion=2 warmup_mode=sequence", "pipefusion=4 patches=8 warmup=3 warmup_mode=sequence",
+    "cfg=2 pipefusion=2 warmup_mode=sequence", "pipefusion=2 warmup_mode=separate",
+    "pipefusion=4 warmup_mode=separate warmup_ranks=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CREWS)
+def test_what_a_crew_sends_is_priced(text: str) -> None:
+    """Weights of blocks and keys of all layers, in bytes by the formulas and in seconds: on a link with nothing under
+    it at least those of what the ranks send, each over its own."""
+    one = subject("shapes-pixart")
+    shape = one.shape(call("shapes-pixart", **SMALL), 4)
+    rate, job = 1e6, one.job(Plan.parse(text), shape)
+    slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=rate, overlap=0.0))
+    sent = [cost.sent(job, rank) for rank in range(job.plan.world)]
+    price = pricer_of(one, SMALL, slow).price(job)
+    once = sum(of_rank.get("data", 0) + of_rank.get("result", 0) for of_rank in sent)
+    assert price.bytes_per_step * shape.steps == sum(sum(of_rank.values()) for of_rank in sent) - once
+    kinds = ("keys", "weights") if job.schedule.mode == "sequence" else ("keys",)
+    assert all(any(of_rank.get(kind) for of_rank in sent) for kind in kinds)
+    gathered = max(of_rank["keys"] for of_rank in sent[:2] if "keys" in of_rank)
+    lent = sum(cost.lent(job, block) for block in range(len(job.weights.blocks))) if "weights" in kinds else 0
+    calls = sum(job.calls(step) for step in range(job.schedule.warmup))
+    assert price.exposed_s > (gathered + calls * lent) / rate > 0.0
+    assert pricer_of(one, SMALL, EVEN).price(job).exposed_s == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "interlink"), [("shapes-flux", None), ("flux.1-dev", "10Gbit")])
+def test_the_formula_of_lent_blocks_is_the_simulation(name: str, interlink: str | None) -> None:
+    """A failure means that the search sifts such plans out, or prices them above what they take."""
+    one, profile = subject(name), hardware.profile("l40-pcie", interlink)
+    shape = one.shape(call(name, height=512, width=512), profile.element_size)
+    for host in (2, 4, 8):
+        for text in ("pipefusion=8 patches=8", "pipefusion=4 patches=8 warmup=3", "pipefusion=2 warmup=2"):
+            job = one.job(Plan.parse(f"{text} warmup_mode=sequence"), shape)
+            pricer = pricer_of(one, {}, profile, host)
+            assert 0.97 < pricer.estimate(job) / pricer.latency(job) < ABOVE
+
+
+def test_weights_that_travel_slower_than_blocks_compute_are_waited_for() -> None:
+    """Two blocks ahead, and gathers stand behind the weights that were started before them."""
+    assert of_crew([Together(0.0, 1.0, 0.5, 2.0)] * 4, 2, 1.0) == 14.0
+    assert of_crew([Together(1.0, 2.0, 0.0, 3.0)] * 4, 2, 1.0) == 1.0 + 4 * 5.0
+    assert of_crew([Together(1.0, 2.0, 0.0, 3.0)] * 4, 2, 0.0) == 4 * 5.0 + 4 * 1.0
+    assert of_crew([Together(9.0, 1.0, 0.0, 1.0)] * 4, 2, 1.0) == 4 * 9.0 + 2.0
+    first = 3 * 9.0 + 0.5 + 1.0  # keys of block 0 are behind the weights of block 2
+    second = first + 9.0 + 0.5 + 1.0  # and those of block 1 behind the weights of block 3, which start with it
+    assert of_crew([Together(9.0, 1.0, 0.5, 1.0)] * 4, 2, 1.0) == second + 2 * 2.5
+    assert of_crew([Together(4.0, 1.0, 0.5, 1.0)], 2, 1.0) == 6.5
 
 
 def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
