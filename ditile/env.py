@@ -4,7 +4,7 @@ DITILE_CHECK=1          every attention asserts that the ages of its keys are wh
 DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
                         any byte but NUL does
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
-RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   set by torchrun and by `launch`
 GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ranks that `launch` starts
 """
 
@@ -20,11 +20,17 @@ from typing import NamedTuple
 
 
 class Torchrun(NamedTuple):
-    """The place of this process among those that torchrun (or `ditile.launch`) started."""
+    """The place of this process among those that torchrun (or `ditile.launch`) started.
+
+    Attributes:
+        rank, world: among all of them.
+        local_rank, local_world: among those of its machine.
+    """
 
     rank: int
     world: int
     local_rank: int
+    local_world: int = 1
 
 
 def checks() -> bool:
@@ -39,11 +45,18 @@ def profile() -> Path:
 
 
 def torchrun() -> Torchrun | None:
-    """Rank, world and local rank from torchrun's variables; None outside torchrun."""
+    """Its variables; None outside torchrun.
+
+    A script that sets them itself may leave out the local ones. Without LOCAL_RANK all are on one machine; with it
+    and without LOCAL_WORLD_SIZE, each rank counts those up to itself.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = int(os.environ["RANK"])
-    return Torchrun(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "LOCAL_RANK" not in os.environ:
+        return Torchrun(rank, world, rank, world)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return Torchrun(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)))
 
 
 def master() -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ditile import env
 from ditile.errors import PlanError, StateError
@@ -136,7 +135,6 @@ class Communicators:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
-        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
     def of(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         """The group of some ranks; all ranks must ask, in one order."""
@@ -145,15 +143,6 @@ class Communicators:
             with env.connecting():
                 self._groups[key] = dist.new_group(list(ranks), backend=backend)
         return self._groups[key]
-
-    def mesh(self, used: Mapping[str, int], world: int) -> DeviceMesh:
-        """The axes of some degrees."""
-        key = tuple(used.items())
-        if key not in self._meshes:
-            ranks = torch.arange(world).reshape(*used.values())
-            with env.connecting():
-                self._meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(used))
-        return self._meshes[key]
 
 
 def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
@@ -175,14 +164,8 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
     if world == 1:
         return Mesh(0, 1, 0)
     rank = dist.get_rank()
-    used = {name: getattr(plan, name) for name in AXES if getattr(plan, name) > 1}
     made = groups or Communicators()
-    device_mesh = made.mesh(used, world)
-    axes = {name: Axis(name, (rank,)) for name in AXES}
-    for name in used:
-        group = device_mesh.get_group(name)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        axes[name] = Axis(name, ranks, ranks.index(rank), group)
+    axes = {name: _axis(name, plan, rank, made) for name in AXES}
 
     def along(name: str, names: Sequence[str]) -> Axis:
         """Several axes as one; where only one of them is used, that one."""
@@ -234,6 +217,13 @@ def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     along = [k for k, name in enumerate(AXES) if name in names]
     across = [k for k, name in enumerate(AXES) if name not in names]
     return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
+
+
+def _axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
+    """This rank's line along an axis. The only axis of a plan is the group of all ranks, which is there."""
+    if getattr(plan, name) == plan.world:
+        return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
+    return _line(name, (name,), plan, rank, groups)
 
 
 def _line(
@@ -296,11 +286,11 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
 
 
 def join(place: env.Torchrun) -> None:
-    """Joins the group that torchrun's variables describe."""
-    gpu_each = torch.cuda.is_available() and torch.cuda.device_count() > place.local_rank
-    if gpu_each:
-        torch.cuda.set_device(place.local_rank)
-    backend = "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
+    """Joins the group that torchrun's variables describe: with NCCL where every rank of a machine has a GPU."""
+    devices = torch.cuda.device_count()
+    if devices:
+        torch.cuda.set_device(place.local_rank % devices)
+    backend = "cpu:gloo,cuda:nccl" if devices >= place.local_world else "gloo"
     try:
         with env.connecting():
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))

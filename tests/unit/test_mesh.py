@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, lines
+from ditile import env
+from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, lines
 from ditile.plan import DEGREES, Plan
 from tests.pool import Pool
 
@@ -60,6 +63,75 @@ def test_groups(pool: Pool, plan: Plan) -> None:
             names = {"sequence": SEQUENCE, "image": IMAGE}.get(name, (name,))
             assert ranks in lines(plan, names)
             assert ranks[index] == rank
+
+
+def of_the_only_axis(gpus: bool) -> tuple[bool, list[str]]:
+    """Whether it is the group of all ranks, and the backends of all groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: gpus)
+        mesh = build(Plan(ulysses=2))
+        backends = [dist.get_backend(group) for group in (mesh["ulysses"].group, mesh.control, mesh.everyone)]
+        mesh.close()
+    return mesh["ulysses"].group is dist.group.WORLD, backends
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None:
+    """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
+    asks NCCL for two ranks on one GPU."""
+    for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
+        assert is_world and backends == ["gloo"] * 3
+
+
+def made(plan: Plan) -> list[tuple[int, ...]]:
+    """The groups that a mesh has made here, for all its ranks."""
+    groups, asked = Communicators(), []
+    with pytest.MonkeyPatch.context() as patch:
+        new = dist.new_group
+        patch.setattr(dist, "new_group", lambda ranks, **also: asked.append(tuple(ranks)) or new(ranks, **also))
+        mesh = build(plan, groups)
+    mesh.shared = False
+    mesh.close()
+    return asked
+
+
+def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
+    """On all ranks in one order. A failure means more threads than are needed, or ranks that wait for each other."""
+    plan = Plan(cfg=2, ulysses=2)
+    pairs, everyone = lines(plan, ["cfg"]) + lines(plan, ["ulysses"]), (0, 1, 2, 3)
+    for asked in pool.run(made, plan.world, plan):
+        assert asked == [*pairs, everyone, everyone, everyone], "both axes, image, control, everyone"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place", "wanted"),
+    [
+        (0, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
+        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
+        (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
+        (2, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl"),
+        (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl"),
+        (2, {"LOCAL_RANK": "1"}, "cpu:gloo,cuda:nccl"),
+        (2, {}, "gloo"),
+    ],
+)
+def test_ranks_of_a_machine_join_the_same_backend(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, place: dict[str, str], wanted: str
+) -> None:
+    """A failure means that ranks which share a GPU make different groups, and wait for each other for ever."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **place}.items():
+        monkeypatch.setenv(name, value)
+    joined: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", joined.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append(backend))
+    found = env.torchrun()
+    assert found is not None
+    join(found)
+    assert joined == [*([found.local_rank % gpus] if gpus else []), wanted]
 
 
 def test_axes_are_the_degrees() -> None:
