@@ -23,7 +23,7 @@ def crossed(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
     """
     n = getattr(plan, axis)
     inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
-    if profile.interlink is None or inner * n <= host:
+    if profile.interlink is None or n == 1 or inner * n <= host:
         return profile.link
     sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
     if axis == "ulysses":  # each with all, of which some are on the same host

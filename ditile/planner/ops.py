@@ -6,6 +6,7 @@ axis crosses (`links`). `price` puts the ops one behind the other.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,9 @@ from ditile.planner.kernels import Counted, Mix, Work
 from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
 from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Load, Tokens, load, together
+
+TOKENS = ("ring", "distrifusion", "ulysses")
+"""Axes that share out tokens, over all of which the prediction is gathered; the one whose neighbours are furthest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,8 +233,8 @@ class Ops:
         """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
         total = own
         for kind, (exchanges, sent) in cost.in_call(self.job, place, micro).items():
-            axis = "ulysses" if kind == "prediction" else kind
-            link, n = self.link(axis), max(getattr(self.job.plan, axis), 2)
+            axes = [axis for axis in (TOKENS if kind == "prediction" else (kind,)) if getattr(self.job.plan, axis) > 1]
+            link, n = self.link(axes[0]), math.prod(getattr(self.job.plan, axis) for axis in axes)
             made = 1.0 if kind == "prediction" else self._kept(place, micro.step)
             calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
             sending = made * sent / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
