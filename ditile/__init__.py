@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ditile.models.adapter import BlockAdapter, PatchFunctor
     from ditile.models.block_lists import supported_pipelines
     from ditile.models.patterns import ForwardPattern
+    from ditile.quantization import quantize
     from ditile.runner import Runner, parallelize
     from ditile.steps.config import (
         DBCacheConfig,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ditile.steps.config_file import load_configs
     from ditile.steps.parallelism import ParallelismConfig
     from ditile.steps.step_mask import steps_mask
-    from ditile.weights.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -96,7 +96,7 @@ _LAZY = {
     "load_configs": "ditile.steps.config_file",
     "load_lora": "ditile.lora",
     "parallelize": "ditile.runner",
-    "quantize": "ditile.weights.quantize",
+    "quantize": "ditile.quantization",
     "refresh_context": "ditile.caching",
     "register": "ditile.models",
     "set_compile_configs": "ditile.compile_configs",

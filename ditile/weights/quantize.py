@@ -14,7 +14,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +39,12 @@ ALIASES = {
 }
 """Other names of the types: bits of weights and activations, weight only or dynamic."""
 
+KEPT = "they are of the model's _keep_in_fp32_modules"
+"""Why layers are left alone that diffusers loads in float32, whichever dtype is asked for."""
+
 _RECORDS = "_quantized_by_ditile"
 _CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
 """What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
-T = TypeVar("T")
 Make = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
 
@@ -67,7 +69,7 @@ class Record:
     Attributes:
         quant_type: what was asked for, by its first name.
         layers: those that were quantized.
-        left: those that the type cannot take -> why.
+        left: those that the type cannot take, or that the model is to keep in float32 -> why.
         bytes_before, bytes_after: of all parameters of the model.
     """
 
@@ -87,33 +89,20 @@ class Record:
 
 
 def quantize(
-    target: T, quant_type: str = "float8_weight_only", exclude_layers: Sequence[str] = EXCLUDED, per_row: bool = True,
-    *, group_size: int = 128,
-) -> T:  # fmt: skip
-    """Quantizes the Linears of a model in place, on the device where they are; before `parallelize` or after it.
-
-    Args:
-        target: a transformer or any other module; or a pipeline or a runner, whose transformers or U-Net are meant.
-        quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
-            float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES`.
-        exclude_layers: a layer whose name has one of these in it is left alone.
-        per_row: a scale for each row of weights and each token; False gives a layer and a call one each, so that a
-            token depends on which others it is computed with. Of no effect on the 4-bit types.
-        group_size: numbers of a row that share a scale, in the 4-bit types of torchao.
-
-    Returns:
-        The target. What was done is logged, and `records(model)` has it.
+    models: nn.Module | Sequence[nn.Module], quant_type: str = "float8_weight_only",
+    exclude_layers: Sequence[str] = EXCLUDED, per_row: bool = True, *, group_size: int = 128,
+) -> None:  # fmt: skip
+    """Quantizes the Linears of one or several models: what `ditile.quantize` does to those of a pipeline.
 
     Raises:
-        ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or
-            there is no layer for it. Nothing was changed then.
+        ModelError: as there. Nothing was changed then, in none of the models.
     """
     name = ALIASES.get(quant_type, quant_type)
     scales = Scales(per_row=per_row, group=group_size)
-    work = [_Work.of(model, name, exclude_layers, scales) for model in _models(target)]
+    each = [models] if isinstance(models, nn.Module) else models
+    work = [_Work.of(uncompiled(model), name, exclude_layers, scales) for model in each]
     for one in work:  # all were found able before any is changed
         one.do()
-    return target
 
 
 def records(model: nn.Module) -> list[Record]:
@@ -139,7 +128,7 @@ class _Work:
             raise ModelError(f"quant_type={name!r} is not known; try {', '.join(known)}")
         if isinstance(exclude, str):
             raise ModelError(f"exclude_layers={exclude!r} is one word; give a list of them")
-        found = _layers(model, exclude)
+        found, kept = _layers(model, exclude)
         kinds = {(layer.weight.device, layer.weight.dtype) for layer in found.values()}
         options: list[Make] = []
         for device, dtype in sorted(kinds, key=str):
@@ -152,7 +141,7 @@ class _Work:
             where = ", ".join(f"{device} in {str(dtype).removeprefix('torch.')}" for device, dtype in kinds)
             raise ModelError(f"quant_type={name} cannot run on {where} ({reasons}); {_instead(name, device)}")
         layers = tuple(path for path in found if path not in left)
-        return cls(model=model, name=name, make=make, layers=layers, left=left)
+        return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, KEPT))
 
     def do(self) -> None:
         """Does it, a layer at a time."""
@@ -173,32 +162,26 @@ class _Work:
         LOG.info("%s: %s", type(self.model).__name__, record)
         for why in dict.fromkeys(self.left.values()):
             paths = [path for path, reason in self.left.items() if reason == why]
-            LOG.warning("not quantized, as %s: %s", why, ", ".join(paths))
+            level = logging.INFO if why == KEPT else logging.WARNING
+            LOG.log(level, "not quantized, as %s: %s", why, ", ".join(paths))
 
 
-def _models(target: Any) -> list[nn.Module]:
-    if isinstance(target, nn.Module):
-        return [uncompiled(target)]
-    pipe = getattr(target, "pipe", target)
-    parts = [getattr(pipe, name, None) for name in ("transformer", "transformer_2", "unet")]
-    found = [uncompiled(part) for part in parts if isinstance(part, nn.Module)]
-    if not found:
-        raise ModelError(f"{type(target).__name__} has no transformer and no unet; give quantize the module itself")
-    return found
-
-
-def _layers(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Linear]:
-    """The Linears to be quantized, by path; LoRAs stay as they are."""
+def _layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
+    """The Linears to be quantized, by path; and the paths of those that are kept in float32. LoRAs are neither."""
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
     plain = {path: layer for path, layer in own.items() if is_plain(layer.weight)}
-    found = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
+    wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
+    names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = [path for path in wanted if names & set(path.split("."))]  # as diffusers tells them
+    found = {path: layer for path, layer in wanted.items() if path not in kept}
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no layer to quantize: of {len(own)} Linears {len(own) - len(plain)} are "
-            f"quantized already, and exclude_layers={list(exclude)} takes {len(plain)}"
+            f"quantized already, exclude_layers={list(exclude)} takes {len(plain) - len(wanted)}, and {len(kept)} are "
+            "of its _keep_in_fp32_modules"
         )
-    return found
+    return found, kept
 
 
 def _check(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: Scales) -> None:

@@ -14,6 +14,7 @@ JOINED = {"compose", "cost", "planner"}
 CALLED = {
     "runner",
     "caching",
+    "quantization",
     "launch",
     "callbacks",
     "table",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from ditile.quantized import num_bytes, quantized
 from ditile.weights.quantize import ALIASES, EXCLUDED, Record, records
 from tests import tiny
 from tests.exact.cases import run, same
+from tests.more_families import EVERY
 
 FAMILIES = ("flux", "pixart sigma", "sd3.5 medium")
 MAKE: dict[str, Any] = {"flux": tiny.flux, "pixart sigma": tiny.pixart, "sd3.5 medium": tiny.sd3}
@@ -171,6 +175,49 @@ def test_a_unet_and_bfloat16_work() -> None:
     half.transformer.to(torch.bfloat16)
     ditile.quantize(half, "int8")
     assert half.transformer.dtype == torch.bfloat16
+
+
+def in_bfloat16(name: str, folder: Path) -> nn.Module:
+    """A model of a family, as diffusers loads it."""
+    model = EVERY[name].make()
+    model.save_pretrained(folder)  # type: ignore[operator]
+    loaded: nn.Module = type(model).from_pretrained(folder, torch_dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["Kandinsky5Transformer3DModel", "WanTransformer3DModel"])
+def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means that modulation loses the precision that the model was given for it, or that one such layer
+    refuses all the others a type for bfloat16."""
+    model = in_bfloat16(name, tmp_path)
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    kept = {path for path, layer in linears.items() if layer.weight.dtype == torch.float32}
+    assert kept and len(kept) < len(linears)
+    with pytest.raises(ModelError, match=r"float8 cannot run on cpu in bfloat16 \("):  # and not: needs bfloat16
+        ditile.quantize(model, "float8", exclude_layers=())
+    with caplog.at_level(logging.INFO, "ditile"):
+        ditile.quantize(model, "int8_weight_only", exclude_layers=())
+    (found,) = records(model)
+    assert set(found.left) == kept and {*found.layers, *kept} == set(linears)
+    assert f"_keep_in_fp32_modules: {next(iter(found.left))}" in caplog.text
+    assert all(type(linears[path].weight) is nn.Parameter for path in kept)
+    with pytest.raises(ModelError, match=f"are quantized already, .* and {len(kept)} are of its _keep_in_fp32_modules"):
+        ditile.quantize(model, "int8_weight_only", exclude_layers=())
+
+
+def test_every_transformer_of_a_pipeline_is_quantized() -> None:
+    """A failure means that half of the weights stay as large as they are, without a word."""
+    one, other = (EVERY["Ideogram4Transformer2DModel"].make() for _ in range(2))
+    pipe = diffusers.Ideogram4Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None,
+        transformer=one, unconditional_transformer=other,
+    )  # fmt: skip
+    ditile.quantize(pipe, "int8_weight_only")
+    assert records(one)[0].layers == records(other)[0].layers
+    prior = EVERY["PriorTransformer"].make()
+    image_encoder = nn.Sequential(nn.Linear(8, 8))
+    ditile.quantize(SimpleNamespace(prior=prior, image_encoder=image_encoder, tokenizer=None), "int8_weight_only")
+    assert records(prior) and not quantized(image_encoder)
 
 
 def test_no_random_number_is_drawn() -> None:
