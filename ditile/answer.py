@@ -17,10 +17,9 @@ from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.caches import expected
-from ditile.planner.memory import peak
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.search import Found, Wanted, pricer_of, search
+from ditile.planner.search import Found, Wanted, priced, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.steps.line import configs_of
 
@@ -95,7 +94,7 @@ class Answer:
 
         title = f"{self.model} on {self.devices} x {self.hardware}: {self.found.legal} legal plans"
         if self.found.too_large:
-            title += f", {len(self.found.too_large)} of them too large"
+            title += f", {self.found.too_large} of them too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
         prices = self.found.prices[:SHOWN]
         for price, why in zip(prices, reasons(prices), strict=True):
@@ -120,22 +119,20 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
     profile, source = machine(ask), CONFIGS / ask.model if ask.model in known() else _found(ask.model)
     call = called(ask)
     subject = Subject.of(ask.model, source)
-    devices = ask.devices or profile.devices
+    plan = None if ask.price is None else Plan.parse(ask.price)
+    devices = ask.devices or (profile.devices if plan is None else plan.world)
+    if devices % ask.hosts:
+        raise PlanError(f"devices={devices} are not shared out evenly by hosts={ask.hosts}; give --devices")
     wanted = Wanted(
         devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.amount(ask.memory),
-        max_latency_s=ask.max_latency, warmup=ask.warmup, all_devices=all_devices,
+        max_latency_s=ask.max_latency, warmup=1 if ask.warmup is None else ask.warmup, all_devices=all_devices,
     )  # fmt: skip
-    shape = subject.shape(call, profile.element_size)
     cache = None if ask.cache is None else configs_of(ask.cache)["cache_config"]
-    left = expected(cache, shape.steps, ask.hit_rate)
-    if ask.price is None:
+    left = expected(cache, subject.shape(call, profile.element_size).steps, ask.hit_rate)
+    if plan is None:
         return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted, left))
-    plan = Plan.parse(ask.price)
-    job = subject.job(plan, shape)
-    host = (ask.devices or plan.world) // ask.hosts or 1
-    pricer = pricer_of(subject, call, profile, host)
-    price = pricer.price(job, left, peak(subject, job, profile, pricer.words))
-    return Answer(ask.model, profile.name, plan.world, Found((price,), (), 1))
+    found = Found((priced(subject, call, profile, wanted, plan, left),), 0, 1)
+    return Answer(ask.model, profile.name, plan.world, found)
 
 
 def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any) -> Plan:

@@ -174,7 +174,7 @@ class Ask:
     interlink: str | None = option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
     memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
     max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
-    warmup: int = option(1, "synchronous steps of plans with stale keys", metavar="W")
+    warmup: int | None = option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
     cache: str | None = option(None, 'a cache in one line, such as "F=1 W=4 R=0.12"; none by default', metavar="LINE")
     hit_rate: float | None = option(
         None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
@@ -191,10 +191,10 @@ class Ask:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None:
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
-        if self.devices is not None and self.devices % self.hosts:
-            raise PlanError(f"devices={self.devices} are not shared out evenly by hosts={self.hosts}")
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+        if self.price is not None and self.warmup is not None:
+            raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.hit_rate is not None and not (self.cache is not None and 0 <= self.hit_rate <= 1):
             raise PlanError(f"hit_rate={self.hit_rate} is a share from 0 to 1 for a --cache; try --hit-rate 0.5")
 

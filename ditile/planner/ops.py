@@ -23,7 +23,7 @@ from ditile.planner.profile import Link, Profile
 from ditile.planner.seconds import Load, Tokens, load, together
 
 TOKENS = ("ring", "distrifusion", "ulysses")
-"""Axes that share out tokens, over all of which the prediction is gathered; the one whose neighbours are furthest first."""
+"""Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,13 +56,20 @@ class Found:
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: of those that need more memory than there is, the one that needs least first.
+        too_large: how many need more memory than there is, wherever decode and text encoders are.
         legal: how many plans the model and the call allow.
     """
 
     prices: tuple[Price, ...]
-    too_large: tuple[Price, ...]
+    too_large: int
     legal: int
+
+
+class Placed(NamedTuple):
+    """A call under a plan, and the bytes of the rank that needs most."""
+
+    job: Job
+    memory: int
 
 
 class _Rough(NamedTuple):
@@ -84,44 +91,84 @@ def search(
     """
     shape = subject.shape(call, profile.element_size)
     pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
-    space = wanted.memory_bytes or profile.memory_bytes
+    space, limit = wanted.memory_bytes or profile.memory_bytes, wanted.max_latency_s
     rough, least = list[_Rough](), [math.inf] * SIFTED
-    too_large, legal = list[Price](), 0
+    too_large, legal = list[Placed](), 0
     for plan in plans(subject, shape, wanted):
         legal += 1
-        job = subject.job(plan, shape)
-        memory = peak(subject, job, profile, pricer.words)
-        if memory > space:
-            too_large.append(Price(plan=plan, latency_s=0, compute_s=0, exposed_s=0, bubble_s=0, bytes_per_step=0,
-                                   memory_bytes=memory))  # fmt: skip
+        placed = fitting(subject, shape, pricer, plan, space)
+        if placed.memory > space:
+            too_large.append(placed)
         else:
-            seconds = pricer.estimate(job, left, most=least[-1])
-            rough.append(_Rough(seconds, legal, job, memory))
+            seconds = pricer.estimate(placed.job, left, most=least[-1])
+            rough.append(_Rough(seconds, legal, *placed))
             bisect.insort(least, seconds)
             least.pop()
     for found in sorted(rough)[:SIFTED]:
         for plan in _other_warmups(found.job):
-            job = subject.job(plan, shape)
-            memory = peak(subject, job, profile, pricer.words)
-            if memory <= space:
-                rough.append(_Rough(pricer.estimate(job, left), len(rough) + legal, job, memory))
+            placed = fitting(subject, shape, pricer, plan, space)
+            if placed.memory <= space:
+                rough.append(_Rough(pricer.estimate(placed.job, left), len(rough) + legal, *placed))
     fits = _fastest(pricer, sorted(rough), left)
-    too_large.sort(key=lambda price: price.memory_bytes)
+    too_large.sort(key=lambda placed: placed.memory)
     if not fits:
         smallest = too_large[0]
         raise PlanError(
-            f"no plan fits {space / 2**30:.1f} GiB a device: '{smallest.plan}' needs least, "
-            f"{smallest.memory_bytes / 2**30:.1f} GiB, {(smallest.memory_bytes - space) / 2**30:.1f} GiB more; "
-            "use more devices, quantize, or a smaller picture"
+            f"no plan fits {_gib(space)} a device: '{smallest.job.plan}' needs least, {_gib(smallest.memory)}, "
+            f"{_gib(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
         )
-    limit = wanted.max_latency_s
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:
         raise PlanError(
             f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
             "use more devices, fewer steps or a cache"
         )
-    return Found(tuple(kept), tuple(too_large), legal)
+    return Found(tuple(kept), len(too_large), legal)
+
+
+def priced(
+    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, plan: Plan, left: Left | None = None
+) -> Price:
+    """Prices one plan, as it is.
+
+    Raises:
+        PlanError: if it does not fit the model, the devices, the memory or the latency.
+    """
+    if plan.world > wanted.devices:
+        raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={wanted.devices}")
+    job = subject.job(plan, subject.shape(call, profile.element_size))
+    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
+    memory, space = peak(subject, job, profile, pricer.words), wanted.memory_bytes or profile.memory_bytes
+    if memory > space:
+        raise PlanError(f"'{plan}' needs {_gib(memory)} a device, and there are {_gib(space)}")
+    price, limit = pricer.price(job, left, memory), wanted.max_latency_s
+    if limit is not None and price.latency_s > limit:
+        raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
+    return price
+
+
+def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> Placed:
+    """A plan under which a call fits a device, or else the smallest of it.
+
+    One that is too large is tried with the decode by rows, with the text encoders shared out, and with both.
+    """
+
+    def placed(**also: Any) -> Placed:
+        job = subject.job(replace(plan, **also), shape)
+        return Placed(job, peak(subject, job, pricer.profile, pricer.words))
+
+    found = placed()
+    if found.memory <= space or plan.world == 1:
+        return found
+    smallest = placed(vae="rows", text="split")
+    if smallest.memory > space:
+        return min(found, smallest, key=lambda each: each.memory)
+    either = (placed(**one) for one in ({"vae": "rows"}, {"text": "split"}))
+    return next((one for one in either if one.memory <= space), smallest)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list[Price]:

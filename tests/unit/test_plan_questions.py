@@ -36,3 +36,41 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
     assert pricer.price(job).exposed_s > pricer_of(one, {}, profile).price(job).exposed_s
     assert Ops(pricer, job, Left()).link(text.split("=")[0]).bandwidth < profile.link.bandwidth / 10
     assert Ops(pricer, job, Left()).link("pipefusion") == profile.link, "no axis, no other host"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "3", "--interlink", "10Gbit"], "devices=8 are not shared out evenly by hosts=3; give --devices"),
+        (["--devices", "1", "--price", "pipefusion=2"], "'pipefusion=2' needs 2 devices, and there are devices=1"),
+        (["--memory", "1GB", "--price", "pipefusion=2"], "'pipefusion=2' needs 25.7 GiB a device, and there are 0.9"),
+        (["--max-latency", "0.1", "--price", "pipefusion=8"], "s, and max_latency=0.1"),
+        (["--warmup", "2", "--price", "pipefusion=2"], "warmup=2 is for a search; say it in price='pipefusion=2'"),
+        (["--hosts", "2", "--interlink", "1Gbit", "--price", "ulysses=3"], "devices=3 are not shared out evenly"),
+        (["--devices", "8", "--memory", "2GB"], "text=split vae=rows' needs least"),
+    ],
+)
+def test_bounds_are_kept(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a bound is not looked at: beside a plan that is given as in a search."""
+    assert main(["plan", *FLUX, *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = ["--devices", "8", "--memory", "40GB", "--max-latency", "30"]
+    assert main(["plan", *FLUX, *bounds, "--price", "pipefusion=2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["plan"] == "pipefusion=2"
+
+
+@pytest.mark.parametrize(("height", "devices", "also"), [(1024, 2, "text=split"), (4096, 8, "text=split vae=rows")])
+def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: int, devices: int, also: str) -> None:
+    """A failure means that a search says no plan fits where one does, or shares out what there is room for."""
+    profile, one = hardware.profile("rtx-4090"), Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    call = {"height": height, "width": height, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
+    found = search(one, call, profile, Wanted(devices=devices))
+    words = str(found.prices[0].plan)
+    assert words.endswith(also) and found.too_large > 0
+    assert all(price.memory_bytes <= profile.memory_bytes for price in found.prices)
+    given = answer(Ask(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)).found
+    assert given.prices[0].memory_bytes == found.prices[0].memory_bytes
