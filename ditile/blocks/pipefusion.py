@@ -8,15 +8,15 @@ patches from the last stage to the first on a group of their own, and nothing bl
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ditile.blocks.crew import Crew
+from ditile.blocks.inbox import Inbox, Key
 from ditile.blocks.schedule import Kind, Op, Schedule
 from ditile.errors import StateError
 from ditile.generation import Generation
@@ -27,48 +27,6 @@ from ditile.seams import Streams
 from ditile.seats import State
 from ditile.trace import Trace
 from ditile.transport import Wire, start_gather
-
-AHEAD = 2  # receives that are posted before they are needed; each occupies an SM under NCCL
-
-
-class Key(NamedTuple):
-    """Names a message. It does not travel: both ends count alike."""
-
-    step: int
-    patch: int
-    branch: int = 0
-    piece: int = 0
-
-
-class Inbox:
-    """A wire whose receives are posted ahead, in the order in which the schedule expects them."""
-
-    def __init__(self, wire: Wire, shape: Callable[[Key], tuple[int, ...] | None]) -> None:
-        self.wire, self._shape = wire, shape
-        self._expected: deque[Key] = deque()
-
-    def expect(self, keys: Iterator[Key] | list[Key]) -> None:
-        """More messages are certain to come."""
-        self._expected.extend(keys)
-
-    def take(self, key: Key, like: Tensor) -> Tensor:
-        """The next message, which must be `key`'s; the ones behind it are posted meanwhile."""
-        self._post(like, 1)
-        self._post(like, AHEAD)
-        message = self.wire.take(key)
-        self._post(like, AHEAD)
-        return message
-
-    def clear(self) -> None:
-        """Forgets all expectations."""
-        self._expected.clear()
-
-    def _post(self, like: Tensor, number: int) -> None:
-        while self._expected and self.wire.posted < number:
-            shape = self._shape(self._expected[0])
-            if shape is None:
-                return
-            self.wire.post(self._expected.popleft(), shape, like)
 
 
 class PipeFusion:
@@ -103,11 +61,14 @@ class PipeFusion:
             last = self.stages - 1
             if self.stage > 0:
                 wire = Wire(mesh.down(self.stage - 1), self.stage - 1, "activations", mesh.traffic)
-                self._inbox = Inbox(wire, self._activation_shape)
+                ahead = self._patches >= self.stages
+                self._inbox = Inbox(wire, self._activation_shape, self._is_free, looks_ahead=ahead)
             if self.stage < last:
                 self._outbox = Wire(mesh.down(self.stage), self.stage + 1, "activations", mesh.traffic)
             if self.stage == 0:
-                self._returns = Inbox(Wire(mesh.latents, last, "latents", mesh.traffic), self._latent_shape)
+                wire = Wire(mesh.latents, last, "latents", mesh.traffic)
+                ahead = self._patches > self.stages
+                self._returns = Inbox(wire, self._latent_shape, self._is_own, looks_ahead=ahead)
             if self.stage == last:
                 self._giver = Wire(mesh.latents, 0, "latents", mesh.traffic)
 
@@ -207,17 +168,17 @@ class PipeFusion:
             The runs of rows that are computed one after the other.
 
         Raises:
-            StateError: if there were other rows before, and their pieces follow each other through the stages.
+            StateError: if there were other rows before: what stages send each other has those of the first step.
         """
         now = self.generation
         if now.calls is None and now.branch == 0:
             now.batch = rows
             self.schedule = replace(self.schedule, rows=rows)
         pieces = self.schedule.pieces(now.micro)
-        if len(pieces) > 1 and rows != now.batch:
+        if rows != now.batch and self.stages > 1:
             raise StateError(
-                f"the batch changed from {now.batch} to {rows} rows in mid-run, and its pieces follow each other "
-                "through the stages; keep guidance on for the whole run, or use warmup_mode=serial"
+                f"the batch changed from {now.batch} to {rows} rows in mid-run, and what stages send each other has "
+                "those of the first step; keep guidance on for the whole run, or use pipefusion=1"
             )
         self._grid = grid
         self._ops = self.schedule.call(self.stage, now.micro, now.branch)
@@ -375,6 +336,20 @@ class PipeFusion:
         for op in self.schedule.step_ops(self.stage, step, calls, self.generation.branches(step, calls)):
             if op.kind is Kind.RECEIVE and op.patch is not None:
                 yield Key(op.step, op.patch, op.branch, op.piece)
+
+    def _is_free(self, key: Key) -> bool:
+        """Whether what the first stage needs for an activation does not wait for work that is not launched here yet."""
+        last = self.schedule.synchronous(key.step)  # such a step begins with all patches of the one before
+        return self._is_launched(key.step - 1, self._patches - 1 if last else key.patch)
+
+    def _is_own(self, key: Key) -> bool:
+        """Whether this stage, the first one, has done with the patch whose new latents are to come."""
+        return self._is_launched(key.step, key.patch)
+
+    def _is_launched(self, step: int, patch: int) -> bool:
+        """Whether this stage has done with a patch of a step: micro-steps follow each other in that order."""
+        now = self.generation.micro
+        return (step, patch) < (now.step, now.patch or 0)
 
     def _activation_shape(self, key: Key) -> tuple[int, ...] | None:
         if key.branch not in self._widths:

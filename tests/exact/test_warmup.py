@@ -78,7 +78,7 @@ def test_pieces_with_shared_tokens(pool: Pool, also: dict[str, int]) -> None:
         close(got[rank][1], serial[rank][1], f"{also} rank {rank}")
 
 
-def guidance_ends() -> None:
+def guidance_ends(plan: dict[str, Any]) -> None:
     pipe, tensors = MAKE["sd3.5 medium"](), ["prompt_embeds", "pooled_prompt_embeds"]
 
     def end(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -86,14 +86,15 @@ def guidance_ends() -> None:
             pipe._guidance_scale = 0.0
         return {name: given[name][-1:] for name in tensors}
 
-    runner = parallelize(pipe, Plan(pipefusion=2, warmup=99, **PIPELINED))
+    runner = parallelize(pipe, Plan(pipefusion=2, warmup=99, **plan))
     run(runner, "sd3.5 medium", callback_on_step_end=end, callback_on_step_end_tensor_inputs=tensors)
 
 
-def test_rows_that_change_in_mid_run_are_refused(pool: Pool) -> None:
+@pytest.mark.parametrize("plan", [PIPELINED, {}, {"patches": 1}], ids=str)
+def test_rows_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
     """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows."""
     with pytest.raises(CaseError, match="StateError: the batch changed from 2 to 1 rows"):
-        pool.run(guidance_ends, 2)
+        pool.run(guidance_ends, 2, plan)
 
 
 SEQUENCE, ALONE = {"warmup_mode": "sequence"}, {"warmup_mode": "separate"}
