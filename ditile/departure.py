@@ -20,7 +20,7 @@ class Departure:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._done = torch.cuda.Event()
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(numbers.device))
 
     @property
     def is_here(self) -> bool:

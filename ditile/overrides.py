@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +15,29 @@ _ABSENT = object()
 HOOKED = "_old_forward"
 """Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after
 each call and puts new ones on: what lies outside of them is gone then."""
+
+
+class Watched:
+    """A method of an instance, with somebody watching. A copy of the instance has the plain method, of its own.
+
+    Args:
+        watch: called in its place, with it.
+        stock: the method.
+        copied: called when a copy is made.
+    """
+
+    def __init__(
+        self, watch: Callable[..., Any], stock: Callable[..., Any], copied: Callable[[], None] = lambda: None
+    ) -> None:
+        functools.update_wrapper(self, stock)
+        self._watch, self._stock, self._copied = watch, stock, copied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch(self._stock, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._copied()
+        return copy.deepcopy(self._stock, memo)
 
 
 def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

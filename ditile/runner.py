@@ -23,12 +23,13 @@ from ditile import env, rng
 from ditile.agreement import Groups
 from ditile.blocks.schedule import Schedule
 from ditile.callbacks import StepEnd
-from ditile.compose import Composition, compose, move
+from ditile.compose import MODELS, Composition, compose, move
 from ditile.cost import Job
 from ditile.errors import ModelError, StateError
 from ditile.legal import Facts
 from ditile.memory import AgeChecks
 from ditile.mesh import Communicators, build, pick_device
+from ditile.opaque import uncompiled
 from ditile.plan import Plan
 from ditile.quantized import quantized
 from ditile.shape import Shape, filled_call
@@ -113,8 +114,8 @@ class Runner:
         Raises:
             ModelError: if an argument cannot be honoured exactly.
             PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
-            StateError: if the runner was restored or runs already, or an earlier call on several ranks raised in the
-                middle of a picture, or the ranks were called with different arguments.
+            StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
+                on several ranks raised in the middle of a picture, or the ranks were called with different arguments.
         """
         if self._restored:
             raise StateError("this runner was restored; call ditile.parallelize again")
@@ -125,13 +126,16 @@ class Runner:
                 "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
                 "ranks again. To stop a picture, set pipe._interrupt = True"
             )
+        models = (getattr(self.pipe, name, None) for name in MODELS)
+        if not any(part is not None and uncompiled(part) is self._parts.model for part in models):
+            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
         if output not in ("all", "first"):
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         self._assert_alike(call, self._refuse(call))
         self._check_call(call)
-        self._call = call
+        self._call = dict(call)  # callbacks are put into the other
         self._running = True
         try:
             return self._run(call, output)
@@ -220,9 +224,8 @@ class Runner:
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self._kind.__call__(
-                self.pipe, **call
-            )  # the first rank of each replica decodes its images, or every rank its rows
+            # the first rank of each replica decodes its images, or every rank its rows
+            result = self._kind.__call__(self.pipe, **call)
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.report(loop.synchronous_steps)

@@ -7,7 +7,6 @@ each asynchronous one M times. `scheduler.step` steps the current patch alone. W
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from ditile.generation import Generation, Micro
 from ditile.layout import Split
 from ditile.memory import Memory
 from ditile.mesh import Mesh
-from ditile.overrides import override
+from ditile.overrides import Watched, override
 from ditile.plan import Plan
 from ditile.seams import Batch
 from ditile.trace import Trace
@@ -54,6 +53,9 @@ class StepTimesteps(Tensor):
     def plain(self) -> Tensor:
         """The timesteps as an ordinary tensor."""
         return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
 
     def __getitem__(self, index: Any) -> Tensor:
         part = self.plain()[index]
@@ -103,6 +105,10 @@ class Loop:
         self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
         self._voters = mesh.everyone if mesh["data"].size > 1 else mesh.control  # replicas meet at the end
         self._generation: Generation | None = None
+        self._latents: Tensor | None = None
+        self._copies: PatchSchedulers | None = None
+        self._votes: Votes | None = None
+        self._drift: Drift | None = None
 
     def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
         """Overrides the scheduler of a pipeline until the stack is closed."""
@@ -115,8 +121,7 @@ class Loop:
         for name in OVERRIDES:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
-                seated = functools.update_wrapper(functools.partial(mine[name], stock), stock)
-                override(stack, self._scheduler, name, seated)
+                override(stack, self._scheduler, name, Watched(mine[name], stock))
         stack.callback(self.drop)
 
     def current(self) -> Generation:
@@ -161,7 +166,7 @@ class Loop:
         """Forgets the generation. One that ended by an error leaves its messages behind."""
         if self._generation is not None:
             self._pipefusion.end(clean=False)
-        self._generation = None
+        self._generation = self._latents = self._copies = self._votes = self._drift = None
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
             self._scheduler.timesteps = timesteps.plain()
@@ -187,8 +192,7 @@ class Loop:
         if crew is not None:
             generation.crew, generation.crew_index = Split(crew.size), crew.stage if crew.is_member else 0
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
-        self._latents: Tensor | None = None
-        self._copies: PatchSchedulers | None = None
+        self._latents = self._copies = None
         self._ballots: list[Ballot] = []
         self._votes = None if self._drift is None else Votes(self._mesh, self._drift, self._plan.warmup_bound)
         self._stop_wanted = False

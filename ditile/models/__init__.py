@@ -157,6 +157,11 @@ def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
         )
     if plan.divides_the_batch_alone:
         return next((_SPECS[cls] for cls in type(model).__mro__ if cls in _SPECS), UNKNOWN)
+    if "pag_scale" in _call_parameters(pipe) and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
+        raise ModelError(
+            f"{type(pipe).__name__} puts an attention of its own into the transformer while it runs, which would see "
+            "this rank's tokens alone; use data or tensor"
+        )
     if getattr(pipe, "controlnet", None) is not None:
         raise ModelError(
             f"{type(pipe).__name__} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; "

@@ -8,7 +8,6 @@ call has one, whatever the model's name.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import threading
@@ -17,31 +16,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ditile.errors import StateError
-from ditile.overrides import override
+from ditile.overrides import Watched, override
 from ditile.seams import Labelled, Moment
 
 MANY = 32  # calls of a model in one step that no guidance needs
-
-
-class Watched:
-    """A method of a scheduler, with somebody watching. A copy of the scheduler has the plain method, of its own.
-
-    Args:
-        watch: called in its place, with it.
-        stock: the method.
-        copied: called when a copy is made.
-    """
-
-    def __init__(self, watch: Callable[..., Any], stock: Callable[..., Any], copied: Callable[[], None]) -> None:
-        functools.update_wrapper(self, stock)
-        self._watch, self._stock, self._copied = watch, stock, copied
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watch(self._stock, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._copied()
-        return copy.deepcopy(self._stock, memo)
 
 
 class SchedulerClock:

@@ -5,7 +5,10 @@ xDiT crashes on callbacks or calls them once per patch with old latents, and an 
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 from diffusers.callbacks import PipelineCallback
 
+from ditile.blocks.loop import Loop
 from ditile.errors import StateError
 from tests.exact.cases import MAKE, different, divided, run, same
 from tests.pool import Pool
@@ -289,3 +293,45 @@ def raising(name: str, ranks: int) -> None:
 def test_a_call_that_raises(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that a runner is spoiled by a failed call, or goes on with messages of another picture."""
     pool.run(raising, ranks, name, ranks)
+
+
+def copied() -> None:
+    pipe = MAKE["flux"]()
+
+    def copy_it(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        made = copy.deepcopy(pipe.scheduler)
+        assert type(made.timesteps) is torch.Tensor and made is not pipe.scheduler
+        made.set_timesteps(3, mu=0.5)
+        like = torch.zeros(1, 4, 4)
+        made.step(like, made.timesteps[0], like)
+        return {}
+
+    for plan in (STALE, {"ulysses": 2}):
+        with divided(pipe, **plan) as runner:
+            same(run(runner, "flux", callback_on_step_end=copy_it), run(runner, "flux"), str(plan))
+
+
+def test_a_scheduler_may_be_copied_in_mid_call(pool: Pool) -> None:
+    """As LTX-2 does for its sound, which steps the copy. A failure means that the runner and its groups are copied
+    with it, which raises, or that the copy steps the picture."""
+    pool.run(copied, 2)
+
+
+def forgotten() -> None:
+    held: list[Any] = []
+
+    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        held.append(weakref.ref(tensors["latents"]))
+        return {"latents": tensors["latents"] * 1.0}
+
+    with divided(MAKE["flux"](), **STALE) as runner:
+        picture = run(runner, "flux", callback_on_step_end=note, output_type="pil")
+        loops = [each for each in gc.get_objects() if isinstance(each, Loop)]
+        assert loops and all(loop._latents is None and loop._copies is None for loop in loops)
+        gc.collect()
+        assert len(held) == STEPS and not [ref for ref in held if ref() is not None] and picture
+
+
+def test_latents_do_not_outlive_the_call(pool: Pool) -> None:
+    """A failure means that a runner at rest keeps the latents of a video, and what the scheduler remembers of them."""
+    pool.run(forgotten, 2)

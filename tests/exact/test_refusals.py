@@ -14,6 +14,7 @@ from diffusers import (
     FluxControlNetPipeline,
     FluxInpaintPipeline,
     FluxKontextPipeline,
+    PixArtSigmaPAGPipeline,
     PixArtSigmaPipeline,
     StableDiffusion3InpaintPipeline,
 )
@@ -78,9 +79,15 @@ def _from(make: Callable[[], Any], cls: type[DiffusionPipeline]) -> Callable[[],
     return lambda: cls.from_pipe(make())
 
 
+def _perturbed() -> Any:
+    parts = {name: part for name, part in tiny.pixart().components.items() if part is not None}
+    return PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+
+
 PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use data or cfg alone"),
     "FLUX inpaint": (_from(tiny.flux, FluxInpaintPipeline), "FluxInpaintPipeline paints.*use data or cfg alone"),
+    "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
     "SD3 inpaint": (_from(tiny.sd3, StableDiffusion3InpaintPipeline), "Inpaint.* paints.*use data or cfg alone"),
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel has no ModelSpec.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),
