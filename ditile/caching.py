@@ -106,8 +106,7 @@ def enable_cache(
         for each in adapted:
             stack.callback(each.undo)
         if quantize_config is not None:
-            for transformer in transformers:
-                quantize(transformer, **quantize_config)
+            quantize(transformers, **quantize_config)
         if parallelism_config is not None:
             _divide(stack, pipe, parallelism_config, kernel)
         elif kernel is not None:
