@@ -52,6 +52,10 @@ class Bench:
         """Random numbers."""
         return torch.randn(*shape, **self._make)
 
+    def message(self, size: int, parts: int = 1) -> torch.Tensor:
+        """Random numbers of so many bytes, or of so many such parts."""
+        return self.numbers(size // self._make["dtype"].itemsize * parts)
+
     def seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
         """Of a call: the shortest of some runs, none of them the first; what else the machine does only adds."""
         self.many(call, 1)
@@ -143,7 +147,7 @@ def link(bench: Bench) -> Link:
     small, large = (_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     size = MESSAGES[-2]
-    x = bench.numbers(size // 4 * world)
+    x = bench.message(size, world)
     parts, out = list(x.chunk(world)), torch.empty_like(x)
     exchanged = _together(bench, lambda: dist.all_to_all_single(out, x))
     tiny = bench.numbers(world)
@@ -186,7 +190,7 @@ def _share(sent: float, seconds: float, bandwidth: float) -> float:
 
 def _one_way(bench: Bench, size: int) -> float:
     """Seconds of a message: half of there and back."""
-    x = bench.numbers(size // 4)
+    x = bench.message(size)
     rank = dist.get_rank()
 
     def there_and_back() -> None:
@@ -214,7 +218,7 @@ def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
 def _overlap(bench: Bench) -> float:
     """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
     rank, size = dist.get_rank(), MESSAGES[-1]
-    x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.numbers(size // 4)
+    x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.message(size)
 
     def compute() -> None:
         for _ in range(6):  # about as long as the message

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ditile.planner import calibrate
-from ditile.planner.calibrate import Bench, Shared, fitted, started
+from ditile.planner.calibrate import MESSAGES, Bench, Shared, fitted, started
 from ditile.planner.hardware import profile
 from ditile.planner.profile import Link
 from tests.pool import Pool
@@ -70,3 +72,31 @@ def test_what_exchanges_take_is_read_off_shared_calls() -> None:
     assert faster.call_s == 0.0 and faster.collective == 1.0
     once = started(before, [Shared(1.2, known=1.0, sending=0.1, exchanges=50)], []).link
     assert once.call_s * 50 + 0.1 / once.collective == pytest.approx(0.2)
+
+
+def _sizes(dtype: str) -> set[int]:
+    """Bytes of the messages by which bandwidth is measured on rank 0."""
+    bench, found = Bench(torch.device("cpu"), getattr(torch, dtype)), set[int]()
+    send, isend = dist.send, dist.isend
+
+    def noted(call: Any) -> Any:
+        def sent(x: torch.Tensor, *args: Any) -> Any:
+            found.add(x.numel() * x.element_size())
+            return call(x, *args)
+
+        return sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", noted(send))
+        patch.setattr(dist, "isend", noted(isend))
+        calibrate._one_way(bench, MESSAGES[0])
+        calibrate._overlap(bench)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_messages_have_their_bytes_in_any_type(pool: Pool, dtype: str) -> None:
+    """A failure means that in half precision half the bytes travel, and a link is said to be twice as fast as it is."""
+    assert pool.run(_sizes, 2, dtype)[0] == {MESSAGES[0], MESSAGES[-1]}
+    bench = Bench(torch.device("cpu"), getattr(torch, dtype))
+    assert bench.message(MESSAGES[1], 3).nbytes == 3 * MESSAGES[1]
