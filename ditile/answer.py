@@ -61,17 +61,19 @@ def called(ask: Ask) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Prices, the best first."""
+    """Prices, the best first; `uncounted` text encoders, whose configs could not be read, are in no memory."""
 
     model: str
     hardware: str
     devices: int
     found: Found
+    uncounted: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
         return {
             "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.found.legal,
+            "uncounted": list(self.uncounted),
             "plans": [
                 {
                     "plan": str(price.plan), "latency_s": price.latency_s, "memory_bytes": price.memory_bytes,
@@ -94,8 +96,10 @@ class Answer:
 
         title = f"{self.model} on {self.devices} x {self.hardware}: {self.found.legal} legal plans"
         if self.found.too_large:
-            title += f", {self.found.too_large} of them too large"
+            title += f", {len(self.found.too_large)} of them too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
+        if self.uncounted:
+            shown.caption = f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here"
         prices = self.found.prices[:SHOWN]
         for price, why in zip(prices, reasons(prices), strict=True):
             shown.add_row(
@@ -130,9 +134,10 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
     cache = None if ask.cache is None else configs_of(ask.cache)["cache_config"]
     left = expected(cache, subject.shape(call, profile.element_size).steps, ask.hit_rate)
     if plan is None:
-        return Answer(ask.model, profile.name, devices, search(subject, call, profile, wanted, left))
-    found = Found((priced(subject, call, profile, wanted, plan, left),), 0, 1)
-    return Answer(ask.model, profile.name, plan.world, found)
+        found = search(subject, call, profile, wanted, left)
+    else:
+        devices, found = plan.world, Found((priced(subject, call, profile, wanted, plan, left),), (), 1)
+    return Answer(ask.model, profile.name, devices, found, subject.uncounted)
 
 
 def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any) -> Plan:

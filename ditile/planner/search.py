@@ -50,26 +50,26 @@ class Wanted:
     all_devices: bool = False
 
 
+class Placed(NamedTuple):
+    """A call under a plan, and the bytes of the rank that needs most."""
+
+    job: Job
+    memory: int
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What came of a search.
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: how many need more memory than there is, wherever decode and text encoders are.
+        too_large: those that need more memory than there is, the one that needs least first.
         legal: how many plans the model and the call allow.
     """
 
     prices: tuple[Price, ...]
-    too_large: int
+    too_large: tuple[Placed, ...]
     legal: int
-
-
-class Placed(NamedTuple):
-    """A call under a plan, and the bytes of the rank that needs most."""
-
-    job: Job
-    memory: int
 
 
 class _Rough(NamedTuple):
@@ -123,7 +123,7 @@ def search(
             f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
             "use more devices, fewer steps or a cache"
         )
-    return Found(tuple(kept), len(too_large), legal)
+    return Found(tuple(kept), tuple(too_large), legal)
 
 
 def priced(

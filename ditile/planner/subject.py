@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import transformers
 from torch import nn
 
 from ditile.blocks.costs import divide
@@ -49,6 +50,7 @@ class Subject:
         text, vae: parameters of the text encoders together, and of the VAE.
         decoder: the config of the VAE, if there is one.
         family: its table, where none is registered for its class.
+        uncounted: text encoders whose configs could not be read: they are not in `text`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Subject:
     vae: int = 0
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
+    uncounted: tuple[str, ...] = ()
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
 
@@ -84,9 +87,8 @@ class Subject:
         with weightless():
             made: nn.Module = transformer.from_config(config)
         scale = 2 ** (len(vae["block_out_channels"]) - 1)
-        facts = _facts(Path(source)) if Path(source).is_dir() else {}
-        sizes = facts.get("text_parameters", 0), facts.get("vae_parameters", 0)
-        return cls(name, pipeline, made, scale, *sizes, decoder=vae)
+        text, coder, uncounted = _beside(source, index, vae)
+        return cls(name, pipeline, made, scale, text, coder, decoder=vae, uncounted=uncounted)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -163,25 +165,33 @@ class Subject:
         return self._stages[key]
 
 
-def _facts(folder: Path) -> dict[str, int]:
-    """Parameters beside the transformer: as written down, or else those of the files."""
-    if (folder / FACTS).exists():
-        found: dict[str, int] = json.loads((folder / FACTS).read_text("utf-8"))
-        return found
-    return {
-        "text_parameters": sum(sum(_sizes(folder / part)) for part in TEXT),
-        "vae_parameters": sum(_sizes(folder / "vae")),
-    }
+def _beside(source: Path | str, index: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
+    """Parameters of the text encoders and of the VAE, and which text encoders were not counted.
+
+    As written down, or else those of models that are made of the configs: files of weights need not be there.
+    """
+    facts = Path(source, FACTS)
+    if facts.exists():
+        found: dict[str, int] = json.loads(facts.read_text("utf-8"))
+        return found["text_parameters"], found["vae_parameters"], ()
+    sizes = {name: _encoder(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]}
+    with weightless():
+        coder = _parameters(diffusers.AutoencoderKL.from_config(vae))
+    return sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
 
 
-def _sizes(folder: Path) -> Iterator[int]:
-    """Parameters of each safetensors file of a component, from its header."""
-    from safetensors import safe_open
+def _encoder(source: Path | str, name: str, kind: str) -> int | None:
+    """Parameters of a text encoder, whose class is one of transformers; None where class or config are not there."""
+    kinds: Any = getattr(transformers, kind, None)
+    if kinds is None:
+        return None
+    try:
+        config = kinds.config_class.from_pretrained(str(source), subfolder=name)
+    except OSError:
+        return None
+    with weightless():
+        return _parameters(kinds(config))
 
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                size = 1
-                for length in opened.get_slice(name).get_shape():
-                    size *= length
-                yield size
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

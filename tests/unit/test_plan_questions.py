@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from ditile.answer import answer
 from ditile.cli import main
+from ditile.load import ASSETS
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
@@ -70,7 +74,55 @@ def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: i
     call = {"height": height, "width": height, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
     found = search(one, call, profile, Wanted(devices=devices))
     words = str(found.prices[0].plan)
-    assert words.endswith(also) and found.too_large > 0
+    assert words.endswith(also) and found.too_large
     assert all(price.memory_bytes <= profile.memory_bytes for price in found.prices)
     given = answer(Ask(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)).found
     assert given.prices[0].memory_bytes == found.prices[0].memory_bytes
+
+
+HUB = "somebody/some-flux"
+of_diffusers = pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument")
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache with the configs of a model, and no weights."""
+    folder = tmp_path / f"models--{HUB.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(ASSETS / "shapes-flux", snapshot, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+@of_diffusers
+def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
+    """Read off its configs, in the cache. A failure means that `--memory` lets plans through that do not fit."""
+    own = Subject.of("shapes-flux", ASSETS / "shapes-flux")
+    hub = Subject.of(HUB, HUB)
+    assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
+
+
+@of_diffusers
+def test_what_is_not_counted_is_said(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a memory without the largest text encoder passes for the whole."""
+    shutil.rmtree(cached / "text_encoder_2")
+    words = ["plan", "--model", HUB, "--hardware", "l40-pcie", "--devices", "1"]
+    assert main(words) == 0
+    assert "not in the memory: text_encoder_2, of which there is no config here" in capsys.readouterr().out
+    assert main([*words, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["uncounted"] == ["text_encoder_2"]
+
+
+def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
+    """A failure means that a folder with half-precision files beside the others needs half as much again."""
+    folder = tmp_path / "model"
+    shutil.copytree(ASSETS / "shapes-flux", folder)
+    before = Subject.of("model", folder)
+    for part in ("text_encoder_2", "vae"):
+        (weights,) = (folder / part).glob("*.safetensors")
+        shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
+    again = Subject.of("model", folder)
+    assert (again.text, again.vae) == (before.text, before.vae)
