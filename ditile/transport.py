@@ -80,6 +80,10 @@ class Wire:
         """Receives that were posted and not yet taken."""
         return len(self._posted)
 
+    def occupies(self, device: torch.device) -> bool:
+        """Whether a receive for a device runs on it until its message is there, as NCCL's do."""
+        return _stage(device, self._group).type != "cpu"
+
     def touch(self, device: torch.device, *, sends: bool) -> None:
         """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
         byte = torch.zeros(1, dtype=torch.uint8, device=_stage(device, self._group))

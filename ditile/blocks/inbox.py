@@ -1,10 +1,10 @@
 """Receives that are posted ahead, so that a message travels while the one before it is computed on.
 
-Under NCCL a receive is a kernel that spins on the device until its message is there. To launch a kernel for the first
-time, or to free memory, may wait for all that runs on the device. So nothing is posted that waits for what this rank
-has yet to launch, be it by way of other ranks, which wait for what they have posted. With M patches on their way round
-N stages, N - 1 of these may each have one more activation posted if M >= N, and the first stage one more patch of
-latents if M > N.
+Gloo's receives wait for nothing but their message. NCCL's are kernels that spin on the device, and to launch a kernel
+for the first time, or to free memory, may wait for all that runs there. So nothing is posted that waits for what this
+rank has yet to launch, be it by way of other ranks, which wait for what they have posted. With M patches on their way
+round N stages, N - 1 of these may each have one more activation posted if M >= N, and the first stage one more patch
+of latents if M > N.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Inbox:
         wire: carries the messages.
         shape: of a message; None if it is not known yet.
         is_free: whether all work of this rank that a message depends on was launched.
-        looks_ahead: whether one more than is waited for may be posted.
+        looks_ahead: whether one more than is waited for may be posted where receives occupy the device.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Inbox:
         looks_ahead: bool,
     ) -> None:  # fmt: skip
         self.wire, self._shape, self._is_free = wire, shape, is_free
-        self._ahead = POSTED - 1 if looks_ahead else 0
+        self._looks_ahead = looks_ahead
         self._expected: deque[Key] = deque()
 
     def expect(self, keys: Iterable[Key]) -> None:
@@ -53,11 +53,12 @@ class Inbox:
 
     def take(self, key: Key, like: Tensor) -> Tensor:
         """The next message, which must be `key`'s; the one behind it is posted meanwhile."""
+        ahead = POSTED - 1 if self._looks_ahead or not self.wire.occupies(like.device) else 0
         if not self.wire.posted:
             self._post(like)
-        self._look_ahead(like, 1 + self._ahead)
+        self._look_ahead(like, 1 + ahead)
         message = self.wire.take(key)
-        self._look_ahead(like, self._ahead)
+        self._look_ahead(like, ahead)
         return message
 
     def clear(self) -> None:

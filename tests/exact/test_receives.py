@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from ditile.plan import Plan
+from ditile.transport import Wire
 from tests.exact.cases import MAKE, divided, run, same
 from tests.pool import Pool
 
@@ -40,10 +41,11 @@ class Here:
 
 
 def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
-    """On a rank: a picture in which every Linear waits for all receives; how many there were."""
+    """On a rank: a picture in which every Linear waits for all receives, as if NCCL's; how many there were."""
     pipe = MAKE[name]()
-    with divided(pipe, **asdict(Plan.parse(plan))) as runner:
+    with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
         wanted = run(runner, name, **call)
+        patch.setattr(Wire, "occupies", lambda self, device: True)
         fusion, count = runner._parts.pipefusion, 0
         wires = [box.wire for box in (fusion._inbox, fusion._returns) if box is not None]
 
