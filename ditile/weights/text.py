@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
@@ -40,6 +41,9 @@ from ditile.weights.encoder import (
 After = Literal["keep", "offload", "free"]
 AFTER = ("keep", "offload", "free")
 
+_IN_CALL = "_called_by_ditile"
+"""The attribute of an encoder that says that a runner is in the middle of a call."""
+
 
 def encoders_of(pipe: Any) -> dict[str, Any]:
     """The text encoders of a pipeline, by component."""
@@ -62,8 +66,8 @@ class Encoders:
             control: their CPU group, for headers.
             device: where the encoders run.
             keep: keep aside what other ranks hold.
-            after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, or are
-                gone for good, so that later calls need embeddings in place of prompts.
+            after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, where they
+                may be edited as ever, or are gone for good, so that later calls need embeddings in place of prompts.
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
@@ -76,7 +80,8 @@ class Encoders:
         self._keep = keep
         self._channel = _Channel(axis, control, device, traffic)
         self._kept: list[tuple[nn.Module, Parts]] = []
-        self._waiting: list[tuple[nn.Module, Parts]] = []
+        self._guards: list[RemovableHandle] = []
+        self._away = False
         for name, encoder in self.encoders.items():
             found = place_in(encoder)
             if found not in (None, self._place):
@@ -96,17 +101,20 @@ class Encoders:
 
     def take(self) -> None:
         """Takes out what other ranks hold, unless it was never read."""
-        for encoder in self.encoders.values():
+        for name, encoder in self.encoders.items():
             if place_in(encoder) is None and self._place != WHOLE:
                 taken = strip(encoder, self._place)
                 self._kept += taken if self._keep else []
+            self._guards.append(encoder.register_forward_pre_hook(opaque(_guard(name))))
 
     def refill(self) -> None:
-        """Puts back what `take` kept, and what waits on the CPU."""
-        self._come_back()
+        """Puts back what `take` kept."""
         for module, parts in reversed(self._kept):
             refill(module, parts)
         self._kept.clear()
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
         for encoder in self.encoders.values():
             mark(encoder, None)
             stand_in(encoder, None)
@@ -114,14 +122,16 @@ class Encoders:
     @contextmanager
     def installed(self, denoiser: nn.Module) -> Iterator[None]:
         """The encoders work for the length of a call, in which the first call of `denoiser` ends their work."""
-        self._come_back()
         with ExitStack() as stack:
-            for name, encoder in self.encoders.items():
-                if place_in(encoder) == FREED:
-                    override(stack, encoder, "forward", _gone(name))
-                elif self._place.mode == "first":
+            if self._after == "offload":
+                stack.callback(self._stay)
+                for encoder in self.encoders.values():
+                    encoder.to(self._device)
+            for encoder in self.encoders.values():
+                override(stack, encoder, _IN_CALL, True)
+                if self._place.mode == "first":
                     override(stack, encoder, "forward", self._first(encoder))
-                elif self._place.mode == "split":
+                elif self._place.mode == "split" and place_in(encoder) != FREED:
                     _Split(encoder, self._place, self._channel).install(stack)
             if self._after != "keep":
                 stack.callback(denoiser.register_forward_pre_hook(opaque(lambda *_: self._leave())).remove)
@@ -132,31 +142,26 @@ class Encoders:
         return lambda *args, **kwargs: self._channel.share(0, lambda: forward(*args, **kwargs), encoder)
 
     def _leave(self) -> None:
-        """Denoising begins."""
-        if self._waiting or self.freed:
+        """Denoising begins. The pipeline goes on asking the encoders for its device, which is that of the call."""
+        if self._away or self.freed:
             return
+        self._away = self._after == "offload"
         for encoder in self.encoders.values():
             dtype = encoder.dtype
             stand_in(encoder, None)
             if self._after == "offload":
                 encoder.to("cpu")
-            taken = [(child, hollow(child)) for child in encoder.children()]
-            stand_in(encoder, dtype, self._device)
-            if self._after == "offload":
-                self._waiting += taken
             else:
+                for child in encoder.children():
+                    hollow(child)
                 mark(encoder, FREED)
+            stand_in(encoder, dtype, self._device)
 
-    def _come_back(self) -> None:
-        if not self._waiting:
-            return
-        for module, parts in self._waiting:
-            refill(module, parts)
-        self._waiting.clear()
-        for encoder in self.encoders.values():
-            if not self._place.is_empty:
-                stand_in(encoder, None)
-            encoder.to(self._device)
+    def _stay(self) -> None:
+        """The call is over: the encoders are what they were before it, on the CPU."""
+        for encoder in self.encoders.values() if self._away and not self._place.is_empty else ():
+            stand_in(encoder, None)
+        self._away = False
 
 
 class _Channel:
@@ -259,13 +264,23 @@ def _head(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _gone(name: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise StateError(
-            f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
-        )
+def _guard(name: str) -> Callable[..., None]:
+    """Refuses an encoder that is not there, or of which a call outside of a runner would find a part alone."""
 
-    return refused
+    def refuse(encoder: nn.Module, *_: Any) -> None:
+        place = place_in(encoder)
+        if place == FREED:
+            raise StateError(
+                f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
+            )
+        divided = place is not None and (place.mode == "split" or place.is_empty)
+        if divided and _IN_CALL not in vars(encoder):
+            raise StateError(
+                f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
+                "runner the prompt, or plan with text=each"
+            )
+
+    return refuse
 
 
 def _name(dtype: torch.dtype) -> str:

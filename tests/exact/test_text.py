@@ -12,7 +12,7 @@ from ditile.errors import ModelError, StateError
 from ditile.plan import Plan
 from ditile.runner import parallelize
 from ditile.weights.encoder import owners
-from ditile.weights.text import encoders_of
+from ditile.weights.text import Encoders, encoders_of
 from tests import tiny
 from tests.exact.cases import MAKE, call_of, different, run, same
 from tests.pool import Pool
@@ -115,7 +115,8 @@ def left(name: str, after: str) -> None:
     seen: list[int] = []
 
     def look(*_: Any) -> dict[str, Any]:
-        seen.append(sum(counts(pipe).values()))
+        names = [key for part in encoders_of(pipe).values() for key in part.state_dict()]
+        seen.append(len(names) - names.count("stand_in"))
         return {}
 
     steps = {"callback": look} if name.startswith("pixart") else {"callback_on_step_end": look}
@@ -124,14 +125,16 @@ def left(name: str, after: str) -> None:
     plan = Plan(pipefusion=2, text="split", warmup=99)
     runner = parallelize(pipe, plan, text_after=after, keep_weights=True)  # type: ignore[arg-type]
     same(run(runner, name, **steps), wanted, f"{name} {after}")
-    assert len(seen) == 4 and not any(seen), f"{seen} parameters of text encoders while denoising"
+    assert len(seen) == 4 and (after == "offload" or not any(seen)), f"{seen} weights of text encoders while denoising"
     if after == "offload":
+        assert not any("stand_in" in part.state_dict() for part in encoders_of(pipe).values())
         same(run(runner, name), wanted, "a second call")
         runner.restore()
         same(run(pipe, name), wanted, "restored")
         return
-    with pytest.raises(StateError, match="was freed"):
-        run(runner, name)
+    for prompted in (lambda: run(runner, name), lambda: pipe.text_encoder(torch.zeros(1, 4, dtype=torch.long))):
+        with pytest.raises(StateError, match="was freed"):
+            prompted()
     same(runner(**embeds).images, with_embeds, "embeddings")
     with pytest.raises(StateError, match="text encoders were freed"):
         runner.restore()
@@ -142,6 +145,60 @@ def left(name: str, after: str) -> None:
 def test_encoders_leave_before_denoising(pool: Pool, name: str, after: str) -> None:
     """A failure means that the encoders take memory while denoising, or do not come back."""
     pool.run(left, 2, name, after)
+
+
+def encoded(pipe: Any) -> Any:
+    """What the pipeline makes of a prompt outside of a call."""
+    with torch.no_grad():
+        return pipe.encode_prompt("a red circle", None)[0]
+
+
+def test_encoders_wait_on_the_cpu() -> None:
+    """A failure means that the encoders are on the device while denoising or between calls, or not for the next call.
+
+    The device is one that computes nothing: what is moved to it is noted and stays where it is.
+    """
+    pipe, device = MAKE["flux"](), torch.device("meta")
+    mesh = parallelize(pipe, Plan()).mesh
+    encoders = Encoders(pipe, "each", mesh.image, None, device, mesh.traffic, after="offload")
+    before = [list(part.state_dict()) for part in encoders_of(pipe).values()]
+    moves: list[str] = []
+    for part in encoders_of(pipe).values():
+        vars(part)["to"] = lambda to: moves.append(str(to))
+    denoiser = torch.nn.Identity()
+    for _ in range(2):
+        with encoders.installed(denoiser):
+            assert moves == ["meta", "meta"]
+            for _ in range(3):
+                denoiser(torch.zeros(1))
+            assert moves == ["meta", "meta", "cpu", "cpu"]
+            assert pipe.text_encoder.device == pipe.text_encoder_2.device == device, "pipelines ask the encoders"
+        assert moves == ["meta", "meta", "cpu", "cpu"]
+        assert [list(part.state_dict()) for part in encoders_of(pipe).values()] == before
+        moves.clear()
+
+
+def outside_of_calls(mode: str, after: str) -> None:
+    pipe = MAKE["flux"]()
+    wanted, picture = encoded(pipe), run(pipe, "flux")
+    plan = Plan(pipefusion=2, text=mode, warmup=99)  # type: ignore[arg-type]
+    runner = parallelize(pipe, plan, keep_weights=True, text_after=after)  # type: ignore[arg-type]
+    for _ in range(2):
+        if mode == "each" or (mode == "first" and runner.mesh.rank == 0):
+            same(encoded(pipe), wanted)
+        else:
+            with pytest.raises(StateError, match=f"of text_encoder_?2? there is only what text={mode} on rank"):
+                encoded(pipe)
+        same(run(runner, "flux"), picture)
+    runner.restore()
+    same(encoded(pipe), wanted)
+
+
+@pytest.mark.parametrize("after", ["keep", "offload"])
+@pytest.mark.parametrize("mode", ["each", "first", "split"])
+def test_encoders_outside_of_calls(pool: Pool, mode: str, after: str) -> None:
+    """A failure means that a prompt that is encoded between calls ends in a part of an encoder."""
+    pool.run(outside_of_calls, 2, mode, after)
 
 
 def refusals() -> None:
