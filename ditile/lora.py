@@ -73,9 +73,15 @@ class _Sieve:
         return {key: value for key, value in values.items() if self._is_here(key)}
 
     def _is_here(self, key: str) -> bool:
-        """Whether the path to a weight does not end early, in a module that is hollow."""
+        """Whether the path to a weight does not end early, in a module that is hollow.
+
+        Most LoRAs name CLIP's layers below `text_model`, which some versions of transformers do not have: diffusers
+        leaves it out then.
+        """
         first, *path = key.split(".")
         module = self._parts.get(first)
+        if module is not None and path[:1] == ["text_model"] and "text_model" not in module._modules:
+            del path[0]
         while module is not None and path and path[0] in module._modules:
             module = module._modules[path.pop(0)]
         return module is None or not path or not is_hollow(module)

@@ -39,17 +39,20 @@ EDITS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with LoRAs for each family; with one of the text encoder too."""
+    """A folder with LoRAs for each family; with one of the text encoder too, and one as trainers save that."""
     made = {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
     for name, folder in made.items():
         path = "encoder.layers.1.self_attn.q_proj"
-        path = path if name == "flux" else f"text_model.{path}"
+        own = path if name == "flux" else f"text_model.{path}"
         random = torch.Generator().manual_seed(5)
         factors = {
-            f"text_encoder.{path}.lora_{end}.weight": 0.5 * torch.randn(shape, generator=random)
+            f"lora_{end}.weight": 0.5 * torch.randn(shape, generator=random)
             for end, shape in {"A": (2, 32), "B": (32, 2)}.items()
         }
-        save_file(load_file(folder / "narrow.safetensors") | factors, folder / "with-text.safetensors")
+        narrow = load_file(folder / "narrow.safetensors")
+        for file, within in {"with-text": own, "hub-text": f"text_model.{path}"}.items():
+            text = {f"text_encoder.{within}.{factor}": value for factor, value in factors.items()}
+            save_file(narrow | text, folder / f"{file}.safetensors")
     return made
 
 
@@ -104,17 +107,17 @@ def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[st
     pool.run(order, 2, name, folders[name])
 
 
-def with_text(name: str, folder: Path, text: str) -> None:
+def with_text(name: str, folder: Path, text: str, file: str) -> None:
     plain, pipe = MAKE[name](), MAKE[name]()
     before = run(plain, name)
     load(plain, folder, "narrow", ours=False)
     block_only = run(plain, name)
     plain.unload_lora_weights()
-    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(plain, folder, "narrow", ours=False, file=file)
     wanted = run(plain, name)
     different(wanted, block_only, "the text encoder's LoRA")
     runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT))  # type: ignore[arg-type]
-    load(pipe, folder, "narrow", ours=True, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file=file)
     same(run(runner, name), wanted, f"{name} {text}")
     for each in (pipe, plain):
         each.set_adapters("narrow", 0.5)
@@ -124,10 +127,45 @@ def with_text(name: str, folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["each", "first", "split"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "file"), [("flux", "with-text"), ("flux", "hub-text"), ("sd3.5 medium", "with-text")])
+def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, file: str, text: str) -> None:
     """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
-    pool.run(with_text, 2, name, folders[name], text)
+    pool.run(with_text, 2, name, folders[name], text, file)
+
+
+def between_calls(name: str, folder: Path, text: str) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
+    pictures = [run(plain, name)]
+    same(run(runner, name), pictures[0], f"{name} {text}")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+    for what in ("loaded", "scaled", "disabled", "enabled", "fused", "unfused", "unloaded"):
+        EDITS.get(what, str)(plain)
+        EDITS.get(what, str)(pipe)
+        pictures.append(run(plain, name))
+        same(run(runner, name), pictures[-1], f"{name} {text} {what}")
+        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
+    different(pictures[1], pictures[0], "the LoRA")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+
+    def halved(each: Any, *_: Any) -> dict[str, Any]:
+        each.set_adapters("narrow", 0.5)
+        return {}
+
+    during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
+    same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
+    same(run(runner, name), run(plain, name), f"{name} {text} after that call")
+
+
+@pytest.mark.parametrize("text", ["each", "first", "split"])
+@pytest.mark.parametrize("name", NAMES)
+def test_encoders_that_wait_are_edited_between_calls(
+    pool: Pool, folders: dict[str, Path], name: str, text: str
+) -> None:
+    """A failure means that a LoRA misses text encoders that wait for the next call."""
+    pool.run(between_calls, 2, name, folders[name], text)
 
 
 def test_pixart_has_no_loader() -> None:
