@@ -42,17 +42,20 @@ def defaults(name: str) -> dict[str, Any]:
     return _json(path) if path is not None and path.exists() else {}
 
 
-def find(name: str) -> Path | str:
+def find(name: str, variant: str | None = None) -> Path | str:
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
+
+    Args:
+        variant: of the files that will be read.
 
     Raises:
         ModelError: if `name` is none of the three.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
     if name in bundled():
-        return checked(ASSETS / name)
+        return checked(ASSETS / name, variant)
     if Path(name).is_dir():
-        return checked(Path(name))
+        return checked(Path(name), variant)
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return name
     raise ModelError(
@@ -81,7 +84,7 @@ def load(
     import safetensors
     from diffusers import DiffusionPipeline
 
-    source = find(name)
+    source = find(name, variant)
     wanted = _dtype(source, dtype)
     try:
         own = _own(source, plan, wanted, variant) if plan is not None else {}
@@ -97,7 +100,7 @@ def load(
     except (ValueError, AttributeError, ImportError) as error:
         raise ModelError(f"model {name!r} is not one that diffusers can build here: {_line(error)}") from error
     if isinstance(source, Path):
-        _check_complete(pipe, source)
+        _check_complete(pipe, source / "transformer", variant)
     return pipe
 
 
@@ -108,8 +111,11 @@ def _own(source: Path | str, plan: Plan, dtype: torch.dtype, variant: str | None
     return components(source, plan, rank_of_process(plan), dtype, variant)
 
 
-def checked(folder: Path) -> Path:
+def checked(folder: Path, variant: str | None = None) -> Path:
     """The folder, if it is a pipeline whose weights are all there and whole, as far as their headers tell.
+
+    Args:
+        variant: of the files that are looked at, in components that have it.
 
     Raises:
         LoadError: if it is not.
@@ -119,19 +125,17 @@ def checked(folder: Path) -> Path:
         raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
     for part, entry in _json(index).items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
-            _check_part(folder / part)
+            _check_part(folder / part, variant)
     return folder
 
 
-def _check_part(part: Path) -> None:
+def _check_part(part: Path, variant: str | None) -> None:
     """A component that is a model has a config.json, and weights beside it."""
     if not part.is_dir():
         raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
     if not (part / "config.json").exists():
         return
-    indices = list(part.glob("*.safetensors.index.json"))
-    named = {part / file for index in indices for file in _json(index).get("weight_map", {}).values()}
-    files = sorted(named | set(part.glob("*.safetensors")))
+    files = _weight_files(part, variant)
     if not files and (pickles := sorted([*part.glob("*.bin"), *part.glob("*.pt"), *part.glob("*.ckpt")])):
         raise LoadError(
             f"{part} has only {pickles[0].name}, a pickle, which can run code when it is read; "
@@ -141,6 +145,15 @@ def _check_part(part: Path) -> None:
         raise LoadError(f"{part} has no weights; a *.safetensors file belongs there")
     for file in files:
         _check_weights(file)
+
+
+def _weight_files(part: Path, variant: str | None) -> list[Path]:
+    """The files that are there or that an index names: of the variant, where there is one of it, else all."""
+    indices = list(part.glob(f"*.safetensors.index.{variant}.json")) if variant is not None else []
+    files = set() if indices or variant is None else set(part.glob(f"*.{variant}.safetensors"))
+    if not indices and not files:
+        indices, files = list(part.glob("*.safetensors.index.json")), set(part.glob("*.safetensors"))
+    return sorted(files | {part / file for index in indices for file in _json(index).get("weight_map", {}).values()})
 
 
 def _check_weights(file: Path) -> None:
@@ -155,18 +168,18 @@ def _check_weights(file: Path) -> None:
         raise LoadError(f"{file} is no whole safetensors file ({_line(error)}); copy it again") from error
 
 
-def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
-    """Of weights that a file lacks, diffusers makes random ones, and draws with them."""
+def _check_complete(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
+    """Of weights that a file lacks, diffusers makes random ones, and draws with them. Quantizers choose other names."""
     import safetensors
 
     transformer, there = getattr(pipe, "transformer", None), set()
-    if transformer is None:
+    if transformer is None or _json(part / "config.json").get("quantization_config"):
         return
-    for file in (folder / "transformer").glob("*.safetensors"):
+    for file in _weight_files(part, variant):
         with safetensors.safe_open(file, framework="np") as tensors:
             there |= set(tensors.keys())
     if lacking := sorted({name for name, _ in transformer.named_parameters()} - there):
-        raise LoadError(f"{folder / 'transformer'} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+        raise LoadError(f"{part} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
 
 
 def _dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:

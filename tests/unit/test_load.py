@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import ditile
 from ditile import LoadError, ModelError
 from ditile.load import ASSETS, bundled, defaults, find, load
+from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -133,3 +135,55 @@ def test_a_tensor_that_is_not_there(folder: Path) -> None:
     tensors.pop("proj_out.weight")
     save_file(tensors, folder / WEIGHTS)
     assert "lacks 1 weight(s), such as proj_out.weight" in message(folder)
+
+
+def sharded(part: Path, model: Any, variant: str | None = None) -> None:
+    """Saves a model in many small files, with their index."""
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, max_shard_size="20KB", variant=variant)
+
+
+def test_the_index_beside_a_variant(tmp_path: Path) -> None:
+    """Stores of models keep the indices of both, and a user fetches the files of one."""
+    pipe = tiny.sd3()
+    pipe.save_pretrained(tmp_path / "model", variant="fp16")
+    part, stem = tmp_path / "model" / "text_encoder_3", "model.safetensors.index"
+    sharded(part, pipe.text_encoder_3, "fp16")
+    sharded(tmp_path / "plain", pipe.text_encoder_3)
+    shutil.copy(tmp_path / "plain" / f"{stem}.json", part)
+    loaded = load(str(tmp_path / "model"), variant="fp16")
+    assert torch.equal(loaded.text_encoder_3.shared.weight, pipe.text_encoder_3.shared.weight)
+    assert "index beside it names it" in message(tmp_path / "model")
+    gone = sorted(part.glob("model.fp16-*.safetensors"))[2]
+    gone.unlink()
+    with pytest.raises(LoadError, match=f"{gone.name} is missing"):
+        load(str(tmp_path / "model"), variant="fp16")
+
+
+def test_a_weight_that_the_variant_lacks(folder: Path) -> None:
+    """The plain file beside it has the weight, and is not read."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop("proj_out.weight")
+    save_file(tensors, folder / WEIGHTS.replace(".safetensors", ".fp16.safetensors"))
+    load(str(folder))
+    with pytest.raises(LoadError, match=r"lacks 1 weight\(s\), such as proj_out.weight"):
+        load(str(folder), variant="fp16")
+
+
+def test_a_quantized_transformer(tmp_path: Path) -> None:
+    """A quantizer of diffusers saves the parts of a weight under names of its own."""
+    from diffusers import FluxTransformer2DModel, TorchAoConfig
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    tiny.flux().save_pretrained(tmp_path)
+    part = tmp_path / "transformer"
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    quantized = FluxTransformer2DModel.from_pretrained(part, quantization_config=config, torch_dtype=torch.bfloat16)
+    shutil.rmtree(part)
+    quantized.save_pretrained(part)
+    for plan in (None, ditile.Plan(patches=2)):
+        found = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
+        assert type(found) is type(quantized.proj_out.weight) is not torch.nn.Parameter
+        assert torch.equal(found.dequantize(), quantized.proj_out.weight.dequantize())
