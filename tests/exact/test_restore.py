@@ -152,3 +152,23 @@ def cut_for_good(name: str) -> None:
 def test_what_is_cut_says_so(pool: Pool, name: str) -> None:
     """A failure means that a pipeline without some of its weights passes for a whole one."""
     pool.run(cut_for_good, 2, name)
+
+
+def other_model(name: str, plan: dict[str, int]) -> None:
+    pipe, model = MAKE[name](), MAKE[name]().transformer
+    divided_model = pipe.transformer
+    call = {"num_images_per_prompt": 2} if "data" in plan else {}
+    runner = parallelize(pipe, Plan(**plan))
+    wanted = run(runner, name, **call)
+    for other in (model, None):
+        pipe.transformer = other
+        with pytest.raises(StateError, match="has another model than was divided"):
+            run(runner, name, **call)
+    pipe.transformer = divided_model
+    same(run(runner, name, **call), wanted, "put back")
+
+
+@pytest.mark.parametrize("plan", [{"pipefusion": 2, **EXACT}, {"ulysses": 2}, {"data": 2}], ids=str)
+def test_another_model_is_noticed(pool: Pool, plan: dict[str, int]) -> None:
+    """A failure means that a model that the user put in is drawn with as if it were divided."""
+    pool.run(other_model, 2, "flux", plan)
