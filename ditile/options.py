@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any, Literal
 from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES, HUB_ID
+
+MOST_DEVICES, MOST_STEPS = 1024, 1000
+"""Of which a plan is searched for: more divisors, and more steps than schedulers have timesteps, take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,10 @@ class Generate:
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     steps: int | None = option(None, "denoising steps", metavar="N")
     guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
-    negative_prompt: str | None = option(None, "what to keep out", metavar="TEXT")
+    true_cfg: float | None = option(
+        None, "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev", metavar="X"
+    )
+    negative_prompt: str | None = option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
     seed: int | None = option(
         None, "seed of the first image; chosen and reported by default, 0 for a file", metavar="N"
     )
@@ -48,6 +55,8 @@ class Generate:
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
         check_counts(self, "steps", "height", "width", "num_images")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise ModelError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:
@@ -59,7 +68,7 @@ class Generate:
         """The given values under the names that diffusers uses, guidance and the picture apart."""
         values = {
             "prompt": self.prompt, "num_inference_steps": self.steps, "negative_prompt": self.negative_prompt,
-            "height": self.height, "width": self.width, "strength": self.strength,
+            "height": self.height, "width": self.width, "strength": self.strength, "true_cfg_scale": self.true_cfg,
         }  # fmt: skip
         return {name: value for name, value in values.items() if value is not None}
 
@@ -187,6 +196,11 @@ class Ask:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value} is not a whole number of at least 1")
+        for name, most in (("devices", MOST_DEVICES), ("steps", MOST_STEPS)):
+            if (getattr(self, name) or 1) > most:
+                raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise PlanError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None:

@@ -132,7 +132,8 @@ class _Run:
             if total > most:
                 return total
             like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
-            total += len(alike) * (self._asynchronous(like) if is_stale else self._synchronous(like))
+            each = self._asynchronous(like, (most - total) / len(alike)) if is_stale else self._synchronous(like)
+            total += len(alike) * each
         if self._job.plan.pipefusion > 1:
             total += min(warm, steps - 1) * self._ops.travel(self._job.plan.pipefusion - 1, Op(Kind.RETURN, 0, 0))
         return total + (self._drained(steps - 1) if schedule.is_stale(steps - 1) else 0.0)
@@ -163,9 +164,16 @@ class _Run:
             found += others * self._ops.cost(last, Op(Kind.SHARE, step, None), free=False)
         return found
 
-    def _asynchronous(self, step: int) -> float:
-        """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return."""
+    def _asynchronous(self, step: int, most: float) -> float:
+        """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return.
+
+        Those in which the first stage is busy, if they are above `most`.
+        """
         calls, patches = self._job.calls(step), self._patches
+        ops = [Op(Kind.COMPUTE, step, self._patch(patch)) for patch in (0, patches - 1)]
+        alone = calls * (self._mean(0, ops[0]) + (patches - 1) * self._mean(0, ops[1]))
+        if alone > most:
+            return alone
         first, other = self._of_patch(step, 0), self._of_patch(step, patches - 1)
         hops, back = self._hops(step, patches - 1)
         stepped = self._ops.cost(self._job.plan.pipefusion - 1, Op(Kind.STEP, step, self._patch(0)), free=False)

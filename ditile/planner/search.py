@@ -105,7 +105,7 @@ def search(
             bisect.insort(least, seconds)
             least.pop()
     for found in sorted(rough)[:SIFTED]:
-        for plan in _other_warmups(found.job):
+        for plan in other_warmups(found.job):
             placed = fitting(subject, shape, pricer, plan, space)
             if placed.memory <= space:
                 rough.append(_Rough(pricer.estimate(placed.job, left), len(rough) + legal, *placed))
@@ -191,7 +191,7 @@ def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host:
 def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
     """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
     facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
-    for world in [wanted.devices] if wanted.all_devices else _divisors(wanted.devices):
+    for world in [wanted.devices] if wanted.all_devices else divisors(wanted.devices):
         for degrees in _degrees(world, shape):
             for more in _patches(degrees, wanted.warmup):
                 plan = Plan(**degrees, **more)
@@ -215,7 +215,7 @@ def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (number,)
         return
-    for first in _divisors(number):
+    for first in divisors(number):
         for others in _products(number // first, factors - 1):
             yield first, *others
 
@@ -230,7 +230,7 @@ def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]
             yield {"patches": stages * factor, "warmup": warmup}
 
 
-def _other_warmups(job: Job) -> Iterator[Plan]:
+def other_warmups(job: Job) -> Iterator[Plan]:
     """A plan with its synchronous steps run in the other ways that could make them shorter."""
     plan = job.plan
     if plan.pipefusion == 1 or plan.warmup == 0:
@@ -241,5 +241,7 @@ def _other_warmups(job: Job) -> Iterator[Plan]:
         yield replace(plan, warmup_mode="sequence")
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def divisors(number: int) -> list[int]:
+    """Of a number, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]

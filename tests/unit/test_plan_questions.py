@@ -16,7 +16,7 @@ from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.ops import Left, Ops
-from ditile.planner.search import Wanted, pricer_of, search
+from ditile.planner.search import Wanted, divisors, pricer_of, search
 from ditile.planner.subject import CONFIGS, Subject
 
 FLUX = ("--model", "flux.1-dev", "--hardware", "l40-pcie")
@@ -51,6 +51,9 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (["--max-latency", "0.1", "--price", "pipefusion=8"], "s, and max_latency=0.1"),
         (["--warmup", "2", "--price", "pipefusion=2"], "warmup=2 is for a search; say it in price='pipefusion=2'"),
         (["--hosts", "2", "--interlink", "1Gbit", "--price", "ulysses=3"], "devices=3 are not shared out evenly"),
+        (["--guidance", "nan"], "guidance=nan is no finite number; try guidance=3.5"),
+        (["--devices", "1000000007"], "devices=1000000007 is more than is searched for; give at most 1024"),
+        (["--steps", "100000"], "steps=100000 is more than is searched for; give at most 1000"),
         (["--devices", "8", "--memory", "2GB"], "text=split vae=rows' needs least"),
     ],
 )
@@ -59,6 +62,21 @@ def test_bounds_are_kept(words: list[str], said: str, capsys: pytest.CaptureFixt
     assert main(["plan", *FLUX, *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_guidance_is_a_finite_number(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means a picture of nothing, after all its steps."""
+    assert main(["generate", "a red circle", "--dry-run", "--guidance", value]) == 2
+    shown = capsys.readouterr().err
+    assert f"guidance={value} is no finite number" in shown and shown.count("\n") == 1
+
+
+def test_a_number_has_its_divisors_in_order() -> None:
+    """Of a large prime too, at once. A failure means that degrees are missing, or a search that does not end."""
+    for number in (1, 2, 12, 36, 97, 720):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert divisors(1000000007) == [1, 1000000007]
 
 
 def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
