@@ -19,6 +19,7 @@ from torch.func import functional_call
 from ditile.errors import ModelError
 from ditile.hollow import twin
 from ditile.mesh import Mesh
+from ditile.overrides import HOOKED
 from ditile.quantized import quantized
 from ditile.seats import Seats
 from ditile.transport import Pending, gather_json, start_broadcast
@@ -96,7 +97,7 @@ class Lender:
                 )
 
     def refuse(self) -> str | None:
-        """Why a block of this stage cannot be lent, or None: it has LoRA layers, or other weights than at first."""
+        """Why a block of this stage cannot be lent, or None: LoRA layers, hooks, or other weights than at first."""
         for index, block in enumerate(self._blocks):
             if self._owners[index] != self._stage:
                 continue
@@ -105,6 +106,11 @@ class Lender:
                 return (
                     f"{name} has LoRA layers, and warmup_mode=sequence lends plain weights to the others; fuse them "
                     "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
+                )
+            if any(_hooked(module) for module in block.modules()):
+                return (
+                    f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
+                    "warmup_mode=sequence lends plain weights to the others; remove them, or use another warmup_mode"
                 )
             if quantized(block) or _entries(block) != self._entries[index]:
                 return (
@@ -147,6 +153,12 @@ class Lender:
             for entry in entries:
                 entry.view(flat).copy_(tensors[entry.name])
         self._coming[index] = start_broadcast(flat, owner, self._group, self._traffic, "weights")
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether diffusers or accelerate changes weights around a forward, as they do to cast and to offload them."""
+    registry = vars(module).get("_diffusers_hook")
+    return HOOKED in vars(module) or (registry is not None and bool(registry.hooks))
 
 
 def _agreed(own: Sequence[list[Entry]], stages: Sequence[range], mesh: Mesh) -> list[list[Entry]]:

@@ -149,6 +149,11 @@ def _style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> 
             "and PackedRowwiseParallel with blocks"
         )
     (_check_norm if kind == "rms_norm" else _check_linear)(path, module)
+    if any("forward" in vars(each) for each in (module, base_of(module))):
+        raise ModelError(
+            f"the forward of {path} is replaced by a hook, such as one of enable_layerwise_casting, and tensor "
+            "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
+        )
     return Style(kind, tuple(blocks))
 
 

@@ -276,3 +276,26 @@ def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[s
     """A failure means that ranks would share out what is shared out already."""
     with pytest.raises(PlanError, match=f"{next(iter(also))}=2 shares out"):
         Plan(pipefusion=2, **mode, **also)
+
+
+def casting(transformer: Any) -> None:
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def cast(mode: str) -> None:
+    pipe = MAKE["flux"]()
+    casting(pipe.transformer)
+    wanted = run(pipe, "flux")
+    runner = parallelize(pipe, Plan(pipefusion=2, warmup=4, warmup_mode=mode))  # type: ignore[arg-type]
+    if mode != "sequence":
+        (same if mode == "serial" else close)(run(runner, "flux"), wanted, mode)
+        return
+    for _ in range(2):  # a second call is not one after a picture that broke off
+        with pytest.raises(ModelError, match="enable_layerwise_casting.* use another warmup_mode"):
+            run(runner, "flux")
+
+
+@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
+def test_weights_that_are_cast_for_each_use(pool: Pool, mode: str) -> None:
+    """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
+    pool.run(cast, 2, mode)

@@ -89,9 +89,14 @@ def fused(model: Any) -> None:
     model.fuse_qkv_projections()
 
 
+def casted(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
+        (casted, "the forward of transformer_blocks.0.attn.to_q is replaced by a hook.* set it after parallelize"),
         (quantized, "transformer_blocks.1.ff.net.2 is a Four, and tensor parallelism cuts plain Linears"),
         (adapter, "transformer_blocks.0.attn has weights in its processor Linear.* unload the IP-adapter"),
         (fused, r"transformer_blocks.0.attn has fused projections.* call unfuse_qkv_projections\(\)"),
