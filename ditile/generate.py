@@ -248,8 +248,7 @@ def arguments(pipe: DiffusionPipeline, wanted: Generate, base: dict[str, Any]) -
         ModelError: if this pipeline has no use for something that was asked for, or no room for the size.
     """
     known = inspect.signature(type(pipe).__call__).parameters
-    kind, scale = type(pipe).__name__, guidance_name(base)
-    given = wanted.call() | ({scale: wanted.guidance} if wanted.guidance is not None else {})
+    kind, given = type(pipe).__name__, _given(wanted, base)
     if refused := sorted(set(given) - set(known)):
         raise ModelError(f"{kind} takes no {', '.join(refused)}; leave it out")
     call = {name: value for name, value in base.items() if name in known} | given
@@ -262,28 +261,28 @@ def arguments(pipe: DiffusionPipeline, wanted: Generate, base: dict[str, Any]) -
     return call
 
 
-def guidance_name(base: dict[str, Any]) -> str:
-    """The argument that --guidance sets, given a model's own call options."""
-    return "true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"
+def _given(wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
+    """What was asked for. --guidance sets true guidance where the model's own options do and --true-cfg does not."""
+    given = wanted.call()
+    if wanted.guidance is None:
+        return given
+    true = "true_cfg_scale" in base and wanted.true_cfg is None
+    return given | {"true_cfg_scale" if true else "guidance_scale": wanted.guidance}
 
 
 def planned_call(wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
     """The call of a dry run, which has no pipeline to ask."""
-    call = base | wanted.call() | {"num_images_per_prompt": wanted.num_images}
-    if wanted.guidance is not None:
-        call[guidance_name(base)] = wanted.guidance
+    call = base | _given(wanted, base) | {"num_images_per_prompt": wanted.num_images}
     if "true_cfg_scale" in call:
         call.setdefault("negative_prompt", "")
     return call
 
 
 def _check_negative(kind: str, call: dict[str, Any], known: Any) -> None:
-    scale = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
+    scale, flag = ("true_cfg_scale", "--true-cfg") if "true_cfg_scale" in known else ("guidance_scale", "--guidance")
     value = call.get(scale, known[scale].default if scale in known else 1.0)
     if value <= 1:
-        raise ModelError(
-            f"{kind} ignores a negative prompt at {scale}={value}; try --guidance above 1, or leave it out"
-        )
+        raise ModelError(f"{kind} ignores a negative prompt at {scale}={value}; try {flag} above 1, or leave it out")
 
 
 def _check_size(pipe: DiffusionPipeline, call: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 from ditile import Plan, RankError, StateError, cli, mesh
 from ditile.flags import normalise
 from ditile.load import ASSETS
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
@@ -172,6 +173,22 @@ def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], word
     assert says in refused(capsys, "generate", "a circle", *SMALL, *words)
 
 
+def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside guidance that is embedded; a folder has no options of its own that would turn it on."""
+    tiny.flux(guidance=True).save_pretrained("model")
+    words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL, "--guidance", "4"]
+    assert "try --true-cfg above 1" in refused(capsys, *words, "--negative-prompt", "a ring")
+    assert "takes no true_cfg_scale" in refused(capsys, "generate", "a circle", *SMALL, "--true-cfg", "3")
+    for plan in (("--cfg", "2"), ("--cfg", "1")):
+        out = ["--out", f"{plan[1]}.png", "--true-cfg", "3", "--negative-prompt", "a ring"]
+        assert cli.main([*words, *plan, *out]) == 0
+    one, two = opened("1.png"), opened("2.png")
+    settings = json.loads(two.text["settings"])
+    assert (settings["true_cfg_scale"], settings["guidance_scale"]) == (3, 4)
+    assert settings["negative_prompt"] == "a ring" and two.text["plan"] == "cfg=2"
+    assert np.array_equal(np.asarray(one), np.asarray(two))
+
+
 def test_patches_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """The rows are known at the first step, when the progress bar stands already."""
     assert cli.main(["generate", "a circle", *SMALL, "--patches", "999"]) == 2
@@ -216,7 +233,8 @@ def test_far_too_many_ranks_are_refused_before_one_starts(
 
 def test_help_names_every_flag() -> None:
     text = ditile("generate", "--help").stdout
-    flags = """model steps guidance negative-prompt seed height width num-images image strength out prompts-file out-dir
+    flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
+               out prompts-file out-dir
                data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
                vae warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
                ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
