@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 medium adds image-only attention to some blocks.
 
-Skip-layer guidance tests the index of the loop's iteration, which counts patches here: refused.
+Skip-layer guidance tests the index of the loop's iteration, which counts patches under PipeFusion: refused by all plans
+but those of data and cfg, which call the whole model.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Skip-layer guidance and IP-adapters."""
     if call.get("skip_guidance_layers") is not None:
         return (
-            "skip_guidance_layers tests the index of the loop's iteration, which counts patches under PipeFusion; "
-            "leave it out, or run on one rank without a plan"
+            "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
+            "divided model; use data and cfg alone, which call whole models, or leave it out"
         )
     return refuse_ip_adapters(call)
 

@@ -88,6 +88,12 @@ def test_any_number_of_images_on_any_number_of_replicas(pool: Pool, name: str) -
     check(pool, "pixart sigma", 3, [({"data": 3}, call) for call in calls[:4]], ancestral=True)
 
 
+def test_guidance_that_leaves_blocks_out(pool: Pool) -> None:
+    """A failure means that what the refusal of SD3's skip-layer guidance under other plans advises does not work."""
+    call = FOUR | {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.8}
+    check(pool, "sd3", 2, [(plan, call) for plan in ({"data": 2}, {"cfg": 2})])
+
+
 def test_no_two_images_are_alike(pool: Pool) -> None:
     """xDiT draws the same images on every replica, and hands a list of generators to each whole. A failure here means
     that so do we."""

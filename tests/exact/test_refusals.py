@@ -128,7 +128,7 @@ class Rescaled(PixArtSigmaPipeline):  # type: ignore[misc]
 
 
 ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("sd3", {"skip_guidance_layers": [1]}, ModelError, "skip_guidance_layers .*leave it out"),
+    ("sd3", {"skip_guidance_layers": [1]}, ModelError, "skip_guidance_layers .*use data and cfg alone"),
     ("sd3", {"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
     ("sd3", {"ip_adapter_image_embeds": 1}, ModelError, "leave ip_adapter_image_embeds out"),
     ("sd3", {"height": 16}, PlanError, "patches"),
