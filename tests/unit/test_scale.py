@@ -1,0 +1,24 @@
+"""The page of larger clusters: every group has its best plan, and no group is better than all together."""
+
+from __future__ import annotations
+
+from ditile.bench.scale import CLUSTERS, best, flux, wan
+from ditile.plan import Plan
+
+
+def test_all_together_is_the_best_of_all() -> None:
+    """Other ways to run the synchronous steps are among the plans, as in a search. A failure means that a column shows
+    plans that another column was not allowed."""
+    found = best(flux(), CLUSTERS[0], 8)
+    assert set(found) >= {"sequence", "PipeFusion", "all together"}
+    assert all(found["all together"].seconds <= 1.01 * one.seconds for one in found.values())
+    assert found["PipeFusion"].plan.warmup_mode == "sequence", "blocks are lent faster than 4096 pixels are computed"
+
+
+def test_every_group_can_divide_the_model_of_videos() -> None:
+    """A failure means that the page's command ends in an error instead of tables."""
+    task = wan()
+    job = task.subject.job(Plan(tensor=8), task.shape)
+    assert sum(task.subject.cut) > 0.9 * sum(job.weights.blocks)
+    plan = best(task, CLUSTERS[1], 8)["tensor"].plan
+    assert plan.tensor * plan.cfg == 8
