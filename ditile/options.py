@@ -55,8 +55,10 @@ class Generate:
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
         check_counts(self, "steps", "height", "width", "num_images")
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ModelError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
+        for name in ("guidance", "true_cfg"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ModelError(f"{name}={value} is no finite number; try {name}=3.5")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:

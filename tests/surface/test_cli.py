@@ -71,6 +71,8 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--width", "-8"), "width=-8"),
         (("generate", "a", "--num-images", "0"), "num_images=0"),
         (("generate", "a", "--seed", "-1"), "seed=-1"),
+        (("generate", "a", "--guidance", "inf"), "guidance=inf is no finite number"),
+        (("generate", "a", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
         (("generate", "a", "--threads", "0"), "threads=0"),
         (("generate", "a", "--stall-timeout", "0"), "stall_timeout=0"),
         (("generate", "a", "--stall-timeout", "nan"), "stall_timeout=nan"),
@@ -176,6 +178,7 @@ def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], word
 def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureFixture[str]) -> None:
     """Beside guidance that is embedded; a folder has no options of its own that would turn it on."""
     tiny.flux(guidance=True).save_pretrained("model")
+    capsys.readouterr()  # a progress bar
     words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL, "--guidance", "4"]
     assert "try --true-cfg above 1" in refused(capsys, *words, "--negative-prompt", "a ring")
     assert "takes no true_cfg_scale" in refused(capsys, "generate", "a circle", *SMALL, "--true-cfg", "3")
