@@ -343,7 +343,7 @@ class _Watch:
         self._text: int | None = None
         parts.mesh.traffic.clear()
         parts.trace.clear()
-        parts.trace.on = trace
+        parts.trace.on, parts.trace.device = trace, parts.device
         if parts.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.device)
 

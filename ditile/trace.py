@@ -39,10 +39,16 @@ _NOTHING = nullcontext()
 
 
 class Trace:
-    """Records the ops of one generation; costs nothing while it is off."""
+    """Records the ops of one generation; costs nothing while it is off.
+
+    Attributes:
+        on: whether it records.
+        device: by whose clock; None is the current GPU's, or the CPU's where there is none.
+    """
 
     def __init__(self) -> None:
         self.on = False
+        self.device: torch.device | None = None
         self._events: list[tuple[str, int, int | None, int, Any, Any]] = []
         self._waits: list[tuple[str, int, Any, Any]] = []
         self._marks: list[Any] = []
@@ -81,11 +87,11 @@ class Trace:
         """A point in time, on the device's own clock."""
         if not self.on:
             return None
-        if not torch.cuda.is_available():
+        if (self.device is not None and self.device.type != "cuda") or not torch.cuda.is_available():
             return time.perf_counter()
         if self._origin is None:
-            self._origin = (time.perf_counter(), _mark())
-        return _mark()
+            self._origin = (time.perf_counter(), _mark(self.device))
+        return _mark(self.device)
 
     def add(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
         """Records an op that began at `start` and ends now."""
@@ -155,7 +161,7 @@ def write_chrome(path: str | Path, events_of_rank: list[list[Event]]) -> None:
     Path(path).write_text(json.dumps({"traceEvents": names + slices, "displayTimeUnit": "ms"}))
 
 
-def _mark() -> torch.cuda.Event:
+def _mark(device: torch.device | None) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
