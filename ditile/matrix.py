@@ -125,5 +125,6 @@ plan asks of a model and a size is said before anything runs, with the degrees t
 plan on your machine. A cache goes with every plan that a family has, on the rungs PipeFusion and caches, and on
 a transformer of your own whose blocks are read off its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
-Refused in every family under stale keys, because they need the whole fresh prediction: `guidance_rescale`,
-`thresholding=True`, ControlNets in the loop, in-painting, IP-adapters, and SD3's skip-layer guidance."""
+Refused by every plan but those of data and cfg alone, because they need the whole fresh prediction, or attention of
+their own: `guidance_rescale`, `thresholding=True`, ControlNets in the loop, in-painting, IP-adapters, SD3's skip-layer
+guidance, and perturbed attention (which takes tensor too, and no cfg)."""
