@@ -301,7 +301,10 @@ def _check_strength(call: dict[str, Any], known: Any) -> None:
 
 
 def _objects(wanted: Generate, seeds: Sequence[int], *, alone: bool | None = None) -> dict[str, Any]:
-    """The call arguments that are objects: generators, which every rank makes alike, and the picture."""
+    """The call arguments that are objects: generators, which every rank makes alike, and the picture.
+
+    With several generators there are as many pictures: each draws the noise of its own.
+    """
     import torch
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -312,7 +315,9 @@ def _objects(wanted: Generate, seeds: Sequence[int], *, alone: bool | None = Non
         from PIL import Image
 
         with Image.open(wanted.image) as image:
-            call["image"] = image.convert("RGB")
+            picture = image.convert("RGB")
+        several = isinstance(call["generator"], list)
+        call["image"] = [picture] * len(seeds) if several else picture
     return call
 
 

@@ -85,7 +85,7 @@ def load(
     from diffusers import DiffusionPipeline
 
     source = find(name, variant)
-    wanted = _dtype(source, dtype)
+    wanted = dtype_of(source, dtype)
     try:
         own = _own(source, plan, wanted, variant) if plan is not None else {}
         pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
@@ -182,7 +182,12 @@ def _check_complete(pipe: DiffusionPipeline, part: Path, variant: str | None) ->
         raise LoadError(f"{part} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
 
 
-def _dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
+def dtype_of(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
+    """The type of a model's weights: as it is wanted, else bfloat16 on GPUs; the bundled ones stay in float32.
+
+    Raises:
+        ModelError: if it is not known.
+    """
     import torch
 
     if isinstance(wanted, torch.dtype):

@@ -7,6 +7,7 @@ was stopped is resumed by the same command. Line k has seed + k.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from ditile import png
 from ditile.cache_options import Cache
 from ditile.errors import ModelError
+from ditile.load import dtype_of, find
 from ditile.options import Generate, Run
 from ditile.plan import Plan
 
@@ -38,7 +40,7 @@ def read(name: str, option: str = "prompts_file") -> list[str]:
         ModelError: if it cannot be read, is not UTF-8, or has none.
     """
     try:
-        text = Path(name).read_text("utf-8")
+        text = Path(name).read_text("utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
     found = [line.strip() for line in text.splitlines()]
@@ -61,10 +63,17 @@ def lines(wanted: Generate, run: Run) -> list[Line]:
 
 
 def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapping[str, Any]) -> str:
-    """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`."""
+    """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`.
+
+    Files that were given are known by what is in them, and a dtype that was not by what this machine takes.
+
+    Raises:
+        ModelError: if a file cannot be read, or the dtype is not known.
+    """
     asked = {name: value for name, value in dataclasses.asdict(wanted).items() if name not in NOT_OF_A_PICTURE}
     also = {
-        "dtype": run.dtype,
+        "dtype": str(dtype_of(find(wanted.model), run.dtype)).removeprefix("torch."),
+        "contents": {name: _content(name) for name in (wanted.image, cache.lora) if name and Path(name).is_file()},
         "attention": run.attention,
         "plan": str(replace(plan, data=1)),
         "defaults": dict(defaults),
@@ -72,6 +81,13 @@ def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapp
     settings = cache.settings()
     also |= {"cache": settings} if settings else {}
     return json.dumps(asked | also, sort_keys=True)
+
+
+def _content(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ModelError(f"{name!r} cannot be read: {error}") from error
 
 
 def left(all_lines: Sequence[Line], wanted: str) -> list[Line]:

@@ -20,6 +20,7 @@ from ditile.batch.split import prediction_of, with_prediction
 from ditile.layout import share
 from ditile.mesh import Axis
 from ditile.overrides import override
+from ditile.rows import take_rows
 from ditile.transport import Traffic, start_exchange, start_gather
 
 LATENTS, PICTURES = "data", "pictures"
@@ -77,11 +78,16 @@ class Data:
         def seated(z: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not over() or z.shape[0] != self._all:
                 return decode(z, *args, **kwargs)
-            result = decode(z[:1] if self.idle else self.own(z), *args, **kwargs)  # idle: for the size of a picture
+            own = take_rows({"args": (z, *args), "kwargs": kwargs}, self._all, self._some)
+            result = decode(*own["args"], **own["kwargs"])
             pictures = prediction_of(result)[: len(self.images)]
             return with_prediction(result, self._gather(pictures, PICTURES, to))
 
         override(stack, vae, "decode", functools.update_wrapper(seated, decode))
+
+    def _some(self, batch: Tensor) -> Tensor:
+        """Its own rows; an idle replica takes one, for the size of a picture."""
+        return batch[:1] if self.idle else self.own(batch)
 
     def _gather(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
         """`own` of every replica, in order; zeros where it was not given to."""

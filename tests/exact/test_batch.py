@@ -7,18 +7,22 @@ CFG, one image under data) is bitwise.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import EulerAncestralDiscreteScheduler
+from diffusers import AutoencoderKLLTXVideo, EulerAncestralDiscreteScheduler
 from torch import Tensor
 
+from ditile.batch.data import Data
 from ditile.batch.split import Rows
 from ditile.errors import ModelError, PlanError, StateError
+from ditile.mesh import Axis
 from ditile.rows import take_rows
+from ditile.transport import Traffic
 from tests.exact.cases import MAKE, call_of, different, divided, run, same
 from tests.pool import Pool
 
@@ -178,6 +182,30 @@ def decoded(kinds: list[str], images: int) -> None:
 def test_pictures_come_in_order(pool: Pool, images: int) -> None:
     """A failure means that replicas decode each other's images, or that pictures are lost or swapped."""
     pool.run(decoded, 2, ["np", "pt", "latent"], images)
+
+
+def decoded_at_times(images: int) -> None:
+    """As LTX's pipeline does from 0.9.1 on: its decoder takes a time for each video."""
+    torch.manual_seed(0)
+    four: dict[str, Any] = {"block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
+    ways = {"spatio_temporal_scaling": (True, True, False, False), "decoder_inject_noise": (False,) * 5}
+    vae = AutoencoderKLLTXVideo(
+        **four, **ways, decoder_spatio_temporal_scaling=(True, True, False, False), latent_channels=8,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5, upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4, timestep_conditioning=True, patch_size=1, decoder_causal=False,
+    ).eval()  # fmt: skip
+    latents, times = torch.randn(images, 8, 2, 4, 4), torch.rand(images)
+    with torch.no_grad(), ExitStack() as stack:
+        wanted = vae.decode(latents, times, return_dict=False)[0]
+        axis = Axis("data", (0, 1), dist.get_rank(), dist.group.WORLD)
+        Data(axis, images, Traffic()).seat_decode(stack, vae, "all", lambda: True)
+        close(vae.decode(latents, times, return_dict=False)[0], wanted, f"{images} videos", 1e-5)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_decoders_that_are_told_the_time(pool: Pool, images: int) -> None:
+    """A failure means that what belongs to images is not shared out with them."""
+    pool.run(decoded_at_times, 2, images)
 
 
 def rows_too(output: str) -> None:

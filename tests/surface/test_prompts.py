@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from ditile import cli, generate, png
+from tests import tiny
 from tests.surface.test_cli import ditile, opened
 
 FILE = """# shapes
@@ -115,3 +117,31 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
     assert png.texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
     assert png.texts(Path("nothing.png")) == png.texts(Path("prompts.txt")) == {}
+
+
+def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that pictures made from another picture, or in another type, pass as made."""
+    words = ("--model", "shapes-flux", "--image", "in.png", "--strength", "0.5", "--out-dir", "pictures")
+    Path("prompts.txt").write_text("\ufeff# by an editor that begins with a mark\na red circle\n", "utf-8")
+    for colour, skipped in (("red", 0), ("red", 1), ("blue", 0)):
+        Image.new("RGB", (64, 64), colour).save("in.png")
+        assert made(capsys, *words)["skipped"] == skipped, colour
+    assert made(capsys, *words, "--dtype", "float32")["skipped"] == 1
+    assert made(capsys, *words, "--dtype", "bfloat16")["skipped"] == 0
+    assert [path.name for path in Path("pictures").iterdir()] == ["0000.png"]
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
+    """A failure would mean that image k of several is not the image of its seed."""
+    from ditile.options import Generate
+
+    Image.new("RGB", (32, 32), "red").save("in.png")
+    pipe = generate.image_to_image(getattr(tiny, family)())
+    wanted = Generate(prompt="a red circle", image="in.png", num_images=2)
+    call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
+    both = pipe(**call, **generate._objects(wanted, [5, 6]), output_type="np").images
+    for image, seed in zip(both, (5, 6), strict=True):
+        alone = pipe(**call, **generate._objects(replace(wanted, num_images=1), [seed]), output_type="np").images[0]
+        assert np.abs(image - alone).max() < 1e-4, seed
+    assert np.abs(both[0] - both[1]).max() > 1e-2
