@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ditile.transport import Wire
 
-POSTED = 2  # receives that are posted at most: the one that is waited for, and the next; each occupies an SM under NCCL
+AHEAD = 2  # receives that are posted before they are needed; where they occupy the device, one
 
 
 class Key(NamedTuple):
@@ -36,7 +36,7 @@ class Inbox:
         wire: carries the messages.
         shape: of a message; None if it is not known yet.
         is_free: whether all work of this rank that a message depends on was launched.
-        looks_ahead: whether one more than is waited for may be posted where receives occupy the device.
+        looks_ahead: whether any may be posted ahead where receives occupy the device.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Inbox:
         self._expected.extend(keys)
 
     def take(self, key: Key, like: Tensor) -> Tensor:
-        """The next message, which must be `key`'s; the one behind it is posted meanwhile."""
-        ahead = POSTED - 1 if self._looks_ahead or not self.wire.occupies(like.device) else 0
+        """The next message, which must be `key`'s; those behind it are posted meanwhile."""
+        ahead = int(self._looks_ahead) if self.wire.occupies(like.device) else AHEAD
         if not self.wire.posted:
             self._post(like)
         self._look_ahead(like, 1 + ahead)

@@ -339,8 +339,10 @@ class PipeFusion:
 
     def _is_free(self, key: Key) -> bool:
         """Whether what the first stage needs for an activation does not wait for work that is not launched here yet."""
-        last = self.schedule.synchronous(key.step)  # such a step begins with all patches of the one before
-        return self._is_launched(key.step - 1, self._patches - 1 if last else key.patch)
+        schedule = self.schedule
+        whole = schedule.synchronous(key.step)  # such a step begins with all patches of the one before
+        whole = whole or (schedule.adaptive and key.step > self.generation.micro.step)  # it may yet become one
+        return self._is_launched(key.step - 1, self._patches - 1 if whole else key.patch)
 
     def _is_own(self, key: Key) -> bool:
         """Whether this stage, the first one, has done with the patch whose new latents are to come."""

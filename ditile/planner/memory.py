@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ditile import cost
-from ditile.blocks.inbox import POSTED
+from ditile.blocks.inbox import AHEAD as RECEIVED
 from ditile.blocks.lending import AHEAD as BORROWED
 from ditile.blocks.stages import held
 from ditile.cost import Job, Place
@@ -140,7 +140,7 @@ def _ahead(job: Job, place: Place, micro: Micro) -> int:
 
     In the first step none is expected before its call.
     """
-    return POSTED * cost.between(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
+    return (RECEIVED + 1) * cost.between(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
 
 
 def _exchanging(job: Job, rank: int) -> int:

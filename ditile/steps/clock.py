@@ -39,7 +39,7 @@ class SchedulerClock:
         self._images: int | None = None
         self._calls: dict[Labelled, int] = {}
         self._labels: set[tuple[Labelled, str]] = set()
-        self._timed, self._apart = False, False
+        self._timed, self._apart, self._presets = False, False, False
         self._thread: int | None = None
         self._busy, self._depth = threading.RLock(), 0
 
@@ -77,7 +77,7 @@ class SchedulerClock:
             self.install()
             self._begin()
         if not self._live:
-            if self._depth and not self._timed:
+            if self._depth and not (self._timed or self._presets):
                 return None
             self._begin()
         self._check_thread()
@@ -159,6 +159,7 @@ class SchedulerClock:
     def _stepped(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._live and self._calls:
             self._check_thread()
+        self._presets |= self._depth > 0 and not self._timed  # a pipeline whose timesteps were set before its call
         result = stock(*args, **kwargs)
         if not self._live or not self._calls:
             return result

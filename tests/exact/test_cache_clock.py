@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2Transformer3DModel,
@@ -24,7 +25,7 @@ from ditile.steps.step_mask import preset
 from tests.exact.cases import MAKE, different, run, same
 from tests.exact.compiling import Counting
 from tests.exact.planned import Denoising, denoising, draw, wan_pipeline
-from tests.families import TEXT, noise
+from tests.families import FAMILIES, TEXT, noise
 from tests.more_families import EVERY
 from tests.tiny import quiet, randomise
 
@@ -97,6 +98,34 @@ def test_a_call_before_the_timesteps_is_no_step() -> None:
     for _ in range(2):
         pipe(**call)
         assert {tuple(each) for each in skipped(pipe)} == {(2, 4)}
+
+
+class Preset(Denoising):  # type: ignore[misc]
+    """Goes over the timesteps that its scheduler has."""
+
+    @torch.no_grad()
+    def __call__(self, latents: Any, inputs: dict[str, Any]) -> Any:
+        for t in self.scheduler.timesteps:
+            out = self.transformer(hidden_states=latents, timestep=t.expand(2) / 1000, return_dict=False, **inputs)[0]
+            latents = self.scheduler.step(out, t, latents, return_dict=False)[0]
+        return latents
+
+
+def test_timesteps_that_were_set_before_the_call() -> None:
+    """A failure means that nothing is left out, in silence, where a pipeline does not set them itself. Its first step
+    of all is taken for a look at something."""
+    model = FAMILIES["WanTransformer3DModel"].make()
+    pipe = quiet(Preset(model, DDIMScheduler(clip_sample=False)))
+    pipe.scheduler.set_timesteps(STEPS)
+    latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
+    plain = pipe(latents, inputs)
+    ditile.enable_cache(pipe, CACHE)
+    for late in (1, 0, 0):
+        different(pipe(latents, inputs), plain)
+        assert skipped(pipe) == [list(range(SPARE, STEPS - late))] * 2
+    pipe.scheduler.set_timesteps(STEPS)
+    different(pipe(latents, inputs), plain)
+    assert skipped(pipe) == [REST] * 2
 
 
 def test_guidance_by_two_calls_without_a_pipeline() -> None:
