@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,18 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")  # no other writer has it
     try:
-        part.write_bytes(data)
+        with part.open("xb") as file:  # never through a link that somebody has put there
+            file.write(data)
         os.replace(part, path)
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None  # of the part nobody knows
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has got its name, or was never made
+            part.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
