@@ -204,7 +204,8 @@ def _finish(
     ]
     settings = list(dict.fromkeys(settings))
     judged: Judged = panel.judge(store, rows, settings, count)
-    store.replace(rows.values())
+    scored = {(setting, place): rows[setting, place] for setting in settings for place in range(count)}
+    store.score(scored, captions, wanted.seed)
     figure = importlib.util.find_spec("matplotlib") is not None
     absent = judged.absent | ({} if figure else {PARETO: "matplotlib is not installed"})
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]

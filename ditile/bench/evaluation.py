@@ -101,9 +101,12 @@ class Store:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * cut + "".join(json.dumps(row) + "\n" for row in rows))
 
-    def replace(self, rows: Iterable[Row]) -> None:
-        """Writes all rows anew."""
-        files.write(self.out / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
+    def score(self, judged: Mapping[Key, Row], captions: Sequence[Caption], seed: int) -> None:
+        """Writes the scores of pictures into their rows as the folder has them now: others may have added theirs."""
+        there = self.rows(captions, seed)
+        for key in there.keys() & judged.keys():
+            there[key] |= {name: judged[key][name] for name in ("scores", "resize")}
+        files.write(self.out / ROWS, "".join(json.dumps(row) + "\n" for row in there.values()))
 
 
 def slug(setting: Setting) -> str:

@@ -16,6 +16,8 @@ from PIL import Image
 from ditile import cli, env
 from ditile.bench import evaluate
 from ditile.bench.evaluate_options import ORIGINAL, Setting
+from ditile.bench.evaluation import Store
+from ditile.bench.judging import Panel
 from tests.surface.test_cli import refused
 
 CACHE = "F=1 W=1 R=1"
@@ -86,6 +88,27 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     again = json.loads((folder / "out" / "evaluation.json").read_text())
     assert [row["psnr"] for row in again["settings"]] == [row["psnr"] for row in found["settings"]]
     assert again["measured"]["original_again_psnr"] == 100.0, "the original was drawn beside it, as it was before"
+
+
+def test_what_others_add_while_it_judges_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that the pictures of another evaluation in the folder are drawn again, and their times lost."""
+    monkeypatch.chdir(folder)
+    judge, other = Panel.judge, Setting("ulysses=2", "none")
+    store = Store(folder / "out")
+    [first, *_] = map(json.loads, (folder / "out" / "pictures.jsonl").read_text().splitlines())
+
+    def meanwhile(*words: Any) -> Any:
+        store.path(other, first["caption"]).parent.mkdir()
+        store.path(other, first["caption"]).touch()
+        store.add([first | {"plan": other.plan, "cache": other.cache}])
+        return judge(*words)
+
+    monkeypatch.setattr(Panel, "judge", meanwhile)
+    assert cli.main([*WORDS, "--num", "2"]) == 0
+    rows = [json.loads(line) for line in (folder / "out" / "pictures.jsonl").read_text().splitlines()]
+    shutil.rmtree(store.path(other, 0).parent)
+    assert len(rows) == 9 and (rows[-1]["plan"], rows[-1]["cache"]) == other
+    assert all(row["resize"] is None for row in rows[:-1])
 
 
 @pytest.mark.parametrize(
