@@ -18,6 +18,7 @@ from ditile import env
 from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError
 from ditile.load import defaults, load
+from ditile.mesh import join_torchrun
 from ditile.options import Generate, Run
 from ditile.outcome import MEASURED, Outcome, left_out, medians, summed
 from ditile.plan import Plan
@@ -144,6 +145,7 @@ def _prepared(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Any
         _add_lora(pipe, cache.lora, fuse=cache.fuse_lora)
     if run.compile:
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+    join_torchrun(run.stall_timeout)
     runner = ditile.parallelize(
         pipe, plan, device=run.device, attention=run.attention, cp_plan=cache.cp_plan, compile=run.compile
     )

@@ -25,6 +25,8 @@ IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
 SEQUENCE = ("ring", "distrifusion", "ulysses")
 """The axes that share out the tokens."""
+STALL = 600.0
+"""Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,8 @@ def _each(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]
 class Communicators:
     """Process groups by what they are for and whose they are, each made once, for the meshes of several runners.
 
-    They cost threads, and on GPUs memory. Runners that share them must run one at a time, in the same order on all
-    ranks.
+    They wait for a rank as long as the group of all ranks does. They cost threads, and on GPUs memory. Runners that
+    share them must run one at a time, in the same order on all ranks.
     """
 
     def __init__(self) -> None:
@@ -141,8 +143,21 @@ class Communicators:
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with env.connecting():
-                self._groups[key] = dist.new_group(list(ranks), backend=backend)
+                self._groups[key] = dist.new_group(list(ranks), backend=backend, timeout=_timeout())
         return self._groups[key]
+
+
+def _timeout() -> datetime.timedelta | None:
+    """That of the group of all ranks: torch would give a group within it one of its own, of 30 minutes for gloo's.
+
+    None, for torch's own, where the backend does not say.
+    """
+    everyone: Any = dist.group.WORLD
+    try:
+        options = everyone._get_backend(everyone._device_types[0]).options
+    except (RuntimeError, AttributeError):
+        return None
+    return getattr(options, "_timeout", None)
 
 
 def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
@@ -156,9 +171,8 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
         PlanError: if the plan does not use all ranks.
         StateError: if torchrun's ranks cannot connect to each other.
     """
+    join_torchrun()
     place = env.torchrun()
-    if not dist.is_initialized() and place is not None and place.world > 1:
-        join(place)
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan.check_world(world)
     if world == 1:
@@ -285,7 +299,21 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
     return device
 
 
-def join(place: env.Torchrun) -> None:
+def join_torchrun(timeout: float = STALL) -> None:
+    """Joins the ranks that torchrun started, if there are others and no group is there yet.
+
+    Args:
+        timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
+
+    Raises:
+        StateError: if they cannot connect to each other.
+    """
+    place = env.torchrun()
+    if not dist.is_initialized() and place is not None and place.world > 1:
+        join(place, timeout)
+
+
+def join(place: env.Torchrun, timeout: float = STALL) -> None:
     """Joins the group that torchrun's variables describe: with NCCL where every rank of a machine has a GPU."""
     devices = torch.cuda.device_count()
     if devices:
@@ -293,7 +321,7 @@ def join(place: env.Torchrun) -> None:
     backend = "cpu:gloo,cuda:nccl" if devices >= place.local_world else "gloo"
     try:
         with env.connecting():
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     except RuntimeError as error:
         raise StateError(
             f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "

@@ -30,7 +30,7 @@ from ditile.bench.worlds import free_to_move
 from ditile.errors import ModelError
 from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
-from ditile.mesh import Communicators, pick_device
+from ditile.mesh import Communicators, join_torchrun, pick_device
 from ditile.models import model_of
 from ditile.plan import Plan
 from ditile.runner import parallelize
@@ -140,6 +140,7 @@ class Painter:
             pipe.to(device)
             model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
         else:
+            join_torchrun(task.session.stall_timeout)
             self._target = parallelize(pipe, divided, device=device, groups=groups)
 
     def draw(self, turn: Turn, configs: dict[str, Any], steps: int | None, before: Callable[[], None]) -> Drawn | None:

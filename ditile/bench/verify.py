@@ -35,7 +35,7 @@ from ditile.blocks.schedule import Schedule
 from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
 from ditile.memory import AgeChecks
-from ditile.mesh import pick_device
+from ditile.mesh import join_torchrun, pick_device
 from ditile.models import model_of
 from ditile.options import Generate, Proof
 from ditile.plan import AUTO, Plan
@@ -89,6 +89,8 @@ def verify(proof: Proof, plan: Plan) -> Verdict:
 
         def make(plan: Plan | None) -> Any:
             pipe: Any = load(proof.model, dtype=proof.dtype, plan=plan)
+            if plan is not None:
+                join_torchrun(proof.stall_timeout)
             pipe.set_progress_bar_config(disable=True)
             return pipe
 

@@ -52,7 +52,7 @@ class Worlds:
         """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share."""
         place, limit = env.torchrun(), datetime.timedelta(seconds=timeout)
         if not dist.is_initialized() and place is not None:
-            join(place)
+            join(place, timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
         host = env.master()

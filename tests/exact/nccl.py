@@ -92,9 +92,9 @@ class Order:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def new_group(self, ranks: list[int], backend: str | None = None) -> Any:
+    def new_group(self, ranks: list[int], backend: str | None = None, timeout: Any = None) -> Any:
         """A group; one that was asked to be gloo's stays so."""
-        group = dist.new_group(ranks, backend=backend)
+        group = dist.new_group(ranks, backend=backend, timeout=timeout)
         if backend == "gloo":
             self._plain.add(_name(group))
         return group

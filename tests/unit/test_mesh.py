@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditile import env
-from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, lines
+from ditile.cli import main
+from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines
 from ditile.plan import DEGREES, Plan
 from tests.pool import Pool
 
@@ -127,11 +130,55 @@ def test_ranks_of_a_machine_join_the_same_backend(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", joined.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append(backend))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append((backend, timeout)))
     found = env.torchrun()
     assert found is not None
-    join(found)
-    assert joined == [*([found.local_rank % gpus] if gpus else []), wanted]
+    join(found, 90)
+    assert joined == [*([found.local_rank % gpus] if gpus else []), (wanted, datetime.timedelta(seconds=90))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "a red circle", "--pipefusion", "2"), ("verify", "--pipefusion", "2"),
+        ("evaluate", "--plans", "pipefusion=2", "--caches", "none", "--num", "1"),
+        ("bench", "--plans", "pipefusion=2", "--no-figures"),
+    ],
+)  # fmt: skip
+def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A failure means that --stall-timeout is no word to them: they wait 10 minutes, or end before a slow one comes."""
+    told: list[datetime.timedelta] = []
+
+    def refused(backend: str, timeout: datetime.timedelta) -> None:
+        told.append(timeout)
+        raise RuntimeError("refused")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*words, "--model", "shapes-pixart", "--threads", "1", "--stall-timeout", "90"]) != 0
+    assert told == [datetime.timedelta(seconds=90)]
+
+
+def timeouts() -> list[datetime.timedelta]:
+    """Of the group of all ranks, and of every group that a mesh and a cache have made."""
+    plan = Plan(cfg=2, ulysses=2)
+    mesh = build(plan)
+    made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
+    made.append(line(("cfg",), plan, mesh.rank, backend="gloo"))
+    every: list[Any] = [dist.group.WORLD, *made]
+    found = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
+    mesh.close()
+    return found
+
+
+def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
+    """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
+    for everyone, *others in pool.run(timeouts, 4):
+        assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
 
 
 def test_axes_are_the_degrees() -> None:
