@@ -200,9 +200,13 @@ def _pipe_of(target: Any) -> Any:
     """The pipeline, or the transformer that has none."""
     if isinstance(target, Runner):
         return target.pipe
-    if isinstance(target, BlockAdapter):
-        return target.transformer if target.pipe is None else target.pipe
-    return target
+    if not isinstance(target, BlockAdapter):
+        return target
+    if target.pipe is None and not isinstance(target.transformer, nn.Module):
+        raise ModelError(
+            "BlockAdapter has a list of transformers and no pipe whose steps count; give the pipe, or each an adapter"
+        )
+    return target.transformer if target.pipe is None else target.pipe
 
 
 def _caches(target: Any) -> list[Cached]:

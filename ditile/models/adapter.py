@@ -41,7 +41,7 @@ class BlockAdapter:
     """The blocks of one transformer, or of several that a pipeline calls in turns (a list per transformer).
 
     Attributes:
-        pipe: the pipeline; None for one transformer alone.
+        pipe: the pipeline; None for a transformer alone. To cache several it is needed: its steps count.
         transformer: the transformer or transformers; None is those of the pipeline.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
@@ -128,10 +128,6 @@ def validate(adapter: BlockAdapter) -> None:
     """
     if adapter.pipe is None and adapter.transformer is None:
         raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")
-    if adapter.pipe is None and not isinstance(adapter.transformer, nn.Module):
-        raise ModelError(
-            "BlockAdapter has a list of transformers and no pipe whose steps count; give the pipe, or each an adapter"
-        )
     if adapter.blocks_policy not in ("max", "min"):
         raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
     for pattern in _flat(adapter.forward_pattern):

@@ -155,7 +155,7 @@ def test_guidance_by_two_calls_without_a_pipeline() -> None:
     ditile.refresh_context(model, enable_separate_cfg=True)
     same(loop(), wanted)
     with pytest.raises(ModelError, match="a list of transformers and no pipe"):
-        BlockAdapter(transformer=[model, model])
+        ditile.enable_cache(BlockAdapter(transformer=[model, model]), config)
 
 
 def test_modes_of_a_model_remember_apart() -> None:
