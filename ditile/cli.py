@@ -278,12 +278,14 @@ def _planned(name: str, wanted: Generate, plan: Plan, cache: Cache) -> Any:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ditile.errors import StateError
+    from ditile.errors import JoinError, StateError
 
     plan, proof = _plan(arguments), Proof(**collect(Proof, arguments))
     find(proof.model)
     try:
         verdict = _on_ranks("verify", plan, proof, (proof, plan))
+    except JoinError:
+        raise
     except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
         return _say(f"the plan is not proven: {error}", 1)
     if writes():

@@ -5,6 +5,7 @@
      ├── ModelError   a pipeline, model or call option that is not known or not supported (also a ValueError)
      ├── LoadError    weights or configs that are missing or corrupt
      ├── StateError   something was called out of order, or edited behind ditile's back
+     │    └── JoinError   ranks that cannot connect to each other
      └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
 
 A message says what is wrong, the value, and what would work. The command line prints the first four as one line
@@ -32,6 +33,10 @@ class LoadError(DitileError):
 
 class StateError(DitileError):
     """Something was called out of order, or edited behind ditile's back."""
+
+
+class JoinError(StateError):
+    """Ranks that cannot connect to each other."""
 
 
 class RankError(DitileError):

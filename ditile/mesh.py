@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ditile import env
-from ditile.errors import PlanError, StateError
+from ditile.errors import JoinError, PlanError
 from ditile.plan import Plan
 from ditile.transport import Traffic, meet
 
@@ -169,7 +169,7 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
 
     Raises:
         PlanError: if the plan does not use all ranks.
-        StateError: if torchrun's ranks cannot connect to each other.
+        JoinError: if torchrun's ranks cannot connect to each other.
     """
     join_torchrun()
     place = env.torchrun()
@@ -306,7 +306,7 @@ def join_torchrun(timeout: float = STALL) -> None:
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
 
     Raises:
-        StateError: if they cannot connect to each other.
+        JoinError: if they cannot connect to each other.
     """
     place = env.torchrun()
     if not dist.is_initialized() and place is not None and place.world > 1:
@@ -323,7 +323,7 @@ def join(place: env.Torchrun, timeout: float = STALL) -> None:
         with env.connecting():
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise StateError(
+        raise JoinError(
             f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "
             "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them"
         ) from error
