@@ -3,6 +3,7 @@
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
 DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
                         any byte but NUL does
+DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, gone when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   set by torchrun and by `launch`
 GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ranks that `launch` starts
@@ -68,6 +69,12 @@ def progress_fd() -> int | None:
     """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     return int(text) if text else None
+
+
+def directory() -> Path | None:
+    """The folder that the ranks of a `launch` share; None outside `launch`."""
+    text = os.environ.get("DITILE_DIRECTORY", "")
+    return Path(text) if text else None
 
 
 TORCHAO = {
@@ -154,17 +161,22 @@ def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, st
     }
 
 
-def for_rank(rank: int, world: int, threads: int, progress_fd: int) -> dict[str, str]:
-    """The whole environment of a rank that `launch` starts; its connections stay on the loopback device."""
+def for_rank(rank: int, world: int, threads: int, directory: str, progress_fd: int) -> dict[str, str]:
+    """The whole environment of a rank that `launch` starts; its connections stay on the loopback device.
+
+    Also where what was exported for a run of several hosts is still there.
+    """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(threads),
         "GLIBC_TUNABLES": _tunables(),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "DITILE_PROGRESS_FD": str(progress_fd),
+        "DITILE_DIRECTORY": directory,
     }

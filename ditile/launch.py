@@ -95,7 +95,7 @@ def launch(
                 serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {times.stall}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from ditile.launch import serve; {serve}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
-                environ = functools.partial(env.for_rank, number, ranks, threads)
+                environ = functools.partial(env.for_rank, number, ranks, threads, directory)
                 started.append(Rank(number, command, environ, call, Path(directory, f"stacks-{number}")))
             return watch(started, times, progress, check)
         finally:

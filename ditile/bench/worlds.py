@@ -49,16 +49,22 @@ class Worlds:
 
     @classmethod
     def join(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
-        """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share."""
+        """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share.
+
+        Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts, on all
+        interfaces: torch's store knows no other way, and asks nobody who he is.
+        """
         place, limit = env.torchrun(), datetime.timedelta(seconds=timeout)
         if not dist.is_initialized() and place is not None:
             join(place, timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
-        host = env.master()
-        server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
-        port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
-        store = dist.TCPStore(host, port, None, False, limit, False) if server is None else server  # type: ignore[attr-defined]
+        directory = env.directory()
+        if directory is None:
+            store = _listening(rank, limit)
+        else:
+            store = dist.FileStore(str(directory / "worlds"), size)  # type: ignore[attr-defined]
+            store.set_timeout(limit)
         meet()
         dist.destroy_process_group()
         return cls(rank, size, backend, limit, cores, store)
@@ -97,6 +103,14 @@ class Worlds:
         self._store.set(f"left-{self.rank}", "yes")
         if self.rank == 0:
             self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
+
+
+def _listening(rank: int, limit: datetime.timedelta) -> Any:
+    """A store of rank 0's, on a port that is free."""
+    host = env.master()
+    server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
+    port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
+    return dist.TCPStore(host, port, None, False, limit, False) if server is None else server  # type: ignore[attr-defined]
 
 
 def meet() -> None:
