@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import math
 import multiprocessing.spawn
 import os
 import pickle
@@ -79,7 +80,7 @@ def launch(
     """
     ranks = _count("ranks", ranks)
     threads = max(1, processor.cores() // ranks) if threads is None else _count("threads", threads)
-    if not stall_timeout > 0:
+    if not 0 < stall_timeout < math.inf:
         raise PlanError(f"stall_timeout={stall_timeout!r} is no time; try stall_timeout=600")
     if env.progress_fd() is not None:
         raise StateError(

@@ -102,8 +102,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_counts(self, "threads")
-        if not self.stall_timeout > 0:
-            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
+        check_stall_timeout(self.stall_timeout)
         if Path(self.out).suffix.lower() not in ("", ".png"):
             raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
 
@@ -160,8 +159,7 @@ class Proof:
         check_counts(self, "steps", "height", "width", "threads")
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
-        if not self.stall_timeout > 0:
-            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
+        check_stall_timeout(self.stall_timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +250,12 @@ def check_lora(source: str) -> None:
     """Raises `ModelError` unless `source` is there, or may be on the hub."""
     if not Path(source).exists() and not HUB_ID.fullmatch(source):
         raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
+
+
+def check_stall_timeout(seconds: float) -> None:
+    """Raises `ModelError` unless these are seconds that end some day."""
+    if not 0 < seconds < math.inf:
+        raise ModelError(f"stall_timeout={seconds} is no time; try stall_timeout=600")
 
 
 def check_counts(options: Any, *names: str) -> None:

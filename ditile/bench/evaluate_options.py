@@ -11,7 +11,7 @@ from ditile.cache_options import Cache
 from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES
-from ditile.options import Generate
+from ditile.options import Generate, check_stall_timeout
 from ditile.plan import Plan
 from ditile.steps.line import NONE
 
@@ -154,8 +154,7 @@ class Session:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise ModelError(f"threads={self.threads} is not a whole number of at least 1")
-        if not self.stall_timeout > 0:
-            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=600")
+        check_stall_timeout(self.stall_timeout)
         out = Path(self.out)
         if out.exists() and not out.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")

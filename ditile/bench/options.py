@@ -10,7 +10,7 @@ from ditile.bench.links import checked_rate
 from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES
-from ditile.options import check_counts, check_writable
+from ditile.options import check_counts, check_stall_timeout, check_writable
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
 RANDOM = "random-"
@@ -122,8 +122,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "height", "width", "threads")
-        if not self.stall_timeout > 0:
-            raise ModelError(f"stall_timeout={self.stall_timeout} is no time; try stall_timeout=3600")
+        check_stall_timeout(self.stall_timeout)
 
     @property
     def is_random(self) -> bool:

@@ -76,6 +76,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--threads", "0"), "threads=0"),
         (("generate", "a", "--stall-timeout", "0"), "stall_timeout=0"),
         (("generate", "a", "--stall-timeout", "nan"), "stall_timeout=nan"),
+        (("generate", "a", "--stall-timeout", "inf"), "stall_timeout=inf"),
         (("generate", "a", "--dtype", "int8"), "bfloat16"),
         (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
         (("generate", "a", "--pipefusion", "0"), "pipefusion=0"),
