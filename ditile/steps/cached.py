@@ -10,7 +10,6 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -188,7 +187,7 @@ class Cached:
         self._mine = vars(self.transformer)[name] = functools.update_wrapper(called, forward)
         stock: Any = getattr(self.transformer, "cache_context", None)
         if stock is not None:
-            override(self._labels, self.transformer, "cache_context", partial(self._named, stock))
+            override(self._labels, self.transformer, "cache_context", functools.partial(self._named, stock))
         vars(self.transformer)[_CACHED] = self
 
     def remove(self) -> None:

@@ -40,7 +40,7 @@ class ContextReport:
         settings: in one word, as `strify`.
         blocks: in all.
         middle: that could be left out.
-        steps: of the generation.
+        steps: in which they were called.
         kept_bytes: remembered when it ended, by all contexts of the model.
         decisions: of each image, branch and patch.
         stage: of the rank that reports.
