@@ -153,9 +153,10 @@ class Composition:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
+            apart = self.plan.async_ulysses
             seated = self.seats.installed(
                 self.pipefusion, self.held, loop.current, core, handed_over, pipe=self.pipe,
-                compile_=torch.compile if self.compile else None,
+                compile_=torch.compile if self.compile else None, at_once=None if apart else self.device,
             )  # fmt: skip
             stack.enter_context(seated)
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows

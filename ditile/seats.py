@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ditile.compiled import Compile, compiler_of, seat_around, seat_block, set_aside
@@ -27,6 +28,7 @@ from ditile.layout import Grid
 from ditile.memo import Memo
 from ditile.overrides import matching, override
 from ditile.processors import answer_at_once, seat_cross
+from ditile.projections import project_at_once
 from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
@@ -128,7 +130,7 @@ class Seats:
     def weights(self) -> Weights:
         """The parameters of each block, and of the rest; the attention layers of each block; the width of the head."""
         blocks = tuple(sum(p.numel() for p in seat.block.parameters()) for seat in self.chain)
-        everything = sum(p.numel() for p in self.transformer.parameters())
+        shared = sum(p.numel() for p in self.transformer.parameters()) - sum(blocks)
         layers = tuple(tuple(name in seat.io.attn for name, _ in seat.attentions()) for seat in self.chain)
         head = self.transformer.get_submodule(self.spec.out) if self.chain else None
         out = int(getattr(head, "out_features", 0))
@@ -137,9 +139,7 @@ class Seats:
             tuple(exchange for path, exchange in found if path.startswith(f"{seat.name}.")) for seat in self.chain
         )
         tensors = tuple(tuple(x.numel() for x in (*s.block.parameters(), *s.block.buffers())) for s in self.chain)
-        return Weights(
-            blocks=blocks, shared=everything - sum(blocks), layers=layers, out=out, exchanges=exchanges, tensors=tensors
-        )  # fmt: skip
+        return Weights(blocks=blocks, shared=shared, layers=layers, out=out, exchanges=exchanges, tensors=tensors)
 
     def _exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """Where tensor parallelism exchanges what, as the family's table of token streams has it."""
@@ -194,8 +194,7 @@ class Seats:
         """Why the attention of some of these blocks cannot be handed to a core, or None: somebody else's processor."""
         for seat in self.chain[blocks.start : blocks.stop]:
             for name, attention in seat.attentions():
-                found = attention.processor
-                if not self._knows(found):
+                if not self._knows(found := attention.processor):
                     known = ", ".join(cls.__name__ for cls in self.spec.stock) or "those of dispatch_attention_fn"
                     return (
                         f"{seat.name}.{name} has the attention processor {type(found).__name__}, and known to work "
@@ -226,6 +225,7 @@ class Seats:
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
         dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
+        at_once: torch.device | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats the policy for the length of a call.
 
@@ -237,6 +237,7 @@ class Seats:
             dispatch: the name of the attention backend that hands over to a core, given the one that was named.
             pipe: whose model this is; it may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
+            at_once: where q, k and v may be made by one product; None where each travels while the next is made.
         """
         memo = Memo(self.spec, current)
         compile_ = compiler_of(pipe, self.transformer) or compile_
@@ -247,17 +248,16 @@ class Seats:
             for seat in self.chain:
                 varying = functools.partial(_varying, seat.io, current)
                 wrap = functools.partial(self._seat_block, seat, policy, current)
-                if seat_block(stack, seat.block, compile_ if seat.index in owned else None, wrap, varying):
+                own = seat.index in owned
+                if seat_block(stack, seat.block, compile_ if own else None, wrap, varying):
                     compiled.append(seat.name)
-                if seat.index in owned:
-                    self._seat_attention(stack, seat, core, dispatch)
-                    seat_cross(stack, self.spec, seat.block, current)
-                    if seat.name not in compiled:
-                        answer_at_once(stack, seat.block)
-                elif seat.index in self.stand_ins:
-                    stand_in = replace(seat, block=self.stand_ins[seat.index].block)
-                    self._seat_attention(stack, stand_in, core, dispatch)
-                    seat_cross(stack, self.spec, stand_in.block, current)
+                if own or seat.index in self.stand_ins:
+                    mine = seat if own else replace(seat, block=self.stand_ins[seat.index].block)
+                    self._seat_attention(stack, mine, core, dispatch)
+                    seat_cross(stack, self.spec, mine.block, current)
+                if own and seat.name not in compiled:
+                    answer_at_once(stack, seat.block)
+                    project_at_once(stack, seat.attentions(), at_once)
             self._seat_output(stack, policy)
             first = 0 in owned or bool(self.stand_ins)
             if first:
@@ -292,8 +292,7 @@ class Seats:
         self, seat: Seat, policy: Policy, current: Callable[[], Generation], own: Callable[..., Any]
     ) -> Callable[..., Any]:
         forward: Callable[..., Any] = self.stand_ins.get(seat.index) or own
-        io, names = seat.io, _parameters(seat.block)
-        streams = "text" in io.returns
+        io, names, streams = seat.io, _parameters(seat.block), "text" in seat.io.returns
 
         def seated(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
@@ -349,6 +348,7 @@ class OneSeat(Seats):
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any,
         *, pipe: Any = None, compile_: Compile | None = None,
+        at_once: torch.device | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats nothing but the count; what the family declares constant is remembered."""
 

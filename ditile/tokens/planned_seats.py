@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from ditile.compiled import Compile, set_all_aside
@@ -97,6 +98,7 @@ class PlannedSeats(Seats):
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
         dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
+        at_once: torch.device | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
         with ExitStack() as stack:
