@@ -7,6 +7,7 @@ scaled, fused and deleted alike on every rank.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import nn
 from ditile.errors import ModelError
 from ditile.hollow import is_hollow
 from ditile.overrides import override
+from ditile.weights.encoder import FREED, place_in
+
+LOG = logging.getLogger(__name__)
 
 
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
@@ -36,6 +40,8 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         with suppress(_NothingHereError):
             pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
     for name in sieve.emptied():
+        if place_in(parts[name]) == FREED:
+            LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register(parts[name], adapter_name)
 
 

@@ -32,7 +32,7 @@ from ditile.mesh import IMAGE, coordinates, lines
 from ditile.plan import Plan
 from ditile.seats import Loaded, Seats
 from ditile.weights.cuts import Cuts
-from ditile.weights.encoder import WHOLE, Place, read
+from ditile.weights.encoder import WHOLE, Place, guard, read
 from ditile.weights.tensor import table_of
 
 STEM = "diffusion_pytorch_model"
@@ -75,6 +75,7 @@ def components(
             if variant is not None and _has(locate, variant):
                 options["variant"] = variant
             found[name] = read(cls, where, place, dtype, **options)
+            guard(found[name], name)
     return found
 
 

@@ -7,6 +7,7 @@ another key is another job and kept apart; what is there is not measured again.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,9 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
         "seconds": seconds, "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
         "loop_s": statistics.median(run["loop"] for run in timed),
     }  # fmt: skip
+    least = undisturbed([run.get("pieces") for run in timed])
+    if least is not None:
+        row["undisturbed_s"] = least
     memory = [run["memory"] for run in runs if "memory" in run]
     if memory:
         row["memory"] = memory[-1]
@@ -136,7 +140,10 @@ def _compared(row: Row, timed: Sequence[Run]) -> Row:
     ranks = len(timed[-1]["exposed"])
     shares = [[run["exposed"][rank] for run in timed] for rank in range(ranks)]
     kinds = dict.fromkeys(kind for of_rank in shares for one in of_rank for kind in one["kinds"])
-    return {
+    alone = undisturbed([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
+    least = row.get("undisturbed_s")
+    quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
+    return quiet | {
         "pictures": pictures, "one_rank_seconds": [run["one_rank_s"] for run in timed],
         "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
         "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
@@ -149,6 +156,23 @@ def _compared(row: Row, timed: Sequence[Run]) -> Row:
             for kind in kinds
         },
     }  # fmt: skip
+
+
+def undisturbed(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
+    """Seconds that a loop would take where nobody else is on the machine: the sum of the least of each of its pieces.
+
+    Args:
+        rounds: of each round, of each rank, the seconds of each piece, in their order. The slowest rank counts.
+
+    Returns:
+        None for a single round, and where rounds have not the same pieces.
+    """
+    known = [of_ranks for of_ranks in rounds if of_ranks is not None]
+    shapes = {tuple(len(pieces) for pieces in of_ranks) for of_ranks in known}
+    if len(known) < 2 or len(known) < len(rounds) or len(shapes) > 1:
+        return None
+    ranks = zip(*known, strict=True)
+    return max(math.fsum(min(times) for times in zip(*of_rank, strict=True)) for of_rank in ranks)
 
 
 def _medians(runs: Sequence[Mapping[str, float]], name: str) -> float:

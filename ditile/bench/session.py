@@ -121,8 +121,8 @@ class _World:
     device: torch.device = field(init=False)
     whole: Any = field(init=False, default=None)
     runners: dict[str, Runner] = field(init=False, default_factory=dict)
-    loop: float = field(init=False, default=0.0)
-    """Seconds of the plain pipeline's last loop."""
+    loop: list[float] = field(init=False, default_factory=list)
+    """Seconds of the pieces of the plain pipeline's last loop."""
 
     def measure(self) -> None:
         """All of it."""
@@ -139,10 +139,10 @@ class _World:
                 due = [cell for cell in self.cells if cell.one_rank == one and left[cell] > k]
                 if due:
                     seconds = self._run(one)
-                    self._write(one, {"seconds": seconds, "loop": self.loop})
+                    self._write(one, {"seconds": seconds, "loop": sum(self.loop), "pieces": [self.loop]})
                 for cell in due:
-                    timed = {"one_rank_s": seconds, "seconds": self._run(cell), "bound": self.task.bounds.get(cell)}
-                    self._write(cell, timed | self._reported(cell))
+                    timed = {"one_rank_s": seconds, "one_rank_pieces": self.loop, "seconds": self._run(cell)}
+                    self._write(cell, timed | {"bound": self.task.bounds.get(cell)} | self._reported(cell))
 
     def _load(self) -> None:
         """The pipelines: a whole one where it is needed, and one for each plan that divides weights."""
@@ -238,6 +238,7 @@ class _World:
         return {
             "bytes_sent": [report["bytes_sent"] for report in reports],
             "loop": max(sum(report["step_seconds"]) for report in reports),
+            "pieces": [report["step_seconds"] for report in reports],
             "steps": reports[0]["steps"],
             "exposed": [exposed(report) for report in reports],
         }

@@ -92,6 +92,7 @@ COLUMNS = (
     Column("loop, s", lambda row: f"{row['loop_s']:.3f}"),
     Column("predicted", lambda row: f"{row['predicted_loop_s']:.3f}" if "predicted_loop_s" in row else ""),
     Column("speed-up", _speedup),
+    Column("undisturbed", lambda row: f"{row['undisturbed_ratio']:.2f}x" if "undisturbed_ratio" in row else ""),
     Column("bound", _bound),
     Column("sent/step", _sent),
     Column("exposed", _exposed),
@@ -102,5 +103,6 @@ COLUMNS = (
     ),
 )
 """Seconds of whole calls and of the denoising loop, and those predicted of the loop; speed-ups with the range of the
-rounds; bytes sent are those of the rank that sends most, memory that of the rank that holds most; of the exposed share,
-the part in synchronous warmup steps."""
+rounds; undisturbed: the speed-up in which every step is as fast as in its fastest round; bytes sent are those of the
+rank that sends most, memory that of the rank that holds most; of the exposed share, the part in synchronous warmup
+steps."""

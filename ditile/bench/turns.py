@@ -46,11 +46,11 @@ def cached(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[
 
 
 @contextmanager
-def timed_loop(model: nn.Module) -> Iterator[Callable[[], float]]:
-    """Yields what says, after a call of the pipeline, how many seconds its loop took.
+def timed_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
+    """Yields what says, after a call of the pipeline, how many seconds its loop took, piece by piece.
 
-    They are from the first call of the transformer to the end of the last one: a runner's, but for the last step of the
-    scheduler.
+    The pieces are the calls of the transformer and what lies between them, up to the end of the last call: a runner's
+    loop, but for the last step of the scheduler.
     """
     trace = Trace()
     trace.on = True
@@ -60,7 +60,7 @@ def timed_loop(model: nn.Module) -> Iterator[Callable[[], float]]:
         model.register_forward_pre_hook(lambda *_: env.advance()),
     ]
     try:
-        yield lambda: sum(trace.waited()[0])
+        yield lambda: trace.waited()[0]
     finally:
         for hook in hooks:
             hook.remove()

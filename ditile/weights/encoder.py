@@ -12,14 +12,20 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ditile.errors import LoadError, ModelError
+from ditile.errors import LoadError, ModelError, StateError
 from ditile.hollow import Parts, hollow
+from ditile.opaque import opaque
 
 _PLACE = "_place_by_ditile"
 """The attribute of an encoder that says which part of it there is."""
 _STAND_IN = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
+
+
+IN_CALL = "_called_by_ditile"
+"""The attribute of an encoder that says that a runner is in the middle of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,25 @@ def mark(encoder: nn.Module, place: Place | None) -> None:
     vars(encoder).pop(_PLACE, None)
     if place is not None:
         vars(encoder)[_PLACE] = place
+
+
+def guard(encoder: nn.Module, name: str) -> RemovableHandle:
+    """Refuses calls of an encoder that is not there, or of which a call outside of a runner would find a part alone."""
+
+    def refuse(encoder: nn.Module, *_: Any) -> None:
+        place = place_in(encoder)
+        if place == FREED:
+            raise StateError(
+                f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
+            )
+        divided = place is not None and (place.mode == "split" or place.is_empty)
+        if divided and IN_CALL not in vars(encoder):
+            raise StateError(
+                f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
+                "runner the prompt, or plan with text=each"
+            )
+
+    return encoder.register_forward_pre_hook(opaque(refuse))
 
 
 def foreign(encoder: nn.Module, place: Place) -> list[nn.Module]:

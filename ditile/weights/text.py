@@ -26,10 +26,12 @@ from ditile.overrides import override
 from ditile.transport import Traffic, broadcast, gather_json
 from ditile.weights.encoder import (
     FREED,
+    IN_CALL,
     WHOLE,
     Place,
     anatomy_of,
     foreign,
+    guard,
     layers_of,
     mark,
     owners,
@@ -40,9 +42,6 @@ from ditile.weights.encoder import (
 
 After = Literal["keep", "offload", "free"]
 AFTER = ("keep", "offload", "free")
-
-_IN_CALL = "_called_by_ditile"
-"""The attribute of an encoder that says that a runner is in the middle of a call."""
 
 
 def encoders_of(pipe: Any) -> dict[str, Any]:
@@ -100,20 +99,22 @@ class Encoders:
         return any(place_in(encoder) == FREED for encoder in self.encoders.values())
 
     def take(self) -> None:
-        """Takes out what other ranks hold, unless it was never read."""
+        """Takes out what other ranks hold, unless it was never read; refuses calls that would find a part alone."""
         for name, encoder in self.encoders.items():
-            if place_in(encoder) is None and self._place != WHOLE:
+            if place_in(encoder) is not None:
+                continue
+            self._guards.append(guard(encoder, name))
+            if self._place != WHOLE:
                 taken = strip(encoder, self._place)
                 self._kept += taken if self._keep else []
-            self._guards.append(encoder.register_forward_pre_hook(opaque(_guard(name))))
 
     def refill(self) -> None:
         """Puts back what `take` kept."""
         for module, parts in reversed(self._kept):
             refill(module, parts)
         self._kept.clear()
-        for guard in self._guards:
-            guard.remove()
+        for handle in self._guards:
+            handle.remove()
         self._guards.clear()
         for encoder in self.encoders.values():
             mark(encoder, None)
@@ -128,7 +129,7 @@ class Encoders:
                 for encoder in self.encoders.values():
                     encoder.to(self._device)
             for encoder in self.encoders.values():
-                override(stack, encoder, _IN_CALL, True)
+                override(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
                     override(stack, encoder, "forward", self._first(encoder))
                 elif self._place.mode == "split" and place_in(encoder) != FREED:
@@ -262,25 +263,6 @@ class _Split:
 
 def _head(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
-
-
-def _guard(name: str) -> Callable[..., None]:
-    """Refuses an encoder that is not there, or of which a call outside of a runner would find a part alone."""
-
-    def refuse(encoder: nn.Module, *_: Any) -> None:
-        place = place_in(encoder)
-        if place == FREED:
-            raise StateError(
-                f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
-            )
-        divided = place is not None and (place.mode == "split" or place.is_empty)
-        if divided and _IN_CALL not in vars(encoder):
-            raise StateError(
-                f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
-                "runner the prompt, or plan with text=each"
-            )
-
-    return refuse
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -229,6 +229,15 @@ def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> No
     assert stages == ([held_by(0)] * 2 + [held_by(1)] * 2) * 4
 
 
+@pytest.mark.parametrize(("text", "rank"), [("first", 1), ("split", 0)])
+def test_an_encoder_read_in_part_says_so_when_it_is_called(models: dict[str, Path], text: str, rank: int) -> None:
+    """A failure means an error from the inside of another library, before there is a runner."""
+    mine = components(models["flux"], Plan(pipefusion=2, text=text), rank, torch.float32)  # type: ignore[arg-type]
+    for name in ("text_encoder", "text_encoder_2"):
+        with pytest.raises(StateError, match=f"of {name} there is only what text={text} on rank {rank} of 2 leaves"):
+            mine[name](torch.zeros(1, 4, dtype=torch.long))
+
+
 def held(transformer: FluxTransformer2DModel) -> list[bool]:
     return [not is_hollow(b) for b in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]]
 

@@ -5,6 +5,7 @@ In fp32 and bitwise at the limit where nothing is stale: each stage does the pla
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,28 @@ def test_encoders_that_wait_are_edited_between_calls(
 ) -> None:
     """A failure means that a LoRA misses text encoders that wait for the next call."""
     pool.run(between_calls, 2, name, folders[name], text)
+
+
+def freed(folder: Path) -> list[str]:
+    pipe = MAKE["flux"]()
+    runner = parallelize(pipe, Plan(pipefusion=2, text="first", **EXACT), text_after="free")
+    run(runner, "flux")
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ditile").addHandler(handler)
+    try:
+        load(pipe, folder, "narrow", ours=True, file="with-text")
+    finally:
+        logging.getLogger("ditile").removeHandler(handler)
+    run(runner, "flux", embeds=12)
+    return told
+
+
+def test_a_lora_of_an_encoder_that_was_freed_is_told(pool: Pool, folders: dict[str, Path]) -> None:
+    """A failure means that a part of a LoRA is dropped and nobody hears of it."""
+    for told in pool.run(freed, 2, folders["flux"]):
+        assert [line.partition(" too, which was freed")[0] for line in told] == ["the LoRA changes text_encoder"]
 
 
 def test_pixart_has_no_loader() -> None:

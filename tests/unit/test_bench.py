@@ -139,6 +139,22 @@ def test_replicas_are_compared_in_pictures() -> None:
     assert row["ratio"] == 2.0 and row["pictures"] == 2 and "predicted_loop_s" not in row
 
 
+def test_undisturbed_is_the_least_of_each_piece() -> None:
+    """By hand: the ranks take 1 + 2 and 1 + 1 seconds where nobody disturbs them, and one rank 2 + 3."""
+    rounds = [([[4.0, 2.0], [1.0, 1.0]], [2.0, 4.0]), ([[1.0, 5.0], [3.0, 1.5]], [5.0, 3.0])]
+    lines = [run(Cell("ring=2"), 9.0, 9.0, pieces=two, one_rank_pieces=one) for two, one in rounds]
+    (row,) = runs.rows(lines)
+    assert row["undisturbed_s"] == 3.0 and row["undisturbed_ratio"] == pytest.approx(5 / 3)
+
+
+def test_undisturbed_needs_rounds_that_are_alike() -> None:
+    once = run(Cell("ring=2"), 9.0, 9.0, pieces=[[1.0], [1.0]], one_rank_pieces=[2.0])
+    longer = run(Cell("ring=2"), 9.0, 9.0, pieces=[[1.0, 1.0], [1.0, 1.0]], one_rank_pieces=[2.0])
+    for lines in ([once], [once, longer], [once, once, run(Cell("ring=2"), 9.0, 9.0)]):
+        (row,) = runs.rows(lines)
+        assert "undisturbed_s" not in row and "undisturbed_ratio" not in row
+
+
 def test_one_rank_is_a_row_without_a_ratio() -> None:
     plain = {"key": json.loads(runs.key_of(JOB, Cell(ONE_RANK))), "seconds": 2.0, "loop": 1.5}
     (row,) = runs.rows([plain | {"world": 1, "when": "now", "load": None}])
