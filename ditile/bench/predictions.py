@@ -3,10 +3,9 @@
     python -m ditile.bench.predictions --out predictions.json
 
 Half an hour on two cores, and a minute or two for each of seven calibrations. A run that was interrupted goes on where
-it stopped (`ditile bench` does, in the folder `predictions`). An error is that of the seconds of the denoising loop
-where nobody disturbs, every step as in the fastest of three rounds: a profile is made of the fastest times too. That of
-the median of the rounds stands beside it; that of the speed-up over one rank, measured in turn with the plans, is free
-of what the machine's speed did since it was calibrated.
+it stopped (`ditile bench` does, in the folder `predictions`). An error is that of the seconds of the denoising loop,
+the median of three rounds; that of the speed-up over one rank, measured in turn with the plans, is free of what the
+machine's speed did since it was calibrated.
 """
 
 from __future__ import annotations
@@ -94,26 +93,22 @@ def _run(*words: str) -> None:
 
 
 def _short(job: Job, row: Row, one: Row) -> Row:
-    names = ("world", "loop_s", "undisturbed_s", "predicted_loop_s", "predicted_memory_error")
+    names = ("world", "loop_s", "predicted_loop_s", "predicted_error", "predicted_memory_error")
     plan = ONE if row["plan"] == ONE_RANK else row["plan"]
     label = f"{plan} | {row['cache']}" if row["cache"] else plan
-    error, of_one = (each["predicted_loop_s"] / each["undisturbed_s"] - 1 for each in (row, one))
-    return {
-        "job": job.name, "plan": label, "predicted_error": error, "median_error": row["predicted_error"],
-        "speedup_error": (1 + of_one) / (1 + error) - 1,
-    } | {name: row.get(name) for name in names}  # fmt: skip
+    speedup = (1 + one["predicted_error"]) / (1 + row["predicted_error"]) - 1
+    return {"job": job.name, "plan": label, "speedup_error": speedup} | {name: row.get(name) for name in names}
 
 
 def table(rows: Sequence[Row]) -> Table:
     """A row for each plan, a column for each job; what they come to below."""
     jobs = list(dict.fromkeys(row["job"] for row in rows))
     shown = Table("plan", *jobs)
-    cells = {(row["plan"], row["job"]): f"{row['undisturbed_s']:.2f} s, {row['predicted_error']:+.0%}" for row in rows}
+    cells = {(row["plan"], row["job"]): f"{row['loop_s']:.2f} s, {row['predicted_error']:+.0%}" for row in rows}
     for plan in dict.fromkeys(row["plan"] for row in rows):
         shown.add_row(plan, *(cells.get((plan, job), "") for job in jobs))
     of_jobs = (
         ("median error, worst", _errors),
-        ("of the rounds' medians", _of_medians),
         ("of the speed-up", _of_speedups),
         ("predicted fastest", _first),
         ("memory, worst", _memory),
@@ -128,10 +123,6 @@ def _errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
     return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
 
 
-def _of_medians(rows: Sequence[Row]) -> str:
-    return _errors(rows, "median_error")
-
-
 def _of_speedups(rows: Sequence[Row]) -> str:
     return _errors([row for row in rows if row["plan"] != ONE], "speedup_error")
 
@@ -140,7 +131,7 @@ def _first(rows: Sequence[Row]) -> str:
     """Among the plans that leave nothing out."""
     plans = [row for row in rows if "|" not in row["plan"]]
     first = min(plans, key=lambda row: float(row["predicted_loop_s"]))
-    behind = first["undisturbed_s"] / min(row["undisturbed_s"] for row in plans) - 1
+    behind = first["loop_s"] / min(row["loop_s"] for row in plans) - 1
     return f"{first['plan']}: the fastest" if behind == 0 else f"{first['plan']}: {behind:.0%} behind the fastest"
 
 
@@ -156,8 +147,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         ("4 ranks", [row for row in rows if row["world"] > 2]),
     ):
         if some:
-            errors = f"error of the loop (median, worst) {_errors(some)}, of its medians {_of_medians(some)}, "
-            errors += f"of the speed-up {_of_speedups(some)}"
+            errors = f"error of the loop (median, worst) {_errors(some)}, of the speed-up {_of_speedups(some)}"
             yield f"{name}: {len(some)} measured; {errors}; of memory at most {_memory(some)}"
 
 
