@@ -38,7 +38,7 @@ from ditile.steps.config import strify as config_text
 from ditile.steps.parallelism import ParallelismConfig
 from ditile.steps.report import ContextReport, of_ranks, table
 from ditile.transport import gather_json
-from ditile.weights.quantize import quantize
+from ditile.weights.quantize import quantize_models
 
 _ENABLED = "_enabled_by_ditile"
 """The attribute of a transformer whose closing takes back what `enable_cache` did."""
@@ -106,7 +106,7 @@ def enable_cache(
         for each in adapted:
             stack.callback(each.undo)
         if quantize_config is not None:
-            quantize(transformers, **quantize_config)
+            quantize_models(transformers, **quantize_config)
         if parallelism_config is not None:
             _divide(stack, pipe, parallelism_config, kernel)
         elif kernel is not None:

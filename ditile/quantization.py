@@ -10,8 +10,7 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.models.adapter import transformers_of
-from ditile.weights.quantize import EXCLUDED
-from ditile.weights.quantize import quantize as quantize_models
+from ditile.weights.quantize import EXCLUDED, quantize_models
 
 T = TypeVar("T")
 

@@ -88,7 +88,7 @@ class Record:
         )
 
 
-def quantize(
+def quantize_models(
     models: nn.Module | Sequence[nn.Module], quant_type: str = "float8_weight_only",
     exclude_layers: Sequence[str] = EXCLUDED, per_row: bool = True, *, group_size: int = 128,
 ) -> None:  # fmt: skip
