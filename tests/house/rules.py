@@ -20,6 +20,7 @@ CALLED = {
     "table",
     "supervise",
     "load",
+    "lora",
     "portion",
     "options",
     "cache_options",
