@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from ditile.encoder_place import FREED, place_in
 from ditile.errors import ModelError
 from ditile.hollow import is_hollow
 from ditile.overrides import override
-from ditile.weights.encoder import FREED, place_in
 
 LOG = logging.getLogger(__name__)
 

@@ -26,13 +26,14 @@ from ditile import models
 from ditile.blocks.stages import held
 from ditile.checkpoint import Checkpoint, Locate, folder
 from ditile.compose import stages_of
+from ditile.encoder_place import WHOLE, Place, guard
 from ditile.errors import LoadError
 from ditile.hollow import weightless
 from ditile.mesh import IMAGE, coordinates, lines
 from ditile.plan import Plan
 from ditile.seats import Loaded, Seats
 from ditile.weights.cuts import Cuts
-from ditile.weights.encoder import WHOLE, Place, guard, read
+from ditile.weights.encoder import read
 from ditile.weights.tensor import table_of
 
 STEM = "diffusion_pytorch_model"

@@ -18,27 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
+from ditile.encoder_place import FREED, IN_CALL, WHOLE, Place, guard, mark, place_in
 from ditile.errors import ModelError, StateError
 from ditile.hollow import Parts, hollow, refill
 from ditile.mesh import Axis
 from ditile.opaque import opaque
 from ditile.overrides import override
 from ditile.transport import Traffic, broadcast, gather_json
-from ditile.weights.encoder import (
-    FREED,
-    IN_CALL,
-    WHOLE,
-    Place,
-    anatomy_of,
-    foreign,
-    guard,
-    layers_of,
-    mark,
-    owners,
-    place_in,
-    stand_in,
-    strip,
-)  # fmt: skip
+from ditile.weights.encoder import anatomy_of, foreign, layers_of, owners, stand_in, strip
 
 After = Literal["keep", "offload", "free"]
 AFTER = ("keep", "offload", "free")

@@ -20,7 +20,6 @@ CALLED = {
     "table",
     "supervise",
     "load",
-    "lora",
     "portion",
     "options",
     "cache_options",
