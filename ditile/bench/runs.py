@@ -159,7 +159,9 @@ def _compared(row: Row, timed: Sequence[Run]) -> Row:
 
 
 def undisturbed(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
-    """Seconds that a loop would take where nobody else is on the machine: the sum of the least of each of its pieces.
+    """The sum of the least seconds of each piece of a loop: at most what it takes where nobody else is on the machine.
+
+    It comes near to that the more rounds there are; a wait that falls into another piece in each round drops out of it.
 
     Args:
         rounds: of each round, of each rank, the seconds of each piece, in their order. The slowest rank counts.
