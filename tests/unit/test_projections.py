@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ditile.models import spec_of
+from ditile.plan import Plan
 from ditile.projections import project_at_once
+from ditile.runner import parallelize
+from ditile.seats import Seats
+from tests.exact.cases import MAKE, run
 
 WIDTH, TOKENS = 32, 24
 CPU = torch.device("cpu")
@@ -26,10 +31,12 @@ class Products(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.widths: list[int] = []
+        self.weights: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
             self.widths.append(len(args[1]))
+            self.weights.append(args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -168,6 +175,21 @@ def test_layers_that_are_not_plain_are_left_alone(
     project_at_once(stack, [("attn", attention)], CPU)
     assert [dict(vars(linear)) for linear in (attention.to_q, attention.to_k, attention.to_v)] == before
     assert "forward" in vars(attention.add_q_proj), "the other stream is as it was"
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_a_runner_makes_them_at_once(name: str) -> None:
+    """A failure means that nobody uses it."""
+    pipe = MAKE[name]()
+    runner = parallelize(pipe, Plan(patches=2, warmup=0))
+    layers = [
+        layer for seat in Seats(pipe.transformer, spec_of(pipe.transformer)).chain for _, layer in seat.attentions()
+    ]
+    own = {id(getattr(layer, part).weight) for layer in layers for part in ("to_q", "to_k", "to_v")}
+    for drawn, wanted in ((pipe, own), (runner, set())):
+        with Products() as products:
+            run(drawn, name)
+        assert own & {id(weight) for weight in products.weights} == wanted
 
 
 def test_they_are_saved_as_ever(attention: Any, stack: ExitStack, tmp_path: Path) -> None:
