@@ -4,7 +4,9 @@
     python examples/run_flux_cp.py --model-path shapes-flux --steps 20 --cache --Fn 1 --rdt 0.2 --w 4
     torchrun --nproc_per_node=2 examples/run_flux_cp.py --cache --parallel-type ulysses --attn flash --uaa
 
-`ditile generate` takes the same flags, and more; this is what lies behind them.
+`ditile generate` takes the same flags, and more; this is what lies behind them. The flags are read by the command
+line's own parser (`Cache`), which is no public name: a script of yours makes `ditile.DBCacheConfig` and its like, or
+calls `ditile.load_configs`.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def arguments() -> argparse.Namespace:
 
 def prepared(args: argparse.Namespace, cache: Cache) -> ditile.Runner:
     """A pipeline on this rank, divided, with what was asked for."""
-    pipe = ditile.load(args.model_path)
+    plan = ditile.Plan(**cache.plan_values({"uaa": True} if args.ulysses_anything else {}))
+    whole = cache.lora is not None and plan.tensor > 1  # a LoRA is cut with the weights that it belongs to
+    pipe = ditile.load(args.model_path, plan=None if whole else plan)
     if cache.lora is not None:
         ditile.load_lora(pipe, cache.lora)
         if cache.fuse_lora:
@@ -51,7 +55,6 @@ def prepared(args: argparse.Namespace, cache: Cache) -> ditile.Runner:
             pipe.unload_lora_weights()
     if args.compile:
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
-    plan = ditile.Plan(**cache.plan_values({"uaa": True} if args.ulysses_anything else {}))
     runner = ditile.parallelize(pipe, plan, attention=cache.attention(args.attn), compile=args.compile)
     configs = cache.configs()
     configs.pop("attention_backend", None)  # the runner has it

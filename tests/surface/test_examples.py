@@ -1,6 +1,7 @@
 """examples/run_flux_cp.py with the command lines of cache-dit's guides, as processes, on a FLUX of ten blocks.
 
-A failure would mean that a command line which people know is refused, or leaves nothing out.
+A failure would mean that a command line which people know is refused, or leaves nothing out. And what the examples read
+on each rank, without reading it.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ditile
+from ditile import Plan
 from tests.surface.test_cache_dit_scripts import flux
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +31,63 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     call = {"height": 32, "width": 24, "num_inference_steps": 12, "max_sequence_length": 12}
     (path / "generation.json").write_text(json.dumps(call))
     return str(path)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
+    """The plans that a pipeline is loaded for and then divided by; nothing is loaded, and nothing drawn."""
+    plans: list[Plan | None] = []
+
+    def divided(pipe: Any, plan: Plan, **_: Any) -> Any:
+        plans.append(plan)
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(ditile, "load", lambda name, *, plan=None: plans.append(plan))
+    monkeypatch.setattr(ditile, "load_lora", lambda pipe, source: None)
+    monkeypatch.setattr(ditile, "parallelize", divided)
+    return plans
+
+
+def example(name: str) -> dict[str, Any]:
+    """What an example defines."""
+    return runpy.run_path(str(ROOT / "examples" / name))
+
+
+def test_flux_torchrun_reads_what_its_plan_gives_a_rank(
+    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means that every rank has the whole of FLUX in its memory."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    example("flux_torchrun.py")["main"]()
+    assert seen == [Plan(pipefusion=4, patches=4)] * 2
+
+
+def test_flux_torchrun_without_torchrun(seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=r"^flux_torchrun.py: WORLD_SIZE is not set; try torchrun "):
+        example("flux_torchrun.py")["main"]()
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("line", "loaded"),
+    [
+        ("--parallel-type tp", Plan(tensor=2)),
+        ("--parallel-type tp --lora a.safetensors", None),
+        ("--parallel-type ulysses --lora a.safetensors", Plan(ulysses=2)),
+    ],
+)
+def test_run_flux_cp_reads_what_its_plan_gives_a_rank(
+    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch, line: str, loaded: Plan | None
+) -> None:
+    """But for a LoRA under `tensor`, which is cut with the whole weights."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", *line.split()])
+    names = example("run_flux_cp.py")
+    args = names["arguments"]()
+    names["prepared"](args, names["Cache"](**names["collect"](names["Cache"], args)))
+    assert seen[0] == loaded and seen[1] in (Plan(tensor=2), Plan(ulysses=2))
 
 
 def script(path: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
