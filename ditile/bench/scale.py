@@ -169,7 +169,7 @@ def as_markdown(task: Task, cluster: Cluster, found: Mapping[int, Mapping[str, B
     yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
     yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
     for devices, groups in found.items():
-        cells = [f"{groups[name].seconds:.3g} s" if name in groups else "" for name in GROUPS]
+        cells = [f"{float(f'{groups[name].seconds:.3g}'):g} s" if name in groups else "" for name in GROUPS]
         whole = groups["all together"]
         yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
     yield ""

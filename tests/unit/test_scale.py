@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ditile.bench.scale import CLUSTERS, best, flux, wan
+from ditile.bench.scale import CLUSTERS, Best, as_markdown, best, flux, wan
 from ditile.plan import Plan
 
 
@@ -22,3 +22,10 @@ def test_every_group_can_divide_the_model_of_videos() -> None:
     assert sum(task.subject.cut) > 0.9 * sum(job.weights.blocks)
     plan = best(task, CLUSTERS[1], 8)["tensor"].plan
     assert plan.tensor * plan.cfg == 8
+
+
+def test_seconds_have_three_digits_and_no_exponent() -> None:
+    plan = Plan(tensor=8)
+    groups = {"tensor": Best(plan, 1404.2, 1), "sequence": Best(plan, 17.96, 1), "all together": Best(plan, 3.951, 1)}
+    row = list(as_markdown(wan(), CLUSTERS[0], {8: groups}))[3]
+    assert row.startswith("| 8 | 1400 s | 18 s |  |  | 3.95 s |")
