@@ -126,5 +126,5 @@ plan on your machine. A cache goes with every plan that a family has, on the run
 a transformer of your own whose blocks are read off its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
 Refused by every plan but those of data and cfg alone, because they need the whole fresh prediction, or attention of
-their own: `guidance_rescale`, `thresholding=True`, ControlNets in the loop, in-painting, IP-adapters, SD3's skip-layer
-guidance, and perturbed attention (which takes tensor too, and no cfg)."""
+their own: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, ControlNets in the loop,
+in-painting, IP-adapters and SD3's skip-layer guidance. Perturbed-attention guidance works with data and tensor only."""
