@@ -8,7 +8,7 @@ After either, what was remembered as constant is made anew: it may have changed 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,7 @@ from ditile.blocks.loop import Hooks, Loop
 from ditile.mesh import Mesh
 from ditile.overrides import override
 from ditile.transport import broadcast_tensors, gather_json
-
-
-class Watch(Protocol):
-    """Measures the loop."""
-
-    def begun(self) -> None: ...
-
-    def step_ended(self, key_bytes: int, text: int | None) -> None: ...
+from ditile.watch import Watch
 
 
 class _SilentBar:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import resource
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,46 +34,9 @@ from ditile.shape import Shape, filled_call
 from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
+from ditile.watch import Report, Watch
 
 LOG = logging.getLogger("ditile")
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one call took on this rank.
-
-    Attributes:
-        seconds: total, text (until the first step), denoise, decode.
-        steps: steps that ran.
-        synchronous: those of them that were, from 0; what warmup=auto chose.
-        sent: bytes sent by kind: activations, latents, result, callback, control.
-        peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
-        key_bytes: bytes of stale keys and values held at the end of the last step.
-        cache_bytes: held by caches at the end of the last step.
-        text_tokens: in the sequence of joint attention; None where no block was looked into.
-        step_seconds: of each step on this rank's device; empty unless the call was traced.
-        waited: how many of them it waited for messages and computed nothing, by kind; empty unless traced.
-    """
-
-    seconds: dict[str, float]
-    steps: int
-    synchronous: list[int]
-    sent: dict[str, int]
-    peak_memory_bytes: int
-    key_bytes: int
-    cache_bytes: int
-    text_tokens: int | None
-    step_seconds: list[float] = field(default_factory=list)
-    waited: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.sent.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types."""
-        return asdict(self) | {"bytes_sent": self.bytes_sent}
 
 
 class Runner:
@@ -210,17 +171,18 @@ class Runner:
         return describe(name, job, self.devices, self._held)
 
     def _run(self, call: dict[str, Any], output: str) -> Any:
-        generators = rng.sources(call.get("generator"), self._parts.device)
-        watch = _Watch(self._parts, self.trace)
+        parts = self._parts
+        generators = rng.sources(call.get("generator"), parts.device)
+        watch = Watch(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
         rng.share(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
-            ends = StepEnd(self.pipe, self.mesh, call, self._parts.device, watch)
+            ends = StepEnd(self.pipe, self.mesh, call, parts.device, watch)
             hooks = ends.install(stack, call)
             first = output == "first"
-            if self._parts.caches and self._decisions is None:
-                self._decisions = Groups.of(self.plan, self.mesh, self._parts.device)
-            decisions = self._decisions if self._parts.caches else None
-            loop = stack.enter_context(self._parts.installed(hooks, call, decisions, first=first))
+            if parts.caches and self._decisions is None:
+                self._decisions = Groups.of(self.plan, self.mesh, parts.device)
+            decisions = self._decisions if parts.caches else None
+            loop = stack.enter_context(parts.installed(hooks, call, decisions, first=first))
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
@@ -228,7 +190,7 @@ class Runner:
             result = self._kind.__call__(self.pipe, **call)
         last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
         rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
-        self.report = watch.report(loop.synchronous_steps)
+        self.report = watch.report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.caches))
         return None if first and self.mesh.rank != 0 else result
 
     def _refuse(self, call: Mapping[str, Any]) -> str | None:
@@ -332,56 +294,6 @@ def parallelize(
         checks = AgeChecks()
     composition = replace(composition, checks=checks)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
-
-
-class _Watch:
-    """Times and counts one call."""
-
-    def __init__(self, parts: Composition, trace: bool) -> None:
-        self._parts, self._began, self._loop_began, self._ended = parts, time.perf_counter(), 0.0, 0.0
-        self._steps = self._key_bytes = 0
-        self._text: int | None = None
-        parts.mesh.traffic.clear()
-        parts.trace.clear()
-        parts.trace.on, parts.trace.device = trace, parts.device
-        if parts.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(parts.device)
-
-    def begun(self) -> None:
-        """The loop begins."""
-        self._loop_began = self._ended = time.perf_counter()
-        self._parts.trace.mark()
-
-    def step_ended(self, key_bytes: int, text: int | None) -> None:
-        """A step ended."""
-        self._ended = time.perf_counter()
-        self._parts.trace.mark()
-        self._steps += 1
-        self._key_bytes, self._text = key_bytes, text
-
-    def report(self, synchronous: list[int]) -> Report:
-        """The call is over."""
-        cuda = self._parts.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self._parts.device)
-        now = time.perf_counter()
-        seconds = {
-            "total": now - self._began,
-            "text": self._loop_began - self._began,
-            "denoise": self._ended - self._loop_began,
-            "decode": now - self._ended,
-        }
-        peak = (
-            torch.cuda.max_memory_allocated(self._parts.device)
-            if cuda
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
-        sent = dict(self._parts.mesh.traffic.bytes)
-        held = sum(cache.kept_bytes for cache in self._parts.caches)
-        step_seconds, waited = self._parts.trace.waited()
-        return Report(
-            seconds, self._steps, synchronous, sent, peak, self._key_bytes, held, self._text, step_seconds, waited
-        )
 
 
 def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:

@@ -38,6 +38,36 @@ class Wait(NamedTuple):
 _NOTHING = nullcontext()
 
 
+class Clock:
+    """Points in time as a device passes them: on CUDA events in its stream, which cost no wait until they are read.
+
+    Args:
+        device: whose; None is the current GPU, or the CPU where there is none.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        kind = "cuda" if device is None else device.type
+        self._device, self._is_cuda = device, kind == "cuda" and torch.cuda.is_available()
+        self._origin = (time.perf_counter(), self._mark() if self._is_cuda else None)
+
+    def now(self) -> Any:
+        """This point."""
+        return self._mark() if self._is_cuda else time.perf_counter()
+
+    def seconds(self, point: Any) -> float:
+        """A point in seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
+        wall, origin = self._origin
+        if origin is None:
+            return float(point)
+        point.synchronize()
+        return wall + float(origin.elapsed_time(point)) / 1e3
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 class Trace:
     """Records the ops of one generation; costs nothing while it is off.
 
@@ -52,14 +82,14 @@ class Trace:
         self._events: list[tuple[str, int, int | None, int, Any, Any]] = []
         self._waits: list[tuple[str, int, Any, Any]] = []
         self._marks: list[Any] = []
-        self._origin: tuple[float, torch.cuda.Event] | None = None
+        self._clock: Clock | None = None
 
     def clear(self) -> None:
         """Forgets what was recorded."""
         self._events.clear()
         self._waits.clear()
         self._marks.clear()
-        self._origin = None
+        self._clock = None
 
     def mark(self) -> None:
         """The first step begins, or a step ended."""
@@ -87,11 +117,9 @@ class Trace:
         """A point in time, on the device's own clock."""
         if not self.on:
             return None
-        if (self.device is not None and self.device.type != "cuda") or not torch.cuda.is_available():
-            return time.perf_counter()
-        if self._origin is None:
-            self._origin = (time.perf_counter(), _mark(self.device))
-        return _mark(self.device)
+        if self._clock is None:
+            self._clock = Clock(self.device)
+        return self._clock.now()
 
     def add(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
         """Records an op that began at `start` and ends now."""
@@ -116,12 +144,8 @@ class Trace:
         return [end - begin for begin, end in zip(marks, marks[1:], strict=False)], waited(waits, marks)
 
     def _seconds(self, point: Any) -> float:
-        if isinstance(point, float):
-            return point
-        assert self._origin is not None
-        wall, origin = self._origin
-        point.synchronize()
-        return wall + float(origin.elapsed_time(point)) / 1e3
+        assert self._clock is not None
+        return self._clock.seconds(point)
 
 
 def waited(waits: Sequence[Wait], marks: Sequence[float]) -> dict[str, list[float]]:
@@ -159,9 +183,3 @@ def write_chrome(path: str | Path, events_of_rank: list[list[Event]]) -> None:
         for rank in range(len(events_of_rank))
     ]
     Path(path).write_text(json.dumps({"traceEvents": names + slices, "displayTimeUnit": "ms"}))
-
-
-def _mark(device: torch.device | None) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event

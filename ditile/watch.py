@@ -1,0 +1,112 @@
+"""The watch: what one call of a runner took on this rank, by its device's own clock."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ditile.trace import Clock, Trace
+from ditile.transport import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one call took on this rank.
+
+    Attributes:
+        seconds: total, text (until the first step), denoise, decode.
+        steps: steps that ran.
+        synchronous: those of them that were, from 0; what warmup=auto chose.
+        sent: bytes sent by kind: activations, latents, result, callback, control.
+        peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
+        key_bytes: bytes of stale keys and values held at the end of the last step.
+        cache_bytes: held by caches at the end of the last step.
+        text_tokens: in the sequence of joint attention; None where no block was looked into.
+        step_seconds: of each step on this rank's device; empty unless the call was traced.
+        waited: how many of them it waited for messages and computed nothing, by kind; empty unless traced.
+    """
+
+    seconds: dict[str, float]
+    steps: int
+    synchronous: list[int]
+    sent: dict[str, int]
+    peak_memory_bytes: int
+    key_bytes: int
+    cache_bytes: int
+    text_tokens: int | None
+    step_seconds: list[float] = field(default_factory=list)
+    waited: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.sent.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self) | {"bytes_sent": self.bytes_sent}
+
+
+class Watch:
+    """Times and counts one call, and never waits for the device before its end.
+
+    Args:
+        device: of this rank.
+        trace: the trace of the call.
+        traffic: what is sent in it.
+        traced: whether to record a trace.
+    """
+
+    def __init__(self, device: torch.device, trace: Trace, traffic: Traffic, *, traced: bool) -> None:
+        self._device, self._trace, self._traffic = device, trace, traffic
+        self._steps = self._key_bytes = 0
+        self._text: int | None = None
+        traffic.clear()
+        trace.clear()
+        trace.on, trace.device = traced, device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._clock = Clock(device)
+        self._began = self._loop_began = self._ended = self._clock.now()
+
+    def begun(self) -> None:
+        """The loop begins."""
+        self._loop_began = self._ended = self._clock.now()
+        self._trace.mark()
+
+    def step_ended(self, key_bytes: int, text: int | None) -> None:
+        """A step ended."""
+        self._ended = self._clock.now()
+        self._trace.mark()
+        self._steps += 1
+        self._key_bytes, self._text = key_bytes, text
+
+    def report(self, synchronous: list[int], cache_bytes: int) -> Report:
+        """The call is over.
+
+        Args:
+            synchronous: the steps that were.
+            cache_bytes: that caches hold.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        now = time.perf_counter()
+        began, loop_began, ended = map(self._clock.seconds, (self._began, self._loop_began, self._ended))
+        seconds = {
+            "total": now - began,
+            "text": loop_began - began,
+            "denoise": ended - loop_began,
+            "decode": now - ended,
+        }
+        step_seconds, waited = self._trace.waited()
+        return Report(
+            seconds, self._steps, synchronous, dict(self._traffic.bytes), peak, self._key_bytes, cache_bytes,
+            self._text, step_seconds, waited,
+        )  # fmt: skip
