@@ -5,7 +5,7 @@ DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank repor
                         any byte but NUL does
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, gone when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   set by torchrun and by `launch`
+RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
 GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ranks that `launch` starts
 """
 
@@ -25,13 +25,12 @@ class Torchrun(NamedTuple):
 
     Attributes:
         rank, world: among all of them.
-        local_rank, local_world: among those of its machine.
+        local_rank: among those of its machine.
     """
 
     rank: int
     world: int
     local_rank: int
-    local_world: int = 1
 
 
 def checks() -> bool:
@@ -48,16 +47,12 @@ def profile() -> Path:
 def torchrun() -> Torchrun | None:
     """Its variables; None outside torchrun.
 
-    A script that sets them itself may leave out the local ones. Without LOCAL_RANK all are on one machine; with it
-    and without LOCAL_WORLD_SIZE, each rank counts those up to itself.
+    A script that sets them itself may leave out LOCAL_RANK, which then counts as RANK.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if "LOCAL_RANK" not in os.environ:
-        return Torchrun(rank, world, rank, world)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    return Torchrun(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)))
+    return Torchrun(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def master() -> str:

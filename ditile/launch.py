@@ -139,20 +139,19 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
     import torch
     import torch.distributed as dist
 
-    devices = torch.cuda.device_count()
-    if not devices:
+    from ditile import gpus, mesh
+
+    device = mesh.pick_device(None, number)
+    if device.type == "cpu":
         keep_to_own_cores(number, world, threads)
     torch.set_num_threads(threads)
-    if devices:
-        torch.cuda.set_device(number % devices)
+    mesh.make_current(device)
+    limit = datetime.timedelta(seconds=stall + 60)  # the parent notices first, with every stack
     with env.connecting():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if devices >= world else "gloo",  # NCCL refuses two ranks on one GPU
-            store=dist.FileStore(str(Path(directory, "store")), world),  # type: ignore[attr-defined]
-            rank=number,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=stall + 60),  # the parent notices first, with every stack
-        )
+        store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        backend = gpus.backend(store, number, world, device)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=limit)
 
 
 def keep_to_own_cores(number: int, world: int, threads: int) -> None:

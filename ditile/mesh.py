@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditile import env
+from ditile import env, gpus
 from ditile.errors import JoinError, PlanError
 from ditile.plan import Plan
 from ditile.transport import Traffic, meet
@@ -57,7 +57,6 @@ class Mesh:
 
     Attributes:
         rank: this rank among `world`.
-        local_rank: this rank among those of its machine.
         axes: the line along each axis of `AXES`.
         sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
         image: all ranks that make this rank's image.
@@ -72,7 +71,6 @@ class Mesh:
 
     rank: int
     world: int
-    local_rank: int
     axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
     sequence: Axis = Axis("sequence")
     image: Axis = Axis("image")
@@ -160,23 +158,25 @@ def _timeout() -> datetime.timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
+def build(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
     """The mesh of a plan over the group that is there: torchrun's, `launch`'s or the script's own.
 
     Args:
         plan: the plan.
         groups: those of other runners; by default groups of its own.
+        device: this rank's, made the current one before there are groups; by default that stays as it is.
 
     Raises:
         PlanError: if the plan does not use all ranks.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
-    join_torchrun()
-    place = env.torchrun()
+    join_torchrun(device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan.check_world(world)
+    if device is not None:
+        make_current(device)
     if world == 1:
-        return Mesh(0, 1, 0)
+        return Mesh(0, 1)
     rank = dist.get_rank()
     made = groups or Communicators()
     axes = {name: _axis(name, plan, rank, made) for name in AXES}
@@ -187,13 +187,21 @@ def build(plan: Plan, groups: Communicators | None = None) -> Mesh:
         return several[0] if len(several) == 1 else _line(name, names, plan, rank, made)
 
     return Mesh(
-        rank, world, place.local_rank if place is not None else rank, axes,
+        rank, world, axes,
         sequence=along("sequence", SEQUENCE), image=along("image", IMAGE),
         links=_links(plan, rank, axes["pipefusion"], made),
         latents=_line("latents", ("pipefusion",), plan, rank, made).group,
         control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
         everyone=made.of("everyone", range(world), "gloo"), shared=groups is not None,
     )  # fmt: skip
+
+
+def local_rank() -> int:
+    """This process's rank among those of its machine; in a script's own group its rank, as nothing else is known."""
+    place = env.torchrun()
+    if place is not None:
+        return place.local_rank
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def rank_of_process(plan: Plan) -> int:
@@ -281,6 +289,8 @@ def line(names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = N
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     """The device of a rank: as asked for, else its own GPU, else a shared one, else the CPU.
 
+    A rank that sees one GPU takes that, as number 0, whatever its number on the machine.
+
     Raises:
         PlanError: if the device is not one that torch has here.
     """
@@ -296,32 +306,47 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
         raise PlanError(f"device={wanted!r} asks for a GPU and torch finds none; try cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise PlanError(f"device={wanted!r} is not among the {count} GPU(s) that torch finds here; try cuda")
     return device
 
 
-def join_torchrun(timeout: float = STALL) -> None:
+def make_current(device: torch.device) -> None:
+    """Has torch take a GPU for what names none: batches of messages, pinned memory, streams."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def join_torchrun(timeout: float = STALL, device: torch.device | None = None) -> None:
     """Joins the ranks that torchrun started, if there are others and no group is there yet.
 
     Args:
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
+        device: this rank's; by default its own GPU.
 
     Raises:
         JoinError: if they cannot connect to each other.
     """
     place = env.torchrun()
     if not dist.is_initialized() and place is not None and place.world > 1:
-        join(place, timeout)
+        join(place, timeout, device)
 
 
-def join(place: env.Torchrun, timeout: float = STALL) -> None:
-    """Joins the group that torchrun's variables describe: with NCCL where every rank of a machine has a GPU."""
-    devices = torch.cuda.device_count()
-    if devices:
-        torch.cuda.set_device(place.local_rank % devices)
-    backend = "cpu:gloo,cuda:nccl" if devices >= place.local_world else "gloo"
+def join(place: env.Torchrun, timeout: float = STALL, device: torch.device | None = None) -> None:
+    """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own.
+
+    One store for what `gpus.backend` asks and for the group: torchrun's agent's, or that of rank 0.
+    """
+    own = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
+    make_current(own)
+    limit = datetime.timedelta(seconds=timeout)
     try:
         with env.connecting():
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+            store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+            store.set_timeout(limit)
+            store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+            chosen = gpus.backend(store, rank, world, own)
+            dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
         raise JoinError(
             f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "

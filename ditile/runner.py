@@ -26,7 +26,7 @@ from ditile.cost import Job
 from ditile.errors import ModelError, StateError
 from ditile.legal import Facts
 from ditile.memory import AgeChecks
-from ditile.mesh import Communicators, build, pick_device
+from ditile.mesh import Communicators, build, local_rank, pick_device
 from ditile.opaque import uncompiled
 from ditile.plan import Plan
 from ditile.quantized import quantized
@@ -265,7 +265,7 @@ def parallelize(
     Args:
         pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
         plan: how to divide; `Plan()` is one rank.
-        device: this rank's device; by default its GPU, else the CPU.
+        device: this rank's device; by default its GPU, else the CPU. A GPU becomes torch's current one.
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
@@ -281,8 +281,8 @@ def parallelize(
         ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
     """
     plan = plan or Plan()
-    mesh = build(plan, groups)
-    chosen = pick_device(device, mesh.local_rank)
+    chosen = pick_device(device, local_rank())
+    mesh = build(plan, groups, chosen)
     origin = torch.device(pipe.device)
     composition = compose(
         pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,

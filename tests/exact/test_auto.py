@@ -139,7 +139,7 @@ class LateDrift(Drift):
 
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
-    votes = Votes(Mesh(0, 1, 0), LateDrift(), 0.6)
+    votes = Votes(Mesh(0, 1), LateDrift(), 0.6)
     now = Schedule(1, 2, 9, 3)
     generation = Generation(now.ages, now.keeps_keys)
     for step in range(4):

@@ -381,7 +381,7 @@ def test_ranks_that_cannot_connect_say_what_to_set(
     def refused(*_: Any, **__: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nand more")
 
-    monkeypatch.setattr(mesh.dist, "init_process_group", refused)
+    monkeypatch.setattr(mesh.dist, "rendezvous", refused)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StateError, match="rank 1 of 2 cannot connect .* set GLOO_SOCKET_IFNAME") as caught:

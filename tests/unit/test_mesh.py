@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,9 +17,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile import env
+from ditile import env, gpus, runner
 from ditile.cli import main
-from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines
+from ditile.errors import PlanError
+from ditile.launch import _join as join_launched
+from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines, pick_device
 from ditile.plan import DEGREES, Plan
 from tests.pool import Pool
 
@@ -106,35 +112,114 @@ def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
         assert asked == [*pairs, everyone, everyone, everyone], "both axes, image, control, everyone"
 
 
-@pytest.mark.parametrize(
-    ("gpus", "place", "wanted"),
-    [
-        (0, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
-        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
-        (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "gloo"),
-        (2, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl"),
-        (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl"),
-        (2, {"LOCAL_RANK": "1"}, "cpu:gloo,cuda:nccl"),
-        (2, {}, "gloo"),
-    ],
-)
-def test_ranks_of_a_machine_join_the_same_backend(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, place: dict[str, str], wanted: str
+NCCL = "cpu:gloo,cuda:nccl"
+JOINS: dict[str, tuple[list[tuple[str, str, int]], str, str, str]] = {
+    "no GPUs": ([("a", "", 0), ("a", "", 1)], "cpu cpu", "gloo", ""),
+    "a rank sees all": ([("a", "KL", 0), ("a", "KL", 1)], "cuda:0 cuda:1", NCCL, ""),
+    "a rank sees its own": ([("a", "K", 0), ("a", "L", 1)], "cuda:0 cuda:0", NCCL, ""),
+    "two share one": ([("a", "K", 0), ("a", "K", 1)], "cuda:0 cuda:0", "gloo", "ranks 0 and 1 have one GPU, K of a"),
+    "three share two": (
+        [("a", "KL", 0), ("a", "KL", 1), ("a", "KL", 2)], "cuda:0 cuda:1 cuda:0", "gloo",
+        "ranks 0 and 2 have one GPU, K of a",
+    ),
+    "some see one, some all": ([("a", "K", 0), ("a", "KL", 1)], "cuda:0 cuda:1", NCCL, ""),
+    "unequal hosts": ([("a", "KL", 0), ("a", "KL", 1), ("b", "K", 0)], "cuda:0 cuda:1 cuda:0", NCCL, ""),
+    "a host without": ([("a", "K", 0), ("b", "", 0)], "cuda:0 cpu", "gloo", "rank 1 has no GPU"),
+    "first host without": ([("a", "", 0), ("b", "K", 0)], "cpu cuda:0", "gloo", "rank 0 has no GPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINS)
+@pytest.mark.parametrize("starter", ["torchrun", "launch"])
+def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, starter: str, name: str
 ) -> None:
-    """A failure means that ranks which share a GPU make different groups, and wait for each other for ever."""
+    """`ranks` are host, visible GPUs and local rank of each. A failure means that ranks make different groups and wait
+    for each other for ever, that messages of GPUs which NCCL could carry go through the CPU and nobody says so, or that
+    NCCL is asked for two ranks on one GPU."""
+    ranks, devices, wanted, warning = JOINS[name]
+    here, store, current, joined = threading.local(), dist.HashStore(), {}, {}
+
+    def connected(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+        joined[rank] = backend, world_size, timeout.total_seconds()
+
+    def rank(number: int) -> None:
+        here.host, here.gpus, local_rank = ranks[number]
+        here.rank = number
+        current[number] = "cpu"
+        if starter == "torchrun":
+            join(env.Torchrun(number, len(ranks), local_rank), 90)
+        else:
+            join_launched(number, len(ranks), 1, str(tmp_path), 30)
+
+    monkeypatch.setattr(env, "connecting", nullcontext)  # the descriptors of a process are those of all its threads
+    monkeypatch.setitem(join_launched.__globals__, "keep_to_own_cores", lambda *_: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(gpus.socket, "gethostname", lambda: here.host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(here.gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({here.rank: str(device)}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpus[device.index])
+    )
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, here.rank, len(ranks))]))
+    monkeypatch.setattr(dist, "init_process_group", connected)
+    with ThreadPoolExecutor(len(ranks)) as threads, caplog.at_level("WARNING", "ditile"):
+        list(threads.map(rank, range(len(ranks)), timeout=20))
+    assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), 90))
+    assert " ".join(current[number] for number in range(len(ranks))) == devices
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ([warning] if warning else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank"),
+    [({}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1)],
+)
+def test_a_script_may_leave_out_the_local_variables(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], local_rank: int
+) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **place}.items():
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **given}.items():
         monkeypatch.setenv(name, value)
-    joined: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", joined.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append((backend, timeout)))
-    found = env.torchrun()
-    assert found is not None
-    join(found, 90)
-    assert joined == [*([found.local_rank % gpus] if gpus else []), (wanted, datetime.timedelta(seconds=90))]
+    assert env.torchrun() == (3, 4, local_rank)
+
+
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a rank which sees one GPU asks for another, or a traceback of torch for a typo."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for wanted in (None, "cuda", "cuda:0"):
+        assert pick_device(wanted, 5) == torch.device("cuda:0")
+    with pytest.raises(PlanError, match=r"device='cuda:5' is not among the 1 GPU\(s\)"):
+        pick_device("cuda:5", 5)
+
+
+class ReachedError(Exception):
+    """What a test wanted to see has happened."""
+
+
+def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a script's own group. A failure means batches of messages that hang, or a context on the first GPU."""
+    happened: list[str] = []
+
+    def made(*_: Any, **__: Any) -> None:
+        happened.append("group")
+        raise ReachedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: happened.append(str(device)))
+    monkeypatch.setattr(runner, "compose", made)
+    with pytest.raises(ReachedError):
+        runner.parallelize(SimpleNamespace(device="cpu"), Plan(), device="cuda:1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "new_group", made)
+    with pytest.raises(ReachedError):
+        runner.parallelize(SimpleNamespace(device="cpu"), Plan(cfg=2, ulysses=2))
+    assert happened == ["cuda:1", "group", "cuda:1", "group"]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +236,12 @@ def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
     """A failure means that --stall-timeout is no word to them: they wait 10 minutes, or end before a slow one comes."""
     told: list[datetime.timedelta] = []
 
-    def refused(backend: str, timeout: datetime.timedelta) -> None:
+    def refused(url: str, timeout: datetime.timedelta) -> None:
         told.append(timeout)
         raise RuntimeError("refused")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dist, "init_process_group", refused)
+    monkeypatch.setattr(dist, "rendezvous", refused)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main([*words, "--model", "shapes-pixart", "--threads", "1", "--stall-timeout", "90"]) != 0
