@@ -93,7 +93,7 @@ class Groups:
         rows, calls, stages = (line(names, plan, mesh.rank, backend="gloo") for names in lines)
         starts = line(("pipefusion",), plan, mesh.rank)
         if starts is not None:
-            meet(starts, device)
+            meet(starts, device, pairs=True)
         return cls(rows, calls, stages, starts)
 
 

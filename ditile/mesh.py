@@ -84,13 +84,15 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, plan: Plan, device: torch.device) -> None:
         """Makes the communicators that a picture needs: NCCL's are made at their first use, of which all ranks must be.
 
-        In the midst of a picture that would be beside kernels which wait for messages. All ranks must call it.
+        So are the connections of ranks that send each other messages. In the midst of a picture both would be beside
+        kernels which wait for messages. All ranks must call it.
         """
+        pairs = self._of_messages(plan)
         for group in self._of_lines():
-            meet(group, device)
+            meet(group, device, pairs=group in pairs)
 
     def close(self) -> None:
         """Gives groups that no other mesh has back: their threads run as long as they are there.
@@ -105,6 +107,15 @@ class Mesh:
 
     def _of_lines(self) -> list[dist.ProcessGroup]:
         return _each(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
+
+    def _of_messages(self, plan: Plan) -> list[dist.ProcessGroup]:
+        """Those in which messages are started together: all but tensor parallel's, where a plan has use for them."""
+        lines = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
+        if plan.warmup_mode in ("sequence", "separate"):  # a crew; else stages have wires, which are tried one by one
+            lines.append(self.axes["pipefusion"])
+        if plan.vae == "rows":
+            lines.append(self.image)
+        return _each(line.group for line in lines)
 
     @property
     def stage(self) -> int:

@@ -288,7 +288,7 @@ def parallelize(
         pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
         cp_plan=cp_plan, compile=compile,
     )  # fmt: skip
-    mesh.connect(chosen)
+    mesh.connect(plan, chosen)
     composition.pipefusion.connect(chosen)
     if checks is None and env.checks():
         checks = AgeChecks()

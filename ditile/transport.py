@@ -82,7 +82,7 @@ class Wire:
 
     def occupies(self, device: torch.device) -> bool:
         """Whether a receive for a device runs on it until its message is there, as NCCL's do."""
-        return _stage(device, self._group).type != "cpu"
+        return is_on_gpu(device, self._group)
 
     def touch(self, device: torch.device, *, sends: bool) -> None:
         """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
@@ -247,10 +247,20 @@ def start_gather(
     return under_way
 
 
-def meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all."""
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    start_gather(byte, [(1,)] * group.size(), group, Traffic(), "control").wait()
+def meet(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
+    """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all.
+
+    Args:
+        group: whose.
+        device: of what they will send.
+        pairs: whether they will send each other messages; NCCL connects two ranks when they first do.
+    """
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), group.size()
+    start_gather(byte, [(1,)] * size, group, Traffic(), "control").wait()
+    if pairs and is_on_gpu(device, group):
+        others = [rank for rank in range(size) if rank != dist.get_rank(group)]
+        sends, receives = [(rank, byte) for rank in others], [(rank, (1,)) for rank in others]
+        _start_messages(sends, receives, byte, group, Traffic(), "control").wait()
 
 
 def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
@@ -341,6 +351,11 @@ def _real(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not in the group that it sends to or receives from")
     return work
+
+
+def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether messages of a device are NCCL's: sent and received by the GPU itself."""
+    return _stage(device, group).type != "cpu"
 
 
 def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile import env, gpus, runner
+from ditile import agreement, env, gpus, runner, transport
 from ditile.cli import main
 from ditile.errors import PlanError
 from ditile.launch import _join as join_launched
@@ -220,6 +221,64 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     with pytest.raises(ReachedError):
         runner.parallelize(SimpleNamespace(device="cpu"), Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
+
+
+@contextmanager
+def batches() -> Iterator[list[tuple[str, int]]]:
+    """The messages of the batches that are started, with their peers, as if a GPU's."""
+    started, start = list[tuple[str, int]](), dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+
+        def recorded(ops: list[Any]) -> Any:
+            started.extend(sorted((op.op.__name__, op.group_peer) for op in ops))
+            return start(ops)
+
+        patch.setattr(dist, "batch_isend_irecv", recorded)
+        patch.setattr(transport, "is_on_gpu", lambda device, group: True)
+        yield started
+
+
+def peers(plans: list[Plan]) -> list[list[tuple[str, int]]]:
+    """For each plan the messages in which its mesh connects."""
+    found, cpu = [], torch.device("cpu")
+    for plan in plans:
+        mesh = build(plan)
+        with batches() as sent:
+            mesh.connect(plan, cpu)
+        found.append(sent)
+        with batches() as sent, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "is_on_gpu", lambda device, group: False)
+            mesh.connect(plan, cpu)
+        assert not sent, "gloo has no connections to make"
+        assert not mesh.traffic.bytes
+        mesh.close()
+    return found
+
+
+def peers_of_decisions() -> list[tuple[str, int]]:
+    """The messages in which the groups of caches connect."""
+    plan = Plan(pipefusion=2)
+    mesh = build(plan)
+    with batches() as sent:
+        groups = agreement.Groups.of(plan, mesh, torch.device("cpu"))
+    for group in (groups.stages, groups.starts):
+        dist.destroy_process_group(group)
+    mesh.close()
+    return sent
+
+
+def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool) -> None:
+    """Under NCCL, where two ranks connect when they first do. A failure means that they do so beside kernels that wait
+    for messages, that all ranks of a large run connect for nothing, or that connecting is counted as traffic."""
+    three, pair = [Plan(ulysses=3), Plan(ring=3), Plan(data=3), Plan(distrifusion=3)], [("irecv", 1), ("isend", 1)]
+    for rank, found in enumerate(pool.run(peers, 3, three)):
+        others = [other for other in range(3) if other != rank]
+        assert found == [[("irecv", other) for other in others] + [("isend", other) for other in others]] * len(three)
+    messages = ["cfg=2", "pipefusion=2 warmup=2 warmup_mode=sequence", "tensor=2 vae=rows"]
+    none = ["tensor=2", "pipefusion=2"]
+    found, _ = pool.run(peers, 2, [Plan.parse(words) for words in messages + none])
+    assert found == [pair] * len(messages) + [[]] * len(none)
+    assert pool.run(peers_of_decisions, 2)[0] == pair, "a probe that is longer than a stage"
 
 
 @pytest.mark.parametrize(
