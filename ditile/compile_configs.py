@@ -18,7 +18,8 @@ def set_compile_configs(
         recompile_limit: graphs of one function after which dynamo gives up on it; a higher one that is set stays.
         compute_comm_overlap: inductor moves collectives that are in a graph away from what waits for them.
         descent_tuning: tunes tiles by descent, and leaves epilogues apart: long to compile.
-        cuda_graphs: replays graphs; those of blocks under a plan are left out by inductor, as attention is outside.
+        cuda_graphs: replays graphs, but not those of blocks under a plan: attention writes one of their inputs, and
+            inductor runs such ones eagerly.
         force_disable_compile_caches: compiles anew what was compiled in an earlier process.
 
     Returns:

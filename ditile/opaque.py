@@ -24,6 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _COUNT = itertools.count()
 _HIDDEN: WeakValueDictionary[int, Hidden] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("ditile", "DEF")
+# `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator in it eagerly:
+# messages and keys are other ones at the next call, and may not be replayed. That `number` and `turn` are on the CPU
+# does not see to it: partitions end at operators whose results are.
 _LIBRARY.define(
     "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
