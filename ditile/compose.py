@@ -240,6 +240,17 @@ def kernel_of(attention: str | None, transformer: Any, device: torch.device, pla
     return chosen(attention, device, transformer.dtype, lse=plan.ring > 1) if attention is not None else None
 
 
+def vae_of(vae: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
+    """The autoencoder by rows, where the plan wants it.
+
+    Raises:
+        ModelError: if it cannot be divided.
+    """
+    if plan.vae != "rows":
+        return None
+    return ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size)
+
+
 def compose(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
     attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
@@ -264,8 +275,7 @@ def compose(
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
-    vae = getattr(pipe, "vae", None)
-    parallel_vae = ParallelVAE(vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
+    parallel_vae = vae_of(getattr(pipe, "vae", None), plan, mesh)
     tensor, loaded = mesh["tensor"], seats.loaded is not None
     crew = _crew(seats, stages, plan, mesh)  # while all blocks are whole
     weights = seats.take(held(stages, mesh.stage, plan.crew), keep=keep_weights, shard=(tensor.index, tensor.size))
@@ -325,7 +335,7 @@ def _compose_planned(
         plan.check_heads(kind, heads)
     kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
-    parallel_vae = ParallelVAE(pipe.vae, mesh.image, mesh.traffic) if plan.vae == "rows" else None
+    parallel_vae = vae_of(pipe.vae, plan, mesh)
     weights = seats.weights()
     encoders.take()
     move(pipe, device)

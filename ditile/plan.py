@@ -64,11 +64,15 @@ class Plan:
         "each", "text encoders on each rank, on the first one, or their layers shared out", choices=TEXT_PLACES
     )
     vae: Literal["whole", "rows"] = option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
+    vae_block_size: int | None = option(
+        None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (*((degree, 1) for degree in DEGREES), ("patches", 1), ("warmup", 0), ("warmup_ranks", 1)):
+        optional = ("patches", "warmup_ranks", "vae_block_size")
+        for name, least in (*((name, 1) for name in (*DEGREES, *optional)), ("warmup", 0)):
             value = getattr(self, name)
-            if (value is None and name in ("patches", "warmup_ranks")) or (name == "warmup" and value == AUTO):
+            if (value is None and name in optional) or (name == "warmup" and value == AUTO):
                 continue
             if not _is_number(value, int) or value < least:
                 also = f" or warmup={AUTO}" if name == "warmup" else ""
@@ -120,7 +124,8 @@ class Plan:
             raise PlanError(
                 f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={self.pipefusion}; try 1 to {self.pipefusion}"
             )
-
+        if self.vae_block_size is not None and self.vae != "rows":
+            raise PlanError(f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out")
         if self.stage_blocks is not None and self.stage_weights is not None:
             raise PlanError(
                 f"stage_blocks={_text(self.stage_blocks)} says where to cut, and stage_weights="

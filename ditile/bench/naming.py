@@ -48,7 +48,7 @@ def method(row: Row, *, patches: bool = True, size: bool = False) -> str:
     if plan.split_scheme != "row":
         words.append("tokens split")
     if plan.vae != "whole":
-        words.append("VAE by rows")
+        words.append("VAE by rows" + (f" in blocks of {plan.vae_block_size}" if plan.vae_block_size else ""))
     if plan.data > 1 and patches:
         words.append(f"{plan.data} pictures")
     text = ", ".join(words) + (f" | {row['cache']}" if row["cache"] else "")

@@ -6,6 +6,7 @@ Nearest up-sampling is done to the rows that a block needs: halo rows travel bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -17,15 +18,20 @@ from ditile.decode.strip import Strip
 
 Seen = list[tuple[range, Tensor]]
 """Rows of the input, from top to bottom, and where in the picture they are."""
+Prepare = Callable[[Tensor], Tensor]
+"""What is done to rows of the input before they are convolved, such as norm and activation: to each pixel alone."""
 
 
-def convolve(conv: nn.Conv2d, x: Tensor, strip: Strip, window: Window, sides: tuple[int, int]) -> Tensor:
+def convolve(
+    conv: nn.Conv2d, x: Tensor, strip: Strip, window: Window, sides: tuple[int, int], prepare: Prepare | None = None
+) -> Tensor:
     """This rank's rows of the output.
 
     Args:
         x: this rank's rows of the input, `[B, C, rows, W]`.
         window: along the rows; the kernel and its stride are the convolution's own.
         sides: columns of zeros on the left and on the right.
+        prepare: makes new rows of the input's, a block at a time; rows travel before it.
     """
     part = strip.pass_through(window)
     arriving = strip.exchange(x, part)
@@ -33,28 +39,30 @@ def convolve(conv: nn.Conv2d, x: Tensor, strip: Strip, window: Window, sides: tu
     size = strip.block_size or max(len(part.out), 1)
     if size >= len(part.out) and part.inner:
         # all rows at once, as if there were nothing beyond the strip; those at the edges are made again below
-        out = _make(conv, own, part.out, window, sides)
+        out = _make(conv, own, part.out, window, sides, prepare)
     else:
         columns = (x.shape[3] * window.scale + sum(sides) - conv.kernel_size[1]) // conv.stride[1] + 1
         out = x.new_empty(x.shape[0], conv.out_channels, len(part.out), columns)
-        _fill(out, conv, own, part.inner, part, size, window, sides)
+        _fill(out, conv, own, part.inner, part, size, window, sides, prepare)
     seen = arriving()
     for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
-        _fill(out, conv, seen, edge, part, size, window, sides)
+        _fill(out, conv, seen, edge, part, size, window, sides, prepare)
     return out
 
 
 def _fill(
     out: Tensor, conv: nn.Conv2d, seen: Seen, rows: range, part: Halo, size: int, window: Window,
-    sides: tuple[int, int],
+    sides: tuple[int, int], prepare: Prepare | None,
 ) -> None:  # fmt: skip
     for first in range(rows.start, rows.stop, size):
         block = range(first, min(first + size, rows.stop))
         at = block.start - part.out.start
-        out[:, :, at : at + len(block)] = _make(conv, seen, block, window, sides)
+        out[:, :, at : at + len(block)] = _make(conv, seen, block, window, sides, prepare)
 
 
-def _make(conv: nn.Conv2d, seen: Seen, out: range, window: Window, sides: tuple[int, int]) -> Tensor:
+def _make(
+    conv: nn.Conv2d, seen: Seen, out: range, window: Window, sides: tuple[int, int], prepare: Prepare | None
+) -> Tensor:
     """Some rows of the output, from the rows that are seen, and zeros where there are none."""
     reach = window.reach(out)
     source = window.source(out, seen[-1][0].stop)
@@ -65,6 +73,8 @@ def _make(conv: nn.Conv2d, seen: Seen, out: range, window: Window, sides: tuple[
             parts.append(tensor[:, :, common.start - rows.start : common.stop - rows.start])
     first = max(source.start, seen[0][0].start)
     x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    if prepare is not None:
+        x = prepare(x)
     if window.scale > 1:
         x, first = F.interpolate(x, scale_factor=float(window.scale), mode="nearest"), first * window.scale
     last = first + x.shape[2]

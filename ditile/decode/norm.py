@@ -7,6 +7,8 @@ its bottom. Each strip's variance is taken about its own mean, so nothing cancel
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -19,22 +21,30 @@ AT_ONCE = 1 << 22
 
 def group_norm(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Tensor:
     """This rank's rows of the output, for rows `[B, C, rows, W]` or tokens `[B, C, rows * W]`."""
+    normalize = normalizer(norm, x, strip)
+    return normalize(x) if x.numel() else x
+
+
+def normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
+    """What normalizes rows of the picture, those of `x` or of other strips, however many at a time."""
     batch, channels = x.shape[:2]
     means, variances, shares = strip.gather_equal(_moments(x, norm.num_groups, strip.share)).unbind(1)
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
-    if not x.numel():
-        return x
 
     def each_channel(of_group: Tensor) -> Tensor:
         return of_group.repeat_interleave(channels // norm.num_groups, dim=1).flatten()
 
     weight, bias = (None if p is None else p.to(mean.dtype).repeat(batch) for p in (norm.weight, norm.bias))
-    # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a copy;
-    # the channels of all pictures stand side by side
-    flat = x.contiguous().view(1, batch * channels, -1)
-    out = F.batch_norm(flat, each_channel(mean), each_channel(variance), weight, bias, False, 0.0, norm.eps)
-    return out.view(x.shape)
+    mean, variance = each_channel(mean), each_channel(variance)
+
+    def normalize(rows: Tensor) -> Tensor:
+        # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a
+        # copy; the channels of all pictures stand side by side
+        flat = rows.contiguous().view(1, batch * channels, -1)
+        return F.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
+
+    return normalize
 
 
 def _moments(x: Tensor, groups: int, share: float) -> Tensor:

@@ -26,6 +26,7 @@ from ditile.decode.attention import STOCK, RowAttention
 from ditile.decode.conv import convolve
 from ditile.decode.halo import Window
 from ditile.decode.norm import group_norm
+from ditile.decode.residual import is_plain, residual
 from ditile.decode.strip import Strip
 from ditile.errors import ModelError, PlanError
 from ditile.mesh import Axis
@@ -50,7 +51,8 @@ class ParallelVAE:
         vae: as it is on every rank; slicing and tiling work as ever, and each slice or tile is divided.
         axis: the ranks; each must make the same calls with the same pictures. One rank is fine.
         traffic: counts what is sent, as "vae".
-        block_size: rows that a convolution makes at a time, to lower the peak further; None for all.
+        block_size: rows that a convolution makes at a time, to lower the peak further: what its kernel takes, and the
+            normalized rows that it is given; None for all.
         gather: who gets the decoded picture: "all", or "first": the others get zeros around their own rows, so that
             what follows in a pipeline runs as ever. Latents always go to all.
 
@@ -153,9 +155,11 @@ def _install(stack: ExitStack, coder: nn.Module, strip: Strip, gather: Callable[
             override(stack, module, "inplace", True)  # it is only called on what a norm has just made
         elif isinstance(module, nn.Conv2d | Upsample2D | Downsample2D):
             override(stack, module, "forward", _convolution(module, strip))
+        elif isinstance(module, ResnetBlock2D) and strip.block_size is not None and is_plain(module):
+            override(stack, module, "forward", lambda x, temb=None, block=module: residual(block, x, strip))
 
 
-def _convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> Callable[[Tensor], Tensor]:
+def _convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> Callable[..., Tensor]:
     conv: Any = module if isinstance(module, nn.Conv2d) else module.conv
     above, left = conv.padding
     below, right, scale = above, left, 1
@@ -164,4 +168,4 @@ def _convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) ->
     elif isinstance(module, Downsample2D) and module.padding == 0:
         below, right = above + 1, left + 1  # as its forward pads: below and on the right only
     window = Window(conv.kernel_size[0], conv.stride[0], above, below, scale)
-    return lambda x: convolve(conv, x, strip, window, (left, right))
+    return lambda x, prepare=None: convolve(conv, x, strip, window, (left, right), prepare)

@@ -9,6 +9,8 @@ import pytest
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
+from ditile.decode.halo import Halo, Window
+from ditile.decode.strip import Strip
 from tests import tiny
 from tests.exact.cases import divided
 from tests.pool import Pool
@@ -17,6 +19,7 @@ PLANS: list[dict[str, Any]] = [
     {"pipefusion": 2, "warmup": 99, "vae": "rows"},
     {"ulysses": 2, "vae": "rows"},
     {"tensor": 2, "vae": "rows"},
+    {"ulysses": 2, "vae": "rows", "vae_block_size": 3},
 ]
 
 
@@ -45,6 +48,27 @@ def test_on_the_first_rank(pool: Pool) -> None:
     first, second = pool.run(pictures, 2, "pixart", "first")
     assert all(np.abs(got - first[0]).max() < 1e-5 for got in first[1:])
     assert second[1:] == [None] * len(PLANS)
+
+
+def block_sizes(plan: dict[str, Any]) -> set[int]:
+    """Of the convolutions of one decode."""
+    pipe, found, pass_through = tiny.flux(), set(), Strip.pass_through
+
+    def noted(strip: Strip, window: Window) -> Halo:
+        found.add(strip.block_size)
+        return pass_through(strip, window)
+
+    with pytest.MonkeyPatch.context() as patch, divided(pipe, **plan) as runner:
+        patch.setattr(Strip, "pass_through", noted)
+        runner(**tiny.arguments("flux", height=40, width=24, output_type="np"))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_blocks_of_a_plan_reach_the_convolutions(pool: Pool, ranks: int) -> None:
+    """A failure means that a plan says so and nothing is done in blocks; one rank alone has them, too."""
+    plan = {"ulysses": ranks, "vae": "rows", "vae_block_size": 3}
+    assert pool.run(block_sizes, ranks, plan) == [{3}] * ranks
 
 
 def from_picture() -> list[Any]:

@@ -70,3 +70,11 @@ def test_activations_are_a_share(pool: Pool, ranks: int, block_size: int | None)
     for of_rank in pool.run(held, ranks, block_size):
         for whole, mine in (of_rank[:2], of_rank[2:]):
             assert all(b <= a * (1 / ranks + 0.02) for a, b in zip(whole, mine, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_lower_the_peak(pool: Pool, ranks: int) -> None:
+    """A failure means that a normalized copy of the strip is held beside it, so that blocks save nothing."""
+    for whole, blocks in zip(pool.run(held, ranks, None), pool.run(held, ranks, 8), strict=True):
+        for (strip, _), (block, _) in ((whole[1], blocks[1]), (whole[3], blocks[3])):
+            assert block < 0.88 * strip

@@ -30,6 +30,7 @@ def plans(draw: Any) -> Plan:
     values = PER_STAGE if of_stages["kind"] == "stage_blocks" else SPEED
     cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
+    vae = draw(st.sampled_from(VAE_PLACES))
     mode = draw(st.sampled_from(WARMUP_MODES[:2] if shared_out else WARMUP_MODES)) if stages > 1 else "serial"
     return Plan(
         **degrees, **cut, warmup_mode=mode,
@@ -38,7 +39,7 @@ def plans(draw: Any) -> Plan:
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
         uaa=draw(st.none() | st.booleans()), async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
         split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)), text=draw(st.sampled_from(TEXT_PLACES)),
-        vae=draw(st.sampled_from(VAE_PLACES)),
+        vae=vae, vae_block_size=draw(st.none() | st.integers(1, 512)) if vae == "rows" else None,
     )  # fmt: skip
 
 
@@ -66,6 +67,8 @@ def test_a_plan_survives_its_line_and_json(plan: Plan) -> None:
         ({"split_scheme": "column"}, "row, sequence"),
         ({"text": "last"}, "each, first, split"),
         ({"vae": "tiles"}, "whole, rows"),
+        ({"vae": "rows", "vae_block_size": 0}, "vae_block_size=0 is not a whole number of at least 1"),
+        ({"vae_block_size": 64}, "vae_block_size=64 belongs to vae=rows; add it"),
         ({"uaa": "yes"}, "None, True, False"),
         ({"uaa": 1}, "uaa=1"),
         ({"async_ulysses": 1}, "True, False"),
