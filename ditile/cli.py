@@ -153,13 +153,16 @@ def _generate(arguments: argparse.Namespace) -> int:
     if budget.is_set:
         plan, cache = _within(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.attention(run.attention))
-    find(wanted.model)
+    find(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora(cache.lora)
     if wanted.image is not None:
         check_image(wanted.image)
     if run.out_dir is not None and wanted.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
+    if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf):
+        several = "--perf draws a picture" if cache.perf else "a file of prompts is encoded"
+        raise ModelError(f"text_after='free': {several} several times, and freed encoders do so once; use offload")
     if run.dry_run:
         return _dry_run(wanted, plan, cache)
     if env.torchrun() is None and plan.world > (os.cpu_count() or 1):

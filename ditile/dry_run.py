@@ -40,7 +40,7 @@ def report(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str
 
 def planned(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
-    return job_of(Subject.of(model, find(model)), plan, call, configs)
+    return job_of(Subject.of(model, find(model, weights=False)), plan, call, configs)
 
 
 def job_of(subject: Subject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:

@@ -147,8 +147,9 @@ def _prepared(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Any
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     join_torchrun(run.stall_timeout)
     runner = ditile.parallelize(
-        pipe, plan, device=run.device, attention=run.attention, cp_plan=cache.cp_plan, compile=run.compile
-    )
+        pipe, plan, device=run.device, text_after=run.text_after, attention=run.attention, cp_plan=cache.cp_plan,
+        compile=run.compile,
+    )  # fmt: skip
     runner.trace = run.trace is not None
     _do_less(runner, cache)
     return pipe, runner

@@ -37,25 +37,25 @@ def defaults(name: str) -> dict[str, Any]:
         ModelError: if `name` is no model.
         LoadError: if the file is no JSON object.
     """
-    source = find(name)
+    source = find(name, weights=False)
     path = source / "generation.json" if isinstance(source, Path) else None
     return _json(path) if path is not None and path.exists() else {}
 
 
-def find(name: str, variant: str | None = None) -> Path | str:
+def find(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
 
     Args:
         variant: of the files that will be read.
+        weights: whether they will be read; configs alone are enough to say how a model would be divided.
 
     Raises:
         ModelError: if `name` is none of the three.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
-    if name in bundled():
-        return checked(ASSETS / name, variant)
-    if Path(name).is_dir():
-        return checked(Path(name), variant)
+    if name in bundled() or Path(name).is_dir():
+        folder = ASSETS / name if name in bundled() else Path(name)
+        return checked(folder, variant) if weights else _pipeline(folder)
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return name
     raise ModelError(
@@ -120,12 +120,15 @@ def checked(folder: Path, variant: str | None = None) -> Path:
     Raises:
         LoadError: if it is not.
     """
-    index = folder / "model_index.json"
-    if not index.exists():
-        raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
-    for part, entry in _json(index).items():
+    for part, entry in _json(_pipeline(folder) / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
             _check_part(folder / part, variant)
+    return folder
+
+
+def _pipeline(folder: Path) -> Path:
+    if not (folder / "model_index.json").exists():
+        raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES, HUB_ID
 
+TEXT_AFTER = ("keep", "offload", "free")
 MOST_DEVICES, MOST_STEPS = 1024, 1000
 """Of which a plan is searched for: more divisors, and more steps than schedulers have timesteps, take minutes."""
 
@@ -93,6 +95,9 @@ class Run:
     )
     device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     attention: str | None = option(None, "attention kernel: native, flash, sage, ..; the model's own", metavar="NAME")
+    text_after: Literal["keep", "offload", "free"] = option(
+        "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
+    )
     compile: bool = option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
     threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
     stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
@@ -125,10 +130,10 @@ class Run:
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
             named = [("out", path) for path in (Path(self.out), *paths)]
-        elif folder.exists() and not folder.is_dir():
+        elif os.path.exists(folder) and not folder.is_dir():  # False where the system says no
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
         else:
-            named = [("out_dir", path) for path in (paths if folder.exists() else [folder])]
+            named = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]
         named += [("trace", Path(self.trace))] if self.trace is not None else []
         named += [("json", Path(self.json))] if self.json not in (None, "-") else []
         for name, path in named:
@@ -268,11 +273,11 @@ def check_counts(options: Any, *names: str) -> None:
 
 def check_writable(name: str, path: Path) -> None:
     """Raises `ModelError` unless a file can be written."""
-    if path.is_dir():
-        raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
-    if not path.parent.is_dir():
-        raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
     try:
+        if path.is_dir():
+            raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
+        if not path.parent.is_dir():
+            raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
         if path.exists():
             with path.open("ab"):
                 return

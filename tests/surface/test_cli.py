@@ -96,6 +96,10 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--vae", "tiles"), "'tiles' is not one of whole, rows"),
         (("generate", "a", "--stage-weights", "1,x"), "numbers such as 1,0.5"),
         (("generate", "a", "--cfg", "3"), "try cfg=2"),
+        (("generate", "a", "--vae-block-size", "64"), "vae_block_size=64 belongs to vae=rows"),
+        (("generate", "a", "--vae", "rows", "--vae-block-size", "0"), "vae_block_size=0 is not a whole number"),
+        (("generate", "a", "--text-after", "drop"), "'drop' is not one of keep, offload, free"),
+        (("generate", "a", "--text-after", "free", "--perf"), "--perf draws a picture several times"),
         (("generate", "a", "--distrifusion", "2", "--pipefusion", "2"), "same staleness"),
         (("generate", "a", "--async-ulysses"), "ulysses=2 or more"),
         (("generate", "a", "--ulysses_degree", "x"), "argument --ulysses-degree/--ulysses_degree: 'x' is not a whole"),
@@ -132,6 +136,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
         (b"a", ("--out-dir", "prompts.txt"), "is a file; give a folder"),
         (b"a", ("--out", "nowhere/a.png"), "nowhere"),
         (b"a", ("--model", "nothing-like-it"), "nothing-like-it"),
+        (b"a", ("--text-after", "free"), "a file of prompts is encoded several times"),
     ],
 )
 def test_a_file_of_prompts_that_will_not_do(
@@ -240,7 +245,8 @@ def test_help_names_every_flag() -> None:
     flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
                out prompts-file out-dir
                data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
-               vae warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
+               text-after vae vae-block-size
+               warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
                ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
                tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
                dry-run cache prune Fn Bn rdt max-warmup-steps w warmup-interval wi max-cached-steps mc

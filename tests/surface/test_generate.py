@@ -1,0 +1,112 @@
+"""What single flags of `ditile generate` do. A failure would mean a flag that is taken and does nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import ditile
+from ditile import ModelError, Plan, cli, generate
+from ditile.dry_run import report
+from ditile.load import ASSETS
+from tests.surface.test_cli import opened, refused
+
+SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_text_encoders_leave_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that --text-after changes nothing, or the picture."""
+    runners: list[Any] = []
+
+    def parallelize(*args: Any, **options: Any) -> Any:
+        runners.append(ditile.runner.parallelize(*args, **options))
+        return runners[-1]
+
+    monkeypatch.setattr(ditile, "parallelize", parallelize)
+    for after in ("keep", "free"):
+        assert cli.main([*SMALL, "--text-after", after, "--out", f"{after}.png"]) == 0
+    kept, freed = (sum(p.numel() for p in runner.pipe.text_encoder.parameters()) for runner in runners)
+    assert freed == 0 < kept
+    assert np.array_equal(np.asarray(opened("keep.png")), np.asarray(opened("free.png")))
+
+
+GANTT = """
+steps 0 to 2 (= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle):
+stage 0  |==..0101.|
+stage 1  |..==.0101|
+"""
+
+
+def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that weights are read or must be there, or a schedule that is not that of the run."""
+    shutil.copytree(ASSETS / "shapes-pixart", "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ("--model", "model", "--steps", "9", "--pipefusion", "2", "--patches", "2", "--dry-run")
+    assert cli.main(["generate", "a circle", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("\n" + GANTT) and "PixArt, 12 blocks, 3.36 M" in out
+    assert "model/text_encoder has no weights" in refused(capsys, "generate", "a circle", "--model", "model")
+    shutil.rmtree("model/transformer")
+    assert "configs of 'model' cannot be read" in refused(capsys, "generate", "a circle", *words)
+    Path("model/model_index.json").unlink()
+    assert "model has no model_index.json" in refused(capsys, "generate", "a circle", *words)
+
+
+def test_two_calls_of_a_step_are_two_cells() -> None:
+    """True guidance asks for two predictions, which follow each other on every stage."""
+    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": ""}
+    text = report("shapes-flux", Plan(pipefusion=2, patches=2), call, {"cache_config": None})
+    assert text.splitlines()[-2:] == [
+        "stage 0  |====..00110011.|",
+        "stage 1  |..====.00110011|",
+    ]
+
+
+LONG = "a" * 300 + ".png"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--out", "/proc/a.png"), "out='/proc/a.png' cannot be written: No such file"),
+        (("--trace", "/proc/a.json"), "trace='/proc/a.json' cannot be written: No such file"),
+        (("--json", "socket"), "json='socket' cannot be written: No such device"),
+        (("--out", LONG), f"out='{LONG}' cannot be written: File name too long"),
+    ],
+)
+def test_what_the_system_refuses_to_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, str], says: str
+) -> None:
+    """Even to root. A failure would mean a picture that is drawn for nothing, or a traceback."""
+    if words[1].startswith("/proc") and not os.path.isdir("/proc"):
+        pytest.skip("this system has no /proc")
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        assert says in refused(capsys, *SMALL, *words)
+    Path("prompts.txt").write_text("a red circle")
+    if words[0] == "--out":
+        words = ("--out-dir", words[1].removesuffix(".png"))
+        says = says.replace("out=", "out_dir=").replace(".png", "")
+        assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
+
+
+def test_a_picture_that_cannot_be_written_in_the_end() -> None:
+    """A failure would mean a traceback where the disk is full by the time that the picture is there."""
+    if not os.path.isdir("/proc"):
+        pytest.skip("this system has no /proc")
+    with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
+        generate._write(Image.new("RGB", (8, 8)), "/proc/a.png", {})
+    assert "\n" not in str(caught.value)
