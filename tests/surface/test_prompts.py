@@ -85,6 +85,33 @@ def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> No
         assert np.array_equal(one, two)
 
 
+def levels(one: str, other: str) -> int:
+    """The largest difference of two pictures."""
+    return int(np.abs(np.subtract(*(np.asarray(opened(path)).astype(int) for path in (one, other)))).max())
+
+
+def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three lines over two replicas; then again with two of the three removed, which make up one batch."""
+    made(capsys, "--out-dir", "one")
+    names = [f"{k:04}.png" for k in range(3)]
+    facts = made(capsys, "--data", "2", "--out-dir", "two")
+    assert facts["plan"] == "data=2" and facts["skipped"] == 0 and len(facts["bytes_sent"]) == 2
+    for mine in names:
+        near = [name for name in names if levels(f"two/{mine}", f"one/{name}") <= 1]
+        assert near == [mine], "the picture of a line is that of one rank, and of no other line"
+    before = {name: Path("two", name).stat().st_mtime_ns for name in names}
+    for name in (names[0], names[2]):
+        Path("two", name).unlink()
+    assert made(capsys, "--data", "2", "--out-dir", "two")["skipped"] == 1
+    assert {name: Path("two", name).stat().st_mtime_ns > before[name] for name in names} == {
+        names[0]: True, names[1]: False, names[2]: True
+    }  # fmt: skip
+    for k, name in enumerate(names):
+        assert levels(f"two/{name}", f"one/{name}") <= 1
+        assert (opened(f"two/{name}").text["prompt"], opened(f"two/{name}").text["seed"]) == (PROMPTS[k], str(k))
+    assert made(capsys, "--data", "2", "--out-dir", "one")["skipped"] == 3, "one rank's are as good"
+
+
 def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines over two replicas: a batch of two with a generator each, and one of one."""
     from ditile.options import Generate
