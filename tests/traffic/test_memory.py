@@ -47,6 +47,33 @@ def test_parameters_are_the_share_and_the_ends(pool: Pool, name: str) -> None:
         assert max(share for _, share, _ in found) < whole[1]
 
 
+def moved(name: str) -> tuple[int, int, int]:
+    """Parameters of the transformer and of the text encoders when something is first moved, and of the whole."""
+    pipe, seen = MAKE[name](), list[tuple[int, int]]()
+    encoders = [part for key, part in pipe.components.items() if key.startswith("text_encoder")]
+    whole = sum(p.numel() for p in pipe.transformer.parameters())
+
+    def look(*_: Any, **__: Any) -> None:
+        text = sum(p.numel() for part in encoders for p in part.parameters())
+        seen.append((sum(p.numel() for p in pipe.transformer.parameters()), text))
+        raise InterruptedError("nothing is moved in this test")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(type(pipe), "to", look)
+        patch.setattr(torch.nn.Module, "_apply", look)
+        parallelize(pipe, Plan(pipefusion=2, text="first"), device="meta")
+    return *seen[0], whole
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_blocks_are_freed_before_anything_is_moved(pool: Pool, name: str) -> None:
+    """A failure means that a model which fits two devices by half is moved to each as a whole."""
+    shares = [sum(found[1:]) for found in pool.run(parameters, 2, name, 2)]
+    for rank, (mine, text, whole) in enumerate(pool.run(moved, 2, name)):
+        assert mine == shares[rank] < whole
+        assert (text == 0) == (rank == 1)
+
+
 def keys(name: str, ranks: int, warmup: int) -> int:
     runner = parallelize(MAKE[name](), Plan(pipefusion=ranks, patches=3, warmup=warmup), keep_weights=True)
     run(runner, name, **SIZE)
