@@ -13,6 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
+
+from ditile import cli, generate
 
 pytestmark = pytest.mark.alone
 
@@ -72,7 +75,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, number: int) ->
     """A failure would mean that a user waits ten minutes for a time-out, or blames the wrong rank."""
     with drawing(tmp_path) as (run, ranks, said):
         ranks[number].kill()
-        assert run.wait(timeout=8) == 1
+        assert run.wait(timeout=5) == 1
         assert f"ditile: rank {number}: killed by SIGKILL" in said.read_text()
         assert nothing_is_left(ranks, tmp_path)
 
@@ -81,9 +84,36 @@ def test_a_stopped_rank_is_noticed(tmp_path: Path) -> None:
     """A failure would mean that a rank which hangs without dying hangs the run."""
     with drawing(tmp_path) as (run, ranks, said):
         ranks[1].suspend()
-        assert run.wait(timeout=20) == 1
+        ranks[0].wait(timeout=15)  # which goes on until the other is noticed, and is ended then
+        assert run.wait(timeout=5) == 1
         assert "rank 1" in said.read_text()
         assert nothing_is_left(ranks, tmp_path)
+
+
+def nap() -> None:
+    time.sleep(1000)
+
+
+def stall(*_: object) -> None:
+    """What a rank does instead of drawing."""
+    if dist.get_rank() == 0:
+        nap()
+    dist.barrier()
+
+
+def test_a_run_that_stalls_shows_every_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure would mean that --stall-timeout is taken and changes nothing, or does not say who waits where."""
+    monkeypatch.setattr(generate, "draw", stall)
+    before = set(psutil.Process().children())
+    words = [*PLAN, "--out", str(tmp_path / "x.png"), "--stall-timeout", "2"]
+    assert cli.main(["generate", "a red ring", *words]) == 1
+    stacks, said = capsys.readouterr().err.rstrip().rsplit("\n", 1)
+    first, second = stacks.split("rank 0:")[1].split("rank 1:")
+    assert "in nap" in first and "in barrier" in second and "in nap" not in second
+    assert said.startswith("ditile: rank ") and "no rank made progress for" in said
+    assert not list(tmp_path.iterdir()) and set(psutil.Process().children()) <= before
 
 
 def test_control_c_ends_the_run_cleanly(tmp_path: Path) -> None:
