@@ -27,7 +27,10 @@ TWO_CALLS = {"true_cfg_scale": 2.0, "negative_prompt": "blue square"}
 
 @dataclass(frozen=True)
 class Case:
-    """A picture: 8 rows of tokens cut into `patches`, which is uneven for 3 patches and wherever text counts."""
+    """A picture: 8 rows of tokens cut into `patches`, which is uneven for 3 patches and wherever text counts.
+
+    Of another model than the tiny one if it names the `blocks` in its lists.
+    """
 
     family: str
     patches: int
@@ -37,12 +40,13 @@ class Case:
     ranks: tuple[int, ...] = (2, 3)
     ddim: bool = False
     embedded: bool = False
+    blocks: tuple[int, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
     method: Method = "pipefusion"
 
     @property
     def model(self) -> tuple[Any, ...]:
-        return self.family, self.dtype, self.ddim, self.embedded
+        return self.family, self.dtype, self.ddim, self.embedded, self.blocks
 
     @property
     def tolerance(self) -> float:
@@ -57,7 +61,7 @@ class Case:
 
 
 def pipeline(case: Case) -> Any:
-    pipe = tiny.flux(guidance=True) if case.embedded else tiny.FAMILIES[case.family]()
+    pipe = tiny.flux(guidance=True) if case.embedded else tiny.FAMILIES[case.family](*case.blocks)
     if case.ddim:
         pipe.scheduler = DDIMScheduler(beta_end=0.004, clip_sample=False)
     for part in pipe.components.values():

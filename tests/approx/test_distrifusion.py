@@ -34,6 +34,7 @@ CASES |= {
     f"{kind}-{ranks}-all": case(family, ranks, STEPS, "float32", **also)
     for (kind, (family, also)), ranks in zip(KINDS.items(), (4, 3, 2, 4, 3), strict=True)
 }
+CASES |= {f"{kind}-8-warmup-1": case(family, 8, 1, **also) for kind, (family, also) in KINDS.items()}
 STALE = [name for name, case in CASES.items() if case.warmup < STEPS]
 
 

@@ -20,11 +20,14 @@ CASES = {
     "flux-3-two-calls": Case("flux", 3, 1, 5, changes=TWO_CALLS, ranks=(2, 4)),
     "flux-3-float32": Case("flux", 3, 1, 5, "float32", ranks=(2,)),
     "flux-2-two-calls-float32": Case("flux", 2, 0, 4, "float32", changes=TWO_CALLS, ranks=(3,)),
+    "pixart-8": Case("pixart", 8, 1, 4, ranks=(8,), blocks=(8,)),
+    "flux-8": Case("flux", 8, 1, 4, ranks=(8,), blocks=(3, 5)),
+    "sd3-8": Case("sd3", 5, 1, 4, ranks=(8,), blocks=(8,)),
     "sd3-2-cold": Case("sd3", 2, 0, 4, ranks=(2,)),
     "sd3-3": Case("sd3", 3, 1, 5, ranks=(3,)),
     "sd3-3-float32": Case("sd3", 3, 1, 5, "float32", ranks=(2,)),
 }
-RUNS = [(ranks, name) for ranks in (1, 2, 3, 4) for name, case in CASES.items() if ranks in case.ranks]
+RUNS = [(ranks, name) for ranks in (1, 2, 3, 4, 8) for name, case in CASES.items() if ranks in case.ranks]
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,12 @@ All in fp32 and bitwise: stages and patches reorder no sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.exact.cases import MAKE, call_of, different, divided, equal_over_ranks, run, same
 from tests.pool import Pool
 
@@ -55,6 +57,23 @@ def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
     assert len(one) == 1
     for cut in ((1,) * blocks, (1, blocks - 1)):
         pool.run(like_given, len(cut), name, {"pipefusion": len(cut), "stage_blocks": cut, "patches": 3}, one[0])
+
+
+def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
+    pipe = make(*blocks)
+    wanted = run(pipe, name, **SMALL)
+    for plan in ({"warmup": STEPS, "patches": 8}, {"warmup": 0, "patches": 1}):
+        with divided(pipe, pipefusion=8, **plan) as runner:
+            same(run(runner, name, **SMALL), wanted, f"{name} {plan}")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "blocks"),
+    [("flux", tiny.flux, (3, 5)), ("pixart sigma", tiny.pixart, (9,)), ("sd3.5 medium", tiny.sd3, (8,))],
+)
+def test_eight_stages(pool: Pool, name: str, make: Callable[..., Any], blocks: tuple[int, ...]) -> None:
+    """Of one block each, or one of two. A failure means a message that is lost in a long line of stages."""
+    pool.run(eight_stages, 8, name, make, *blocks)
 
 
 def like_given(name: str, plan: dict[str, Any], wanted: Any) -> None:
