@@ -162,7 +162,12 @@ def _image_reward() -> Metric | str:
             model = package.load(str(weights), device="cpu", med_config=str(config))
     except (*BROKEN, OSError) as error:
         return f"ImageReward cannot be loaded: {line_of(error)}"
-    return Metric("image_reward", "ImageReward", 3, lambda a, _, text: float(model.score(text, Image.fromarray(a))))
+
+    @torch.inference_mode()
+    def score(a: Picture, _: Picture, caption: str) -> float:
+        return float(model.score(caption, Image.fromarray(a)))
+
+    return Metric("image_reward", "ImageReward", 3, score)
 
 
 def _all_right(model: str, captions: Sequence[str]) -> Metric | str:
