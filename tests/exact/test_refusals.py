@@ -16,6 +16,8 @@ from diffusers import (
     FluxKontextPipeline,
     PixArtSigmaPAGPipeline,
     PixArtSigmaPipeline,
+    SD3ControlNetModel,
+    StableDiffusion3ControlNetPipeline,
     StableDiffusion3InpaintPipeline,
 )
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
@@ -62,6 +64,15 @@ def _controlnet() -> Any:
     return FluxControlNetPipeline(**pipe.components | {"controlnet": net})
 
 
+def _sd3_controlnet() -> Any:
+    pipe = tiny.sd3(dual=())
+    sizes = {"sample_size": 32, "in_channels": 4, "out_channels": 4, "num_layers": 1, "pos_embed_max_size": 32}
+    heads = {"attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": tiny.WIDTH}
+    words = {"joint_attention_dim": 2 * tiny.WIDTH, "pooled_projection_dim": 2 * tiny.WIDTH}
+    net = SD3ControlNetModel(**sizes, **heads, **words, extra_conditioning_channels=0)
+    return StableDiffusion3ControlNetPipeline(**pipe.components | {"controlnet": net})
+
+
 def _with_processor(make: Callable[[], Any], path: str, processor: Callable[[], Any]) -> Callable[[], Any]:
     def made() -> Any:
         pipe = make()
@@ -86,6 +97,7 @@ def _perturbed() -> Any:
 
 PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use data or cfg alone"),
+    "SD3 ControlNet": (_sd3_controlnet, "Diffusion3ControlNetPipeline runs a ControlNet.*use data or cfg alone"),
     "FLUX inpaint": (_from(tiny.flux, FluxInpaintPipeline), "FluxInpaintPipeline paints.*use data or cfg alone"),
     "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
     "SD3 inpaint": (_from(tiny.sd3, StableDiffusion3InpaintPipeline), "Inpaint.* paints.*use data or cfg alone"),
