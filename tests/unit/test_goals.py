@@ -1,0 +1,63 @@
+"""What the stored tables of docs/benchmarks have to say, so that a worse one does not take their place unseen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+MODELS = ("shapes-pixart", "shapes-flux")
+CONTROL = "(control: own patch only)"
+
+
+def fidelity(name: str, model: str) -> dict[str, dict[str, Any]]:
+    """The rows of a model by plan."""
+    found = json.loads((FOLDER / name).read_text("utf-8"))
+    return {row["plan"]: row for row in found if row["model"] == model}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_four_stages_and_patches_are_close_to_one_process(model: str) -> None:
+    """At least 30 dB, and what never exchanges its keys at least 5 dB below: the keys are what makes it close."""
+    rows = fidelity("fidelity.json", model)
+    of_four, control = rows["pipefusion=4"]["psnr"], rows[f"patches=4 {CONTROL}"]["psnr"]
+    assert 30 <= of_four < 100 and control <= of_four - 5
+    assert rows["pipefusion=1"]["psnr"] == 100 and rows["pipefusion=1"]["all_right"] >= 90
+    assert rows["pipefusion=4"]["synchronous"] == rows[f"patches=4 {CONTROL}"]["synchronous"] == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["fidelity.json", "fidelity-warmups.json"])
+def test_pipefusion_is_closer_than_distrifusion(name: str, model: str) -> None:
+    """On as many ranks and with the same warmup, as the paper says."""
+    rows, compared = fidelity(name, model), 0
+    for plan, row in rows.items():
+        if plan.startswith("distrifusion="):
+            assert rows[plan.replace("distrifusion", "pipefusion")]["psnr"] > row["psnr"], plan
+            compared += 1
+    assert compared == (3 if name == "fidelity.json" else 9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_warmup_that_decides_by_itself_is_as_good_as_two_steps(model: str) -> None:
+    """As close as W = 2 with no more synchronous steps than W = 3."""
+    rows = fidelity("fidelity-warmups.json", model)
+    for ranks in (2, 4, 8):
+        by_itself, two = rows[f"pipefusion={ranks} warmup=auto"], rows[f"pipefusion={ranks} warmup=2"]
+        assert by_itself["psnr"] >= two["psnr"] and by_itself["synchronous"] <= 3
+
+
+def test_over_a_slow_link_pipefusion_is_the_fastest() -> None:
+    """By half as much again at 100 Mbit/s, of all that divides one call."""
+    rows = [json.loads(line) for line in (FOLDER / "links-flux" / "rows.jsonl").read_text("utf-8").splitlines()]
+    ratios = {row["plan"]: row["ratio"] for row in rows if row["link"] == "100mbit"}
+    best = ratios.pop("pipefusion=2 patches=4")
+    assert len(ratios) >= 4 and best >= 1.5 * max(ratios.values())
+
+
+def test_work_outside_the_blocks_is_little() -> None:
+    """At most 3 % of a micro-step."""
+    assert json.loads((FOLDER / "overhead.json").read_text("utf-8"))["outside_share"] <= 0.03
