@@ -53,7 +53,7 @@ def called(ask: Ask) -> dict[str, Any]:
     own = _published(ask.model) if ask.model in known() else defaults(ask.model)
     given = {
         "height": ask.height, "width": ask.width or ask.height, "num_inference_steps": ask.steps,
-        "guidance_scale": ask.guidance,
+        "guidance_scale": ask.guidance, "num_frames": ask.frames,
     }  # fmt: skip
     prompt = {"prompt": "a prompt", "num_images_per_prompt": ask.num_images}
     return own | prompt | {name: value for name, value in given.items() if value is not None}

@@ -7,7 +7,8 @@ p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of a
     ring           2 (n - 1) / n L b (p + t) C e      keys and values round; with a store gathered once
     distrifusion   2 (n - 1) / n L b p C e            keys and values of the own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
-    prediction     the own part of the prediction, to the n - 1 that share out the tokens
+    prediction     the own part of the prediction, to the n - 1 that share out the tokens; where they share out a text
+                   that cross attention sees (LTX-Video), 2 (n - 1) / n L b t C e more, its keys and values
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
     latents        the stepped patches, from the last stage to the first; a crew's other members get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
@@ -117,15 +118,8 @@ class Job:
         """Where a rank is."""
         at = coordinates(self.plan, rank)
         outer = at["ring"] + at["distrifusion"]
-        return Place(
-            at["data"],
-            at["cfg"],
-            at["pipefusion"],
-            outer * self.plan.ulysses + at["ulysses"],
-            outer,
-            at["ulysses"],
-            at["tensor"],
-        )
+        rank = outer * self.plan.ulysses + at["ulysses"]
+        return Place(at["data"], at["cfg"], at["pipefusion"], rank, outer, at["ulysses"], at["tensor"])
 
     def heads(self, place: Place) -> int:
         """Heads that a rank attends with."""
@@ -315,6 +309,9 @@ def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
         tokens = _parts(job, micro.patch)[place.rank].image_tokens
         size = (job.split.ranks - 1) * job.own(place).batch * tokens * job.weights.out * job.shape.element_size
         yield Sent("prediction", size)
+        words, each = len(share(range(job.shape.words), job.split.ranks, place.rank)), job.shape.channels
+        size = 2 * (job.split.ranks - 1) * words * job.own(place).batch * each * job.shape.element_size
+        yield Sent("prediction", size, sum(job.layers(place).values()) if words else 0)
 
 
 def _lent(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:

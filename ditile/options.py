@@ -178,6 +178,7 @@ class Ask:
     model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
     height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     width: int | None = option(None, "pixels", metavar="N")
+    frames: int | None = option(None, "of a video; the model's own number by default", metavar="N")
     steps: int | None = option(None, "denoising steps", metavar="N")
     guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
     num_images: int = option(1, "images at once", metavar="N")
@@ -197,7 +198,7 @@ class Ask:
     json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "steps", "devices", "hosts", "num_images"):
+        for name in ("height", "width", "frames", "steps", "devices", "hosts", "num_images"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value} is not a whole number of at least 1")

@@ -59,6 +59,8 @@ class Shape:
         heads, head_dim: of attention; their product is the width of a token in the blocks.
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
+        frames: latent ones, of a video.
+        words: text tokens that ranks share out and every layer's cross attention sees all of.
     """
 
     height: int
@@ -73,6 +75,8 @@ class Shape:
     head_dim: int
     latent_elements: int
     element_size: int
+    frames: int = 1
+    words: int = 0
 
     @classmethod
     def of(

@@ -5,42 +5,30 @@
 Every group of methods has the best of its plans on so many devices, by the formula that the planner sifts with, the
 first few of them with other ways to run their synchronous steps; the best of each is simulated.
 
-Wan has no table in `ditile.models` yet: the one here serves to count its work, no more.
+Wan has no `ModelSpec` yet: what it would have beside `planner.tables` is here, to be counted and no more.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import diffusers
-import torch
 from rich.console import Console
 from rich.progress import track
 
-from ditile.hollow import weightless
-from ditile.layout import Grid
-from ditile.models.slicers import image_grid
 from ditile.plan import Plan
 from ditile.planner.hardware import profile
 from ditile.planner.price import Pricer
 from ditile.planner.search import SIFTED, Placed, Wanted, fitting, other_warmups, plans
 from ditile.planner.subject import CONFIGS, Subject
+from ditile.planner.tables import WAN
 from ditile.shape import Shape
-from ditile.spec import BlockIO, Conditioning, ModelSpec
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8
-WAN_14B: dict[str, Any] = {
-    "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16,
-    "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2],
-}  # fmt: skip
-"""Of Wan-AI/Wan2.1-T2V-14B-Diffusers (its transformer/config.json); text encoder and VAE by their model cards."""
-UMT5_XXL, WAN_VAE, WORDS = 5_680_000_000, 127_000_000, 512
-VIDEO = Grid(rows=21 * 45, tokens_per_row=80, units_per_row=2)  # 81 frames of 720 x 1280
 GROUPS: dict[str, Callable[[Plan], bool]] = {
     "tensor": lambda plan: plan.tensor * plan.cfg == plan.world,
     "sequence": lambda plan: plan.ulysses * plan.ring * plan.cfg == plan.world,
@@ -84,32 +72,16 @@ def flux() -> Task:
 
 
 def wan() -> Task:
-    """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls."""
-    with weightless():
-        transformer: Any = diffusers.WanTransformer3DModel(**WAN_14B)
-    heads, head = WAN_14B["num_attention_heads"], WAN_14B["attention_head_dim"]
-    shape = Shape(
-        height=720, width=1280, steps=50, grid=VIDEO, text=0, batch=1, images=1, calls=2, heads=heads, head_dim=head,
-        latent_elements=VIDEO.rows * VIDEO.tokens_per_row * 64, element_size=2,
-    )  # fmt: skip
-    subject = Subject("Wan2.1-14B", diffusers.WanPipeline, transformer, 8, UMT5_XXL, WAN_VAE, family=_WAN)
-    return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, shape, WORDS)
-
-
-def _example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    side = config["patch_size"][1]
-    return {
-        "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
-        "timestep": torch.empty(1), "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
-    }  # fmt: skip
+    """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls; its decode is left out."""
+    known = Subject.of("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
+    call = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
+    subject = replace(known, family=_WAN, table=None, decoder=None)
+    return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.shape(call, 2), known.words(call))
 
 
 _CUT = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
-_WAN = ModelSpec(
-    name="Wan", blocks={"blocks": BlockIO(attn=("attn1",))}, joint="none", latent_dim=3, grid=image_grid,
-    latent_per_token=lambda config: int(config["patch_size"][1]), conditioning=lambda call: Conditioning(calls=2),
-    example=_example, image_tokens="patch_embedding",
-    constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
+_WAN = replace(
+    WAN.spec, constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
     per_step=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
     tensor={
         **{f"blocks.*.{attn}.{name}": how for attn in ("attn1", "attn2") for name, how in _CUT.items()},
@@ -117,6 +89,7 @@ _WAN = ModelSpec(
     },
     tensor_tokens={f"blocks.*.{to}": {"return": "image"} for to in ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")},
 )  # fmt: skip
+"""As if Wan had a `ModelSpec`: with what it could be cut by, and what would be remembered."""
 
 
 class _Rough(NamedTuple):

@@ -20,6 +20,9 @@ from ditile.live import Storages
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
 
+FRAMES = (3, 4)
+"""Latent frames that a VAE is counted with; what it holds with more of them is on the line through both."""
+
 
 class Held(NamedTuple):
     """Numbers that are alive at one time, of one row.
@@ -102,13 +105,38 @@ class Watch(Storages):
         return Footprint(tuple(undominated(self._moments)), tuple(undominated(self._attending)), tuple(kept))
 
 
-def of_decoder(config: Mapping[str, Any]) -> float:
+def of_decoder(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:
     """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
+    return _decoding(kind, config, "latent_channels")
+
+
+def of_frames(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
+    """The same of a VAE of frames, by how many latent ones there are: a line from few on.
+
+    Args:
+        kind: its class.
+        config: its config.
+        channels: what that calls the channels of latents.
+    """
+    found: dict[int, float] = {}
+
+    def of(frames: int) -> float:
+        if frames > FRAMES[1]:
+            few, more = map(of, FRAMES)
+            return more + (more - few) / (FRAMES[1] - FRAMES[0]) * (frames - FRAMES[1])
+        if frames not in found:
+            found[frames] = _decoding(kind, config, channels, (frames,))
+        return found[frames]
+
+    return of
+
+
+def _decoding(kind: Any, config: Mapping[str, Any], channels: str, frames: tuple[int, ...] = ()) -> float:
     side = 16
     watch = Watch(lambda tensor: Held(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2))
     with weightless(), torch.no_grad():
-        vae: Any = AutoencoderKL.from_config(config)
-        latents = torch.empty(1, vae.config.latent_channels, side, side)
+        vae: Any = kind.from_config(config)
+        latents = torch.empty(1, vae.config[channels], *frames, side, side)
         with watch:
             vae.decode(latents)
     return max(held.image for held in watch.footprint(()).moments)

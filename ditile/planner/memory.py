@@ -124,7 +124,7 @@ def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
         return 0
     pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)
     ranks = 1 if plan.vae == "whole" else plan.world // plan.data
-    return int(shape.images * pixels * subject.decoded * shape.element_size / ranks)
+    return int(shape.images * pixels * subject.decoded(shape.frames) * shape.element_size / ranks)
 
 
 def _exchanged(job: Job) -> float:

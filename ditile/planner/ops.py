@@ -224,10 +224,16 @@ class Ops:
         keys = job.layout
         line = cost.line(job, place, micro) if plan.ulysses > 1 else 0
         return Tokens(
-            rows=rows, image=image, text=text or self._basis.words, image_keys=keys.image,
+            rows=rows, image=image, text=text or self._words, image_keys=keys.image,
             text_keys=keys.text or self._basis.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
             share=line / (image + text) if line else 1.0,
         )  # fmt: skip
+
+    @property
+    def _words(self) -> int:
+        """Tokens of text beside the sequence that a rank computes: all, unless ranks share them out."""
+        ranks = self.job.split.ranks if self.job.shape.words else 1
+        return -(-self._basis.words // ranks)
 
     def _exchanged(self, place: Place, micro: Micro, own: Load) -> Load:
         """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""

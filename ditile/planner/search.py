@@ -158,12 +158,12 @@ def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: i
         return Placed(job, peak(subject, job, pricer.profile, pricer.words))
 
     found = placed()
-    if found.memory <= space or plan.world == 1:
+    if found.memory <= space or plan.world == 1 or not subject.lighter:
         return found
-    smallest = placed(vae="rows", text="split")
+    smallest = placed(**dict(subject.lighter))
     if smallest.memory > space:
         return min(found, smallest, key=lambda each: each.memory)
-    either = (placed(**one) for one in ({"vae": "rows"}, {"text": "split"}))
+    either = (placed(**{name: value}) for name, value in subject.lighter)
     return next((one for one in either if one.memory <= space), smallest)
 
 
@@ -184,8 +184,7 @@ def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list
 
 def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
     """The pricer of a model's calls; `host` is how many ranks fill one."""
-    words = 0 if subject.spec.joint != "none" else int(call.get("max_sequence_length") or 300)
-    return Pricer(subject.counted, profile, words, host)
+    return Pricer(subject.counted, profile, subject.words(call), host)
 
 
 def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
@@ -195,7 +194,7 @@ def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
         for degrees in _degrees(world, shape):
             for more in _patches(degrees, wanted.warmup):
                 plan = Plan(**degrees, **more)
-                if not plan.illegal(facts):
+                if subject.allows(plan) and not plan.illegal(facts):
                     yield plan
 
 

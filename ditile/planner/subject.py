@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +19,14 @@ from ditile.errors import LoadError, ModelError
 from ditile.hollow import weightless
 from ditile.models import spec_of
 from ditile.plan import Plan
-from ditile.planner.footprint import Footprint, of_decoder
+from ditile.planner.footprint import Footprint, of_decoder, of_frames
 from ditile.planner.kernels import Counted, counted
+from ditile.planner.tables import Scale, Table, check, only_tokens, table_of
 from ditile.seats import Seats
 from ditile.shape import Shape, Weights, check_size, filled_call
 from ditile.spec import ModelSpec
 from ditile.weights.cuts import Cuts
-from ditile.weights.tensor import table_of
+from ditile.weights.tensor import table_of as tensor_table_of
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 """Configs of published models, and what cannot be read off them."""
@@ -51,6 +52,10 @@ class Subject:
         decoder: the config of the VAE, if there is one.
         family: its table, where none is registered for its class.
         uncounted: text encoders whose configs could not be read: they are not in `text`.
+        table: what is known of a family without a `ModelSpec`.
+        frames_of_latent: frames that its VAE makes of a latent one.
+        coder: the class of the VAE.
+        others: parameters of a second transformer, which is called in turns with the first.
     """
 
     name: str
@@ -62,6 +67,10 @@ class Subject:
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     uncounted: tuple[str, ...] = ()
+    table: Table | None = None
+    frames_of_latent: int = 1
+    coder: type = diffusers.AutoencoderKL
+    others: int = 0
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
 
@@ -71,7 +80,7 @@ class Subject:
 
         Raises:
             LoadError: if configs cannot be read.
-            ModelError: if it has no transformer.
+            ModelError: if it has no transformer, or one without a `ModelSpec` that cannot be counted.
         """
         try:
             index = diffusers.DiffusionPipeline.load_config(source)
@@ -86,14 +95,24 @@ class Subject:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
         with weightless():
             made: nn.Module = transformer.from_config(config)
-        scale = 2 ** (len(vae["block_out_channels"]) - 1)
-        text, coder, uncounted = _beside(source, index, vae)
-        return cls(name, pipeline, made, scale, text, coder, decoder=vae, uncounted=uncounted)
+        kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
+        table = table_of(made, index)
+        if table is None:
+            scale = Scale(2 ** (len(vae["block_out_channels"]) - 1))
+        else:
+            with weightless():
+                scale = table.scale(kind.from_config(vae))
+        text, coder, uncounted = _beside(source, index, kind, vae)
+        second = (index.get("transformer_2") or [None])[0] is not None
+        return cls(
+            name, pipeline, made, scale.side, text, coder, decoder=vae, uncounted=uncounted, table=table,
+            frames_of_latent=scale.frames, coder=kind, others=_parameters(made) if second else 0,
+        )  # fmt: skip
 
     @cached_property
     def spec(self) -> ModelSpec:
         """Its family."""
-        return self.family or spec_of(self.transformer)
+        return self.family or (spec_of(self.transformer) if self.table is None else self.table.spec)
 
     @cached_property
     def seats(self) -> Seats:
@@ -112,8 +131,8 @@ class Subject:
 
     @cached_property
     def buffers(self) -> int:
-        """Numbers in its buffers, which every rank holds."""
-        return sum(buffer.numel() for buffer in self.transformer.buffers())
+        """Numbers that every rank holds beside its parameters: in its buffers, and in a second transformer."""
+        return self.others + sum(buffer.numel() for buffer in self.transformer.buffers())
 
     def footprint(self, ranks: int) -> Footprint:
         """What its forward holds on each of so many ranks of tensor parallelism."""
@@ -127,27 +146,56 @@ class Subject:
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        cuts = Cuts.of(self.transformer, table_of(self.transformer, self.spec), 0, 2, loaded=True)
+        cuts = Cuts.of(self.transformer, tensor_table_of(self.transformer, self.spec), 0, 2, loaded=True)
         return tuple(
             sum(p.numel() for name, p in seat.block.named_parameters() if cuts.part(f"{seat.name}.{name}", p.shape))
             for seat in self.seats.chain
         )
 
     @cached_property
-    def decoded(self) -> float:
-        """Numbers that are alive at once while a latent pixel is decoded."""
-        return 0.0 if self.decoder is None else of_decoder(self.decoder)
+    def _decoded(self) -> Callable[[int], float]:
+        if self.decoder is None:
+            return lambda frames: 0.0
+        if self.table is not None and self.table.decodes_frames:
+            return of_frames(self.coder, self.decoder, self.table.channels)
+        found = of_decoder(self.decoder, self.coder)
+        return lambda frames: found
+
+    def decoded(self, frames: int = 1) -> float:
+        """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
+        return self._decoded(frames)
+
+    def words(self, call: Mapping[str, Any]) -> int:
+        """Tokens of text that cross attention sees, which are not in the sequence."""
+        own = 300 if self.table is None else self.table.words
+        return 0 if self.spec.joint != "none" else int(call.get("max_sequence_length") or own)
+
+    @property
+    def lighter(self) -> tuple[tuple[str, Any], ...]:
+        """What can be said in a plan so that a rank needs less memory, without a price in the loop."""
+        return (("vae", "rows"), ("text", "split")) if self.table is None else ()
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether its family can run under a plan at all: one without a `ModelSpec` divides only calls and tokens."""
+        calls = plan.world == plan.data * plan.cfg * plan.token_ranks
+        return self.table is None or (only_tokens(plan) if self.others else calls)
 
     def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
         """A call of it; the pipeline's own defaults fill the gaps.
 
         Raises:
-            ModelError: if a side is not a whole number of tokens.
+            ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
         """
         config: Any = self.transformer.config
         filled = filled_call(self.pipeline, config, self.vae_scale, call)
         check_size(filled, self.vae_scale * self.spec.latent_per_token(config))
-        return Shape.of(self.spec, config, self.vae_scale, element_size, filled)
+        frames = call.get("num_frames")
+        if frames is not None and not (self.table and self.table.is_video):
+            raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes pictures; leave it out")
+        shape = Shape.of(self.spec, config, self.vae_scale, element_size, filled)
+        if self.table is None:
+            return shape
+        return self.table.timed(shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.words(filled))
 
     def job(self, plan: Plan, shape: Shape) -> Job:
         """The call under a plan.
@@ -155,7 +203,10 @@ class Subject:
         Raises:
             PlanError: if the plan does not fit.
         """
-        plan.check(shape.facts(type(self.transformer).__name__, len(self.seats.chain)))
+        kind = type(self.transformer).__name__
+        if self.table is not None:
+            check(plan, kind, in_turns=self.others > 0)
+        plan.check(shape.facts(kind, len(self.seats.chain)))
         return Job(plan=plan, spec=self.spec, shape=shape, weights=self.weights, stages=self._divided(plan))
 
     def _divided(self, plan: Plan) -> list[range]:
@@ -165,7 +216,9 @@ class Subject:
         return self._stages[key]
 
 
-def _beside(source: Path | str, index: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
+def _beside(
+    source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]
+) -> tuple[int, int, tuple[str, ...]]:
     """Parameters of the text encoders and of the VAE, and which text encoders were not counted.
 
     As written down, or else those of models that are made of the configs: files of weights need not be there.
@@ -176,7 +229,7 @@ def _beside(source: Path | str, index: Mapping[str, Any], vae: Mapping[str, Any]
         return found["text_parameters"], found["vae_parameters"], ()
     sizes = {name: _encoder(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]}
     with weightless():
-        coder = _parameters(diffusers.AutoencoderKL.from_config(vae))
+        coder = _parameters(kind.from_config(vae))
     return sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
 
 
