@@ -39,12 +39,17 @@ def machine(ask: Ask) -> Profile:
     if ask.hardware is not None:
         return hardware.profile(ask.hardware, ask.interlink)
     path = Path(ask.profile) if ask.profile is not None else env.profile()
-    if ask.profile is None and not path.exists():
+    found = Profile.read(path) if ask.profile is not None or path.exists() else None
+    if ask.hosts > 1 and ask.interlink is None and (found is None or found.interlink is None):
+        raise PlanError(
+            f"hosts={ask.hosts} are joined by a link; say which, such as --interlink 10Gbit, or measure it with "
+            "`ditile calibrate` under torchrun on several hosts"
+        )
+    if found is None:
         raise PlanError(
             "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
             f"known are {', '.join(hardware.known())}"
         )
-    found = Profile.read(path)
     return found if ask.interlink is None else hardware.joined(found, ask.interlink)
 
 

@@ -70,10 +70,16 @@ def plan(arguments: argparse.Namespace) -> int:
 def calibrate(arguments: argparse.Namespace) -> int:
     """`ditile calibrate`."""
     wanted = Calibrate(**collect(Calibrate, arguments))
+    if writes():
+        wanted.check_out()
     from ditile.generate import quiet
 
     quiet()
     from ditile.bench import calibrate
 
-    print(calibrate.calibrate(wanted))
+    path = calibrate.calibrate(wanted)
+    if env.torchrun() is not None:
+        importlib.import_module("ditile.mesh").part()
+    if path is not None:
+        print(path)
     return 0

@@ -209,7 +209,7 @@ class Ask:
             raise PlanError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        if self.hosts > 1 and self.interlink is None:
+        if self.hosts > 1 and self.interlink is None and self.hardware is not None:
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
@@ -237,6 +237,9 @@ class Calibrate:
 
     def __post_init__(self) -> None:
         check_counts(self, "ranks", "threads")
+
+    def check_out(self) -> None:
+        """Raises `ModelError` unless the profile can be written."""
         if self.out is not None:
             check_writable("out", Path(self.out))
 

@@ -1,4 +1,8 @@
-"""`ditile calibrate`: what `calibrate` measures, on one rank and then on all, as the profile of this machine."""
+"""`ditile calibrate`: what `calibrate` measures, on one rank and then on all, as the profile of this machine.
+
+Under torchrun the ranks are those that it started, and where they are on several hosts the link between these is
+measured too: by the first rank of each.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from ditile import env, files
+from ditile.errors import PlanError
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.load import defaults, find, load
-from ditile.mesh import Communicators, pick_device
+from ditile.mesh import Communicators, join_torchrun, pick_device
 from ditile.options import Calibrate
 from ditile.plan import Plan
 from ditile.planner import calibrate as curves
@@ -42,35 +47,89 @@ FREE = 1e9
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 
-def calibrate(wanted: Calibrate) -> Path:
+def calibrate(wanted: Calibrate) -> Path | None:
     """Measures this machine and keeps the profile.
 
     Returns:
-        Where it is.
+        Where it is; None on the ranks of torchrun that did not write it.
+
+    Raises:
+        PlanError: if torchrun started other ranks than are asked for, or not as many on each host.
     """
-    gpus = torch.cuda.device_count()
-    ranks = wanted.ranks or gpus or max(1, (os.cpu_count() or 1) // wanted.threads)
-    name = wanted.dtype or ("bfloat16" if gpus else "float32")
-    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * RUNS * STEPS) as heard:
-        [alone] = launch(one, 1, (name,), threads=wanted.threads, progress=heard)
-    found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
-    if ranks > 1:
-        found = _together_with(found, ranks, name, wanted.threads)
+    place = env.torchrun()
+    found = (_of_torchrun if place is not None and place.world > 1 else _of_this_machine)(wanted)
+    if found is None:
+        return None
     path = Path(wanted.out) if wanted.out is not None else env.profile()
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, found.to_json() + "\n")
     return path
 
 
-def _together_with(alone: Profile, ranks: int, dtype: str, threads: int) -> Profile:
-    """The profile with what all ranks measure together. Calls on GPUs do not show how long hosts take to start."""
-    jobs = [] if alone.runs_ahead else _shared_jobs(ranks)
+def _of_this_machine(wanted: Calibrate) -> Profile:
+    """By ranks that are started here."""
+    ranks = wanted.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // wanted.threads)
+    found = _alone(wanted, ranks)
+    if ranks == 1:
+        return found
+    jobs = _jobs(ranks, runs_ahead=found.runs_ahead)
     runs = sum(1 + len(job.plans) for job in jobs) * (1 + TURNS) or RUNS
     with progress(f"{ranks} ranks", curves.LINK_PARTS + runs) as heard:
-        link, together, times = launch(joined, ranks, (dtype, jobs), threads=threads, progress=heard)[0]
-    found = dataclasses.replace(alone, link=link, together=together)
+        together = launch(joined, ranks, (_dtype(wanted), jobs), threads=wanted.threads, progress=heard)[0]
+    return _together_with(found, jobs, together)
+
+
+def _of_torchrun(wanted: Calibrate) -> Profile | None:
+    """By the ranks of the group that torchrun's variables describe; None on all but the first."""
+    join_torchrun()
+    hosts = by_host()
+    ranks, gpus = len(hosts[0]), torch.cuda.device_count()
+    if any(len(of_host) != ranks for of_host in hosts):
+        each = ", ".join(str(len(of_host)) for of_host in hosts)
+        raise PlanError(f"the hosts have {each} ranks; start as many on each")
+    if wanted.ranks not in (None, ranks):
+        raise PlanError(f"ranks={wanted.ranks}, and torchrun started {ranks} on each host; leave it out")
+    found = _alone(wanted, ranks) if dist.get_rank() == 0 else None
+    dist.barrier()
+    if not gpus:
+        torch.set_num_threads(wanted.threads)
+    jobs = _jobs(ranks, runs_ahead=gpus > 0) if ranks > 1 else []
+    together = joined(_dtype(wanted), jobs, hosts)
+    if found is None:
+        return None
+    return dataclasses.replace(_together_with(found, jobs, together), interlink=together.interlink)
+
+
+def _alone(wanted: Calibrate, ranks: int) -> Profile:
+    """What one rank measures in a process of its own, of a machine that has so many."""
+    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * RUNS * STEPS) as heard:
+        [alone] = launch(one, 1, (_dtype(wanted),), threads=wanted.threads, progress=heard)
+    found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
+    return found
+
+
+def _dtype(wanted: Calibrate) -> str:
+    return wanted.dtype or ("bfloat16" if torch.cuda.device_count() else "float32")
+
+
+def by_host() -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, as torchrun counts them: one host after the other."""
+    place, found = env.torchrun(), [0] * dist.get_world_size()
+    assert place is not None
+    dist.all_gather_object(found, place.rank - place.local_rank)
+    return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
+
+
+def _jobs(ranks: int, *, runs_ahead: bool) -> list[_Job]:
+    """Calls that ranks of a host share; on GPUs these do not show how long hosts take to start."""
+    return [] if runs_ahead else _shared_jobs(ranks)
+
+
+def _together_with(alone: Profile, jobs: Sequence[_Job], measured: Joined) -> Profile:
+    """The profile with what all ranks measured together."""
+    found = dataclasses.replace(alone, link=measured.link, together=measured.together)
     sums, exchanges = list[curves.Shared](), list[curves.Shared]()
-    for job, of_job in zip(jobs, times, strict=True):
+    for job, of_job in zip(jobs, measured.times, strict=True):
         for plan, share in zip(job.plans, of_job, strict=True):
             took = share * job.latency(Plan(), found)
             if plan.pipefusion > 1:  # the first of all: the others build on it
@@ -108,14 +167,48 @@ def one(dtype: str) -> Profile:
     return _called(profile, dtype)
 
 
-def joined(dtype: str, jobs: Sequence[_Job]) -> tuple[Link, float, list[list[float]]]:
-    """On all ranks: what joins them, how much slower they compute together if shared calls do not say it, and these."""
+class Joined(NamedTuple):
+    """What ranks measured together.
+
+    Attributes:
+        link, interlink: what joins those of a host, and the first ones of several; the same if each has one.
+        together: how much slower they compute together, if shared calls do not say it.
+        times: of each shared call under each plan.
+    """
+
+    link: Link
+    interlink: Link | None
+    together: float
+    times: list[list[float]]
+
+
+def joined(dtype: str, jobs: Sequence[_Job], hosts: Sequence[Sequence[int]] | None = None) -> Joined:
+    """On all ranks: what joins them, and what they take for shared calls.
+
+    Args:
+        jobs: the calls, under plans of the ranks of a host.
+        hosts: the ranks of each; by default all are on one.
+    """
     quiet()
-    device = pick_device(None, dist.get_rank())
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    link = curves.link(Bench(on, getattr(torch, dtype), env.advance))
-    staged = any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
-    return link, 1.0 if staged else _together(dtype, device), [_shared(dtype, job) for job in jobs]
+    hosts = hosts or [range(dist.get_world_size())]
+    place = env.torchrun()
+    device = pick_device(None, dist.get_rank() if place is None else place.local_rank)
+    interlink = link_of(dtype, device, [of_host[0] for of_host in hosts]) if len(hosts) > 1 else None
+    link = link_of(dtype, device, hosts[0]) if len(hosts[0]) > 1 else interlink or NO_LINK
+    staged = len(hosts[0]) == 1 or any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
+    together = 1.0 if staged else _together(dtype, device)
+    return Joined(link, interlink, together, [_shared(dtype, job) for job in jobs])
+
+
+def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
+    """What joins some ranks, on these; the others wait. All must ask."""
+    group = Communicators().of("calibrate", ranks, None) if len(ranks) < dist.get_world_size() else None
+    on = device if "nccl" in dist.get_backend() else torch.device("cpu")
+    found = NO_LINK
+    if dist.get_rank() in ranks:
+        found = curves.link(Bench(on, getattr(torch, dtype), env.advance, group))
+    dist.barrier()
+    return found
 
 
 class _Job(NamedTuple):
@@ -152,7 +245,9 @@ def _shared(dtype: str, job: _Job) -> list[float]:
     Made in turn with one rank, which is the first replica of one image: a machine that grows slower does so for all.
     """
     groups, runners = Communicators(), []
-    for plan in (Plan(data=dist.get_world_size()), *job.plans):
+    world = dist.get_world_size()
+    of_hosts = (dataclasses.replace(plan, data=world // plan.world) for plan in job.plans)  # the first host's draws
+    for plan in (Plan(data=world), *of_hosts):
         pipe: Any = load(job.model, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         runners.append(parallelize(pipe, plan, groups=groups))

@@ -41,11 +41,15 @@ class Bench:
     Args:
         device, dtype: what is measured.
         done: called when a part of it is.
+        group: the ranks whose links are measured; all by default.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, done: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, done: Callable[[], None] = lambda: None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self._make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.done = done
+        self.done, self.group = done, group
         self._is_gpu = device.type == "cuda"
 
     def numbers(self, *shape: int) -> torch.Tensor:
@@ -55,6 +59,15 @@ class Bench:
     def message(self, size: int, parts: int = 1) -> torch.Tensor:
         """Random numbers of so many bytes, or of so many such parts."""
         return self.numbers(size // self._make["dtype"].itemsize * parts)
+
+    @property
+    def rank(self) -> int:
+        """This rank among those of the group."""
+        return dist.get_rank(self.group)
+
+    def peer(self, rank: int) -> int:
+        """The number that a rank of the group has among all."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
         """Of a call: the shortest of some runs, none of them the first; what else the machine does only adds."""
@@ -142,18 +155,18 @@ def _table(bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[i
 
 
 def link(bench: Bench) -> Link:
-    """What joins the ranks of the group that is there: messages from rank 0 to rank 1, and collectives of all."""
-    world = dist.get_world_size()
+    """What joins the ranks of a group: messages from its first to its second, and collectives of all."""
+    world, group = dist.get_world_size(bench.group), bench.group
     small, large = (_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     size = MESSAGES[-2]
     x = bench.message(size, world)
     parts, out = list(x.chunk(world)), torch.empty_like(x)
-    exchanged = _together(bench, lambda: dist.all_to_all_single(out, x))
+    exchanged = _together(bench, lambda: dist.all_to_all_single(out, x, group=group))
     tiny = bench.numbers(world)
-    started = _between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny))
-    summed = _together(bench, lambda: dist.all_reduce(x))
-    gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0]))
+    started = _between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group))
+    summed = _together(bench, lambda: dist.all_reduce(x, group=group))
+    gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0], group=group))
     sent = x.numel() * x.element_size() * (world - 1) / world
     return Link(
         latency_s=small, bandwidth=bandwidth, collective=_share(sent, exchanged - started, bandwidth),
@@ -178,7 +191,7 @@ def _between_work(bench: Bench, call: Callable[[], Any]) -> float:
     work()
     found = []
     for _ in range(REPEATS):
-        dist.barrier()
+        dist.barrier(bench.group)
         found.append(bench.many(both, 40) - bench.many(work, 40))
     bench.done()
     return max(statistics.median(found), 1e-7)
@@ -190,16 +203,16 @@ def _share(sent: float, seconds: float, bandwidth: float) -> float:
 
 def _one_way(bench: Bench, size: int) -> float:
     """Seconds of a message: half of there and back."""
-    x = bench.message(size)
-    rank = dist.get_rank()
+    x, group, rank = bench.message(size), bench.group, bench.rank
+    first, second = bench.peer(0), bench.peer(1)
 
     def there_and_back() -> None:
         if rank == 0:
-            dist.send(x, 1)
-            dist.recv(x, 1)
+            dist.send(x, second, group)
+            dist.recv(x, second, group)
         elif rank == 1:
-            dist.recv(x, 0)
-            dist.send(x, 0)
+            dist.recv(x, first, group)
+            dist.send(x, first, group)
 
     return _together(bench, there_and_back) / 2
 
@@ -209,7 +222,7 @@ def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
     call()
     found = []
     for _ in range(REPEATS):
-        dist.barrier()
+        dist.barrier(bench.group)
         found.append(bench.many(call, times))
     bench.done()
     return min(found)
@@ -217,21 +230,24 @@ def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
 
 def _overlap(bench: Bench) -> float:
     """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
-    rank, size = dist.get_rank(), MESSAGES[-1]
+    rank, size, first, second = bench.rank, MESSAGES[-1], bench.peer(0), bench.peer(1)
     x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.message(size)
 
     def compute() -> None:
         for _ in range(6):  # about as long as the message
             functional.linear(x, weight)
 
+    def started() -> Any:
+        if rank == 0:
+            return dist.isend(message, second, bench.group)
+        return dist.irecv(message, first, bench.group)
+
     def send() -> None:
         if rank < 2:
-            work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0)
-            assert work is not None
-            work.wait()
+            started().wait()
 
     def both() -> None:
-        work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0) if rank == 1 else None
+        work = started() if rank < 2 else None
         compute()
         if work is not None:
             work.wait()
@@ -240,7 +256,7 @@ def _overlap(bench: Bench) -> float:
     for call in (compute, send, both):
         call()
     for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
-        dist.barrier()
+        dist.barrier(bench.group)
         alone, sent, together = (bench.many(call, 5) for call in (compute, send, both))
         found.append((alone + sent - together) / min(alone, sent))
     bench.done()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ditile.bench import calibrate as command
+from ditile.cli import main
+from ditile.errors import PlanError
+from ditile.options import Calibrate
 from ditile.planner import calibrate
 from ditile.planner.calibrate import MESSAGES, Bench, Shared, fitted, started
 from ditile.planner.hardware import profile
-from ditile.planner.profile import Link
+from ditile.planner.profile import Link, Profile
 from tests.pool import Pool
 
 
@@ -100,3 +106,83 @@ def test_messages_have_their_bytes_in_any_type(pool: Pool, dtype: str) -> None:
     assert pool.run(_sizes, 2, dtype)[0] == {MESSAGES[0], MESSAGES[-1]}
     bench = Bench(torch.device("cpu"), getattr(torch, dtype))
     assert bench.message(MESSAGES[1], 3).nbytes == 3 * MESSAGES[1]
+
+
+def _shrink(patch: pytest.MonkeyPatch) -> None:
+    """All that is measured, in a second."""
+    small = {"ROWS": (1, 64), "WIDTHS": (128,), "LENGTHS": (16, 64), "SIZES": (2**12, 2**14), "REPEATS": 2,
+             "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16)}  # fmt: skip
+    for name, value in small.items():
+        patch.setattr(calibrate, name, value)
+    for name, value in {"CALLS": (("shapes-pixart", 64), ("shapes-flux", 64)), "STEPS": 2, "RUNS": 1}.items():
+        patch.setattr(command, name, value)
+
+
+def _planned(profile: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    asked = ["plan", "--profile", str(profile), "--height", "64", "--steps", "4", "--json", "-", *words]
+    assert main(asked) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_command_writes_what_plan_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank, in this process. A failure means that a user who calibrates cannot plan."""
+    _shrink(monkeypatch)
+    monkeypatch.setattr(command, "launch", lambda fn, ranks, args, **_: [fn(*args)])
+    out = tmp_path / "here.json"
+    assert main(["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    found = Profile.read(out)
+    assert (found.name, found.devices, found.interlink) == ("here", 1, None)
+    assert found.micro_s > 0 and found.matmul.at(64, 128) > 1e6
+    answer = _planned(out, capsys)
+    assert answer["hardware"] == "here" and answer["plans"][0]["latency_s"] > 0
+    assert main(["plan", "--profile", str(out), "--hosts", "2", "--devices", "2"]) == 2
+    assert "or measure it with `ditile calibrate` under torchrun" in capsys.readouterr().err
+
+
+def _of_hosts(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
+    """On a rank, one of so many on each host: what was measured, and who sent messages to whom."""
+    pairs, send = set[tuple[int, int]](), dist.send
+    host, local = divmod(dist.get_rank(), ranks)
+
+    def noted(x: torch.Tensor, to: int, group: Any = None) -> Any:
+        pairs.add((dist.get_rank(), to))
+        return send(x, to, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _shrink(patch)
+        patch.setattr(dist, "send", noted)
+        patch.setattr(command, "_together", lambda dtype, device: 1.0)
+        patch.setattr(command, "launch", lambda *args, **_: [profile("l40-pcie")])
+        patch.setenv("LOCAL_RANK", str(local))
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        if out is None:
+            return command.joined("float32", [], command.by_host()), pairs
+        with pytest.raises(PlanError, match=f"ranks=9, and torchrun started {ranks} on each host; leave it out"):
+            command.calibrate(Calibrate(ranks=9, out=out))
+        return command.calibrate(Calibrate(out=out, dtype="float32")), pairs
+
+
+def test_links_between_hosts_are_measured_between_hosts(pool: Pool) -> None:
+    """Two hosts of two ranks. A failure means that the wire between hosts is taken for one within, or the other way."""
+    found = pool.run(_of_hosts, 4, 2, None)
+    assert [pairs for _, pairs in found] == [{(0, 1), (0, 2)}, {(1, 0)}, {(2, 0)}, set()]
+    first = found[0][0]
+    for link in (first.link, first.interlink):
+        assert 0 < link.latency_s < 1 and link.bandwidth > 1e3 and 0 < link.collective <= 1
+    assert first.link != first.interlink
+
+
+def test_torchrun_measures_its_hosts(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of one rank each: one file, by the first, with the link that `ditile plan --hosts 2` is about."""
+    out = tmp_path / "hosts.json"
+    found = pool.run(_of_hosts, 2, 1, str(out))
+    assert [path for path, _ in found] == [out, None]
+    written = Profile.read(out)
+    assert written.devices == 1 and written.interlink == written.link and written.interlink is not None
+    assert written.interlink.bandwidth > 1e3 and written.matmul == profile("l40-pcie").matmul
+    plans = _planned(out, capsys, "--hosts", "2", "--devices", "2")["plans"]
+    assert any(plan["exposed_comm_s"] > 0 for plan in plans)
