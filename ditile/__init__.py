@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ditile.errors import DitileError, LoadError, ModelError, PlanError, RankError, StateError
+from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError
 
 # Two functions share their module's name. Python binds a submodule to its package when it is first imported, which is
 # here, and these lines then bind the function: whoever imports the module later finds the function in its place.
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ditile.models.block_lists import supported_pipelines
     from ditile.models.patterns import ForwardPattern
     from ditile.quantization import quantize
+    from ditile.report import Report
     from ditile.runner import Runner, parallelize
+    from ditile.steps.cached import IdleCacheWarning
     from ditile.steps.config import (
         DBCacheConfig,
         DBPruneConfig,
@@ -48,6 +50,8 @@ __all__ = [
     "DitileError",
     "FoCaCalibratorConfig",
     "ForwardPattern",
+    "IdleCacheWarning",
+    "JoinError",
     "LoadError",
     "ModelError",
     "ModelSpec",
@@ -57,6 +61,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "Report",
     "Runner",
     "StateError",
     "TaylorSeerCalibratorConfig",
@@ -85,10 +90,12 @@ _LAZY = {
     "DMDCalibratorConfig": "ditile.steps.config",
     "FoCaCalibratorConfig": "ditile.steps.config",
     "ForwardPattern": "ditile.models.patterns",
+    "IdleCacheWarning": "ditile.steps.cached",
     "ModelSpec": "ditile.models",
     "ParallelismConfig": "ditile.steps.parallelism",
     "ParamsModifier": "ditile.steps.config",
     "PatchFunctor": "ditile.models.adapter",
+    "Report": "ditile.report",
     "Runner": "ditile.runner",
     "TaylorSeerCalibratorConfig": "ditile.steps.config",
     "disable_cache": "ditile.caching",

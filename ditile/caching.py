@@ -83,6 +83,7 @@ def enable_cache(
     Warns:
         IdleCacheWarning: if the settings leave no block that could be left out.
     """
+    ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)  # refuses what is no config
     pipe = _pipe_of(pipe_or_adapter)
     runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
     adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None

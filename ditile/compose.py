@@ -251,6 +251,15 @@ def vae_of(vae: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
     return ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
+def check_pipeline(pipe: Any) -> None:
+    """Raises `ModelError` unless something has a model that it calls in its loop."""
+    if not any(isinstance(getattr(pipe, name, None), nn.Module) for name in MODELS):
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; give a pipeline of "
+            "diffusers"
+        )
+
+
 def compose(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
     attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,

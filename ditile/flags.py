@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +48,38 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     aliases: tuple[str, ...] = (),
+    example: str | None = None,
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
     A bool that is False is a switch; one that is None has a `--no-` form too. Aliases are flags as they are written.
+    The example is of several numbers, for the error where they cannot be read.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"example": example})
+
+
+def documented(doc: str | None, fields: Mapping[str, Any]) -> str:
+    """A class's docstring with what `--help` says of each of its fields as their `Attributes`.
+
+    Args:
+        doc: the docstring, whose last part is what the class raises.
+        fields: the names in the class's body.
+    """
+    head, raises, rest = inspect.cleandoc(doc or "").partition("Raises:")
+    of_each = [
+        f"    {name}: {field.metadata['doc']}" + ("" if field.default is None else f" (default {field.default})")
+        for name, field in fields.items()
+        if isinstance(field, dataclasses.Field)
+    ]
+    return head + "\n".join(["Attributes:", *of_each]) + "\n\n" + raises + rest
+
+
+def signature(fields: Mapping[str, Any]) -> inspect.Signature:
+    """What a class of these fields is called with, for `help`, where it has a `__new__` that takes anything."""
+    options = {name: field for name, field in fields.items() if isinstance(field, dataclasses.Field)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([inspect.Parameter(n, keyword, default=field.default) for n, field in options.items()])
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -78,7 +104,7 @@ def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Reader]]:
     """Each field of a dataclass with what reads it from text."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        yield field, _reader(hints[field.name])
+        yield field, _reader(hints[field.name], field.metadata.get("example"))
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> None:
@@ -149,13 +175,14 @@ _PLAIN = {
 }
 
 
-def _reader(hint: Any) -> Reader:
+def _reader(hint: Any, example: str | None = None) -> Reader:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        kinds = [_reader(kind) for kind in typing.get_args(hint) if kind is not types.NoneType]
+        kinds = [_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
         return kinds[0] if len(kinds) == 1 else Reader(" or ".join(kind.what for kind in kinds), _first_of(kinds))
     if typing.get_origin(hint) is tuple:
+        such = "" if example is None else f" such as {example}"
         whole = typing.get_args(hint)[0] is int
-        return Reader("whole numbers such as 7,7,8", integers) if whole else Reader("numbers such as 1,0.5", numbers)
+        return Reader("whole numbers" + such, integers) if whole else Reader("numbers" + such, numbers)
     if typing.get_origin(hint) is typing.Literal:
         words = typing.get_args(hint)
         return Reader(words[0] if len(words) == 1 else f"one of {', '.join(words)}", _one_of(words))

@@ -87,12 +87,14 @@ def _rows(plan: Plan, facts: Facts) -> Iterator[str]:
     if plan.distrifusion > rows:
         yield (
             f"distrifusion={plan.distrifusion} exceeds the {rows} token rows of this image, a patch for each rank; "
-            f"try 1 to {rows}, or a higher image"
+            f"try 1 to {rows}, or a taller image"
         )
-    if plan.num_patches > rows:
+    if plan.patches is not None and plan.patches > rows:
+        yield f"patches={plan.patches} exceeds the {rows} token rows of this image; try 1 to {rows}, or a taller image"
+    elif plan.num_patches > rows and (facts.blocks is None or plan.pipefusion <= facts.blocks):
         yield (
-            f"patches={plan.num_patches} exceeds the {rows} token rows of this image; "
-            f"try 1 to {rows}, or a higher image"
+            f"pipefusion={plan.pipefusion} makes as many patches, more than the {rows} token rows of this image; try "
+            f"patches=1 to {rows}, or a taller image"
         )
 
 
@@ -115,7 +117,7 @@ def _batch(plan: Plan, facts: Facts) -> Iterator[str]:
     if facts.branches is not None and plan.cfg > facts.branches:
         yield (
             f"cfg={plan.cfg} shares out branches of guidance, and this call has {facts.branches}; raise guidance_scale "
-            "(of FLUX: true_cfg_scale, with a negative_prompt) above 1, or use cfg=1"
+            "or --guidance (of FLUX: true_cfg_scale with a negative_prompt, or --true-cfg) above 1, or use cfg=1"
         )
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import DitileError, LoadError, ModelError
+from ditile.plan import Plan, checked_plan
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-
-    from ditile.plan import Plan
 
 ASSETS = Path(__file__).parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -53,11 +52,13 @@ def find(name: str, variant: str | None = None, *, weights: bool = True) -> Path
         ModelError: if `name` is none of the three.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
-    if name in bundled() or Path(name).is_dir():
-        folder = ASSETS / name if name in bundled() else Path(name)
-        return checked(folder, variant) if weights else _pipeline(folder)
-    if HUB_ID.fullmatch(name) and not Path(name).exists():
-        return name
+    if isinstance(name, str) and name in bundled():
+        return checked(ASSETS / name, variant) if weights else _pipeline(ASSETS / name)
+    if name and isinstance(name, str | Path):
+        if Path(name).is_dir():
+            return checked(Path(name), variant) if weights else _pipeline(Path(name))
+        if HUB_ID.fullmatch(str(name)) and not Path(name).exists():
+            return str(name)
     raise ModelError(
         f"model {name!r} is not known; bundled are {', '.join(bundled()) or 'none'}; "
         "a folder saved by save_pretrained and a hub id (owner/name) work too"
@@ -70,6 +71,7 @@ def load(
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
     Args:
+        name: of a bundled model, such as shapes-flux; or a folder, or a hub id.
         dtype: a torch dtype or its name. By default float32 for bundled models and where there is no GPU, else
             bfloat16; float16 only if asked for.
         plan: reads only what this rank of the plan owns; `parallelize` takes the pipeline with a plan that divides it
@@ -86,8 +88,9 @@ def load(
 
     source = find(name, variant)
     wanted = dtype_of(source, dtype)
+    rank = 0 if plan is None else _rank_of(plan)
     try:
-        own = _own(source, plan, wanted, variant) if plan is not None else {}
+        own = {} if plan is None else _own(source, plan, rank, wanted, variant)
         pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
             source, dtype=wanted, use_safetensors=True, variant=variant, **own
         )
@@ -104,11 +107,16 @@ def load(
     return pipe
 
 
-def _own(source: Path | str, plan: Plan, dtype: torch.dtype, variant: str | None) -> dict[str, Any]:
+def _rank_of(plan: Any) -> int:
     from ditile.mesh import rank_of_process
+
+    return rank_of_process(checked_plan(plan))
+
+
+def _own(source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None) -> dict[str, Any]:
     from ditile.portion import components
 
-    return components(source, plan, rank_of_process(plan), dtype, variant)
+    return components(source, plan, rank, dtype, variant)
 
 
 def checked(folder: Path, variant: str | None = None) -> Path:

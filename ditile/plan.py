@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import json
 import math
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditile.errors import PlanError
-from ditile.flags import option, readers
+from ditile.flags import documented, option, readers, signature
 from ditile.legal import Facts, advice, illegal
 
 DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
@@ -30,7 +31,7 @@ class Plan:
     """Degrees, patches and warmup of one generation. World = the product of the degrees.
 
     Raises:
-        PlanError: if a value is out of its range, or two of them contradict each other.
+        PlanError: if a field is not known, a value is out of its range, or two of them contradict each other.
     """
 
     data: int = option(1, "replicas that share out prompts and images", metavar="N")
@@ -50,10 +51,13 @@ class Plan:
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
     stage_blocks: tuple[int, ...] | None = option(
-        None, "blocks of each stage, such as 7,7,8; balanced by their cost by default", metavar="A,B,.."
+        None,
+        "blocks of each stage, such as 7,7,8; balanced by their cost by default",
+        metavar="A,B,..",
+        example="7,7,8",
     )
     stage_weights: tuple[float, ...] | None = option(
-        None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,.."
+        None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,..", example="1,0.5"
     )
     uaa: bool | None = option(None, "force or forbid lengths and heads that ulysses does not divide")
     async_ulysses: bool = option(False, "exchange each projection while the next one is computed")
@@ -67,6 +71,18 @@ class Plan:
     vae_block_size: int | None = option(
         None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
     )
+
+    __doc__, __signature__ = documented(__doc__, vars()), signature(vars())
+
+    def __new__(cls, **values: Any) -> Any:
+        """Raises `PlanError`, with the nearest known one, for a field that there is not."""
+        known = cls.__dataclass_fields__
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise PlanError(f"Plan({name}=..) is not known; {hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         optional = ("patches", "warmup_ranks", "vae_block_size")
@@ -209,14 +225,13 @@ class Plan:
         Raises:
             PlanError: if the text is no JSON object of a plan's fields.
         """
-        known, example = [field.name for field in dataclasses.fields(cls)], '{"pipefusion": 2}'
+        example = '{"pipefusion": 2}'
         try:
             values = json.loads(text)
         except ValueError as error:
             raise PlanError(f"{text!r} is no JSON ({error}); a plan is an object such as {example}") from error
-        unknown = sorted(set(values) - set(known)) if isinstance(values, dict) else ["no object"]
-        if unknown:
-            raise PlanError(f"{text!r} is no plan in JSON: {unknown[0]} is not known; known are {', '.join(known)}")
+        if not isinstance(values, dict):
+            raise PlanError(f"{text!r} is no JSON object; a plan is one such as {example}")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -286,8 +301,13 @@ class Plan:
         """The inverse of `str`: `Plan.parse("pipefusion=2 patches=4")`.
 
         Raises:
-            PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
+            PlanError: if there is no word, one is not `name=value`, a name is unknown or twice there, or a value has
+                the wrong type.
         """
+        if not text.strip():
+            raise PlanError(
+                f"{text!r} is no plan; write name=value, such as pipefusion=2, or pipefusion=1 for one rank"
+            )
         known = {field.name: read for field, read in readers(cls)}
         values: dict[str, Any] = {}
         for word in text.split():
@@ -300,6 +320,18 @@ class Plan:
             except argparse.ArgumentTypeError as error:
                 raise PlanError(f"{word!r}: {error}") from None
         return cls(**values)
+
+
+def checked_plan(plan: Any) -> Plan:
+    """The plan as it is. Raises `PlanError` if it is something else."""
+    if isinstance(plan, Plan):
+        return plan
+    instead = (
+        f"ditile.Plan.parse({plan!r})"
+        if isinstance(plan, str) and plan.strip()
+        else "one, such as ditile.Plan(pipefusion=2)"
+    )
+    raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
 
 
 def _is_number(value: Any, *kinds: type) -> bool:

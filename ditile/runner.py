@@ -21,20 +21,21 @@ from ditile import env, rng
 from ditile.agreement import Groups
 from ditile.blocks.schedule import Schedule
 from ditile.callbacks import StepEnd
-from ditile.compose import MODELS, Composition, compose, move
+from ditile.compose import MODELS, Composition, check_pipeline, compose, move
 from ditile.cost import Job
 from ditile.errors import ModelError, StateError
 from ditile.legal import Facts
 from ditile.memory import AgeChecks
 from ditile.mesh import Communicators, build, local_rank, pick_device
 from ditile.opaque import uncompiled
-from ditile.plan import Plan
+from ditile.plan import Plan, checked_plan
 from ditile.quantized import quantized
+from ditile.report import Report
 from ditile.shape import Shape, filled_call
 from ditile.table import describe, describe_whole
 from ditile.trace import Event, write_chrome
 from ditile.transport import gather_json
-from ditile.watch import Report, Watch
+from ditile.watch import Watch
 
 LOG = logging.getLogger("ditile")
 
@@ -45,6 +46,8 @@ class Runner:
     Attributes:
         pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
             Load LoRAs with `ditile.load_lora`: peft raises on a stage that none of a LoRA's blocks belong to.
+        plan: how it is divided.
+        mesh: this rank, its place on each axis, and the process groups of them.
         devices: of each rank.
         trace: whether the next call records a trace.
         report: what the last call took on this rank; None before the first.
@@ -137,7 +140,11 @@ class Runner:
         self._restored = True
 
     def reports(self) -> list[dict[str, Any]]:
-        """`report` of every rank, in rank order, on every rank. All ranks must call it."""
+        """`report` of every rank as JSON types, in rank order, on every rank. All ranks must call it.
+
+        Raises:
+            StateError: before the first call.
+        """
         if self.report is None:
             raise StateError("there is no report before the first call")
         return gather_json(self.report.to_dict(), self.mesh.everyone)
@@ -278,9 +285,13 @@ def parallelize(
         groups: process groups that runners share which run one at a time; by default its own.
 
     Raises:
-        ModelError, PlanError, StateError: as `compose.compose`; nothing was changed then.
+        PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
+        ModelError: if `pipe` is no pipeline or cannot be divided so, or the kernel or the table of splits will not do.
+        StateError: if the pipeline was divided before, and not restored.
+        JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
-    plan = plan or Plan()
+    plan = Plan() if plan is None else checked_plan(plan)
+    check_pipeline(pipe)
     chosen = pick_device(device, local_rank())
     mesh = build(plan, groups, chosen)
     origin = torch.device(pipe.device)

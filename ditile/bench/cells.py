@@ -32,12 +32,12 @@ class Cell(NamedTuple):
     @property
     def world(self) -> int:
         """Ranks."""
-        return 1 if self.plan == ONE_RANK else self.parsed.world
+        return self.parsed.world
 
     @property
     def parsed(self) -> Plan:
         """The plan."""
-        return Plan.parse(self.plan)
+        return Plan() if self.plan == ONE_RANK else Plan.parse(self.plan)
 
     @property
     def configs(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
     @property
     def pictures(self) -> int:
         """Pictures of a call: one for each replica."""
-        return 1 if self.plan == ONE_RANK else self.parsed.data
+        return self.parsed.data
 
     @property
     def one_rank(self) -> Cell:

@@ -36,7 +36,7 @@ class Comparison:
     )
     sizes: tuple[int, ...] | None = option(
         None, "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
-        metavar="N,N,..",
+        metavar="N,N,..", example="256,512",
     )  # fmt: skip
     links: str | None = option(
         None, "two hosts joined by a link of each of these rates, such as 100Mbit,1Gbit (needs root)", metavar="RATES"

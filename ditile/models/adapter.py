@@ -168,11 +168,14 @@ def transformers_of(pipe: Any) -> list[nn.Module]:
     """
     if isinstance(pipe, nn.Module):
         return [pipe]
-    parts = getattr(pipe, "components", None) or vars(pipe)
+    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     found = [part for name, part in modules.items() if "transformer" in name or row_of(type(inner(part)))]
     if not found:
-        raise ModelError(f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out")
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
+            "transformer or a BlockAdapter"
+        )
     return list(dict.fromkeys(found))
 
 

@@ -129,10 +129,11 @@ def test_every_rule_has_a_sample_that_breaks_it() -> None:
 def test_the_public_names_are_these_and_sorted() -> None:
     names = [
         "BlockAdapter", "DBCacheConfig", "DBPruneConfig", "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig",
-        "ForwardPattern", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
-        "Plan", "PlanError", "RankError", "Runner", "StateError", "TaylorSeerCalibratorConfig", "__version__",
-        "disable_cache", "enable_cache", "launch", "load", "load_configs", "load_lora", "parallelize", "quantize",
-        "refresh_context", "register", "set_compile_configs", "steps_mask", "strify", "summary", "supported_pipelines",
+        "ForwardPattern", "IdleCacheWarning", "JoinError", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig",
+        "ParamsModifier", "PatchFunctor", "Plan", "PlanError", "RankError", "Report", "Runner", "StateError",
+        "TaylorSeerCalibratorConfig", "__version__", "disable_cache", "enable_cache", "launch", "load", "load_configs",
+        "load_lora", "parallelize", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
+        "strify", "summary", "supported_pipelines",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:

@@ -17,7 +17,8 @@ class Options:
     num_steps: int = option(20, "steps")
     scale: float | None = option(None, "scale")
     kind: Literal["a", "b"] = option("a", "kind", choices=("a", "b"))
-    parts: tuple[int, ...] | None = option(None, "parts")
+    parts: tuple[int, ...] | None = option(None, "parts", example="7,7,8")
+    sizes: tuple[int, ...] | None = option(None, "sizes", example="256,512")
     dry: bool = option(False, "only look")
     sure: bool | None = option(None, "force or forbid")
     until: int | Literal["auto"] = option(1, "how long", metavar="W")
@@ -54,6 +55,7 @@ def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
         (("--num-steps", "x"), "argument --num-steps: 'x' is not a whole number"),
         (("--scale", "x"), "argument --scale: 'x' is not a number"),
         (("--parts", "1,x"), "argument --parts: '1,x' is not whole numbers such as 7,7,8"),
+        (("--sizes", "1x"), "argument --sizes: '1x' is not whole numbers such as 256,512"),
         (("--until", "x"), "argument --until: 'x' is not a whole number or auto"),
         (("--until", "1.5"), "argument --until: '1.5' is not a whole number or auto"),
         (("--sure=x",), "argument --sure/--no-sure: ignored explicit argument 'x'"),

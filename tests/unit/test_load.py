@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ditile
-from ditile import LoadError, ModelError
+from ditile import LoadError, ModelError, PlanError
 from ditile.load import ASSETS, bundled, defaults, find, load
 from tests import tiny
 
@@ -67,6 +67,48 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
 
 def test_an_unknown_name() -> None:
     assert "shapes-flux, shapes-pixart" in message("nothing-like-it", ModelError)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean a raw error, or the current folder."""
+    monkeypatch.chdir(shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model"))
+    with pytest.raises(ModelError, match=f"model {name!r} is not known; bundled are shapes-flux"):
+        load(name)
+
+
+def test_a_path_is_a_folder(folder: Path) -> None:
+    assert find(folder) == folder
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("pipefusion=2", r"plan='pipefusion=2' is no Plan; give ditile.Plan.parse\('pipefusion=2'\)"),
+        (2, r"plan=2 is no Plan; give one, such as ditile.Plan\(pipefusion=2\)"),
+        ("", r"plan='' is no Plan; give one"),
+    ],
+)
+def test_a_plan_that_is_none_is_no_fault_of_the_model(plan: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        load("shapes-flux", plan=plan)
+    with pytest.raises(PlanError, match=says):
+        ditile.parallelize(tiny.flux(), plan)
+
+
+@pytest.mark.parametrize("name", ["cache_config", "calibrator_config"])
+def test_settings_of_a_cache_that_are_none(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}='F=1' is no config; give a"):
+        ditile.enable_cache(tiny.flux(), **{name: "F=1"})
+
+
+@pytest.mark.parametrize(
+    "call", [ditile.parallelize, ditile.enable_cache, ditile.disable_cache, ditile.summary, ditile.strify]
+)
+@pytest.mark.parametrize("pipe", [None, "shapes-flux"])
+def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
+    with pytest.raises(ModelError, match=f"{type(pipe).__name__} has no transformer.* give a pipeline"):
+        call(pipe)
 
 
 def test_a_hub_id_is_left_to_diffusers() -> None:

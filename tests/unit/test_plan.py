@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -53,6 +55,8 @@ def test_a_plan_survives_its_line_and_json(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"pipefuson": 2}, r"Plan\(pipefuson=..\) is not known; did you mean pipefusion\?"),
+        ({"qqq": 2}, r"Plan\(qqq=..\) is not known; known are data, cfg"),
         ({"pipefusion": 0}, "pipefusion=0 is not a whole number of at least 1; try pipefusion=1"),
         ({"pipefusion": True}, "pipefusion=True"),
         ({"pipefusion": 1.5}, "pipefusion=1.5"),
@@ -103,6 +107,8 @@ def test_a_value_out_of_range_is_refused_with_its_value(values: dict[str, Any], 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("", "'' is no plan; write name=value, such as pipefusion=2, or pipefusion=1 for one rank"),
+        (" ", "is no plan"),
         ("pipefusion", "write name=value with data, cfg"),
         ("stages=2", "stages=2"),
         ("pipefusion=2 pipefusion=2", "each once"),
@@ -122,9 +128,9 @@ def test_a_line_that_is_no_plan_is_refused(text: str, says: str) -> None:
     ("text", "says"),
     [
         ("", "no JSON"),
-        ("[2]", "no object"),
-        ("2", "no object"),
-        ('{"stages": 2}', "stages is not known; known are data"),
+        ("[2]", r"'\[2\]' is no JSON object; a plan is one such as {\"pipefusion\": 2}"),
+        ("2", "no JSON object"),
+        ('{"pipefuson": 2}', "did you mean pipefusion"),
         ('{"pipefusion": "2"}', "pipefusion='2'"),
         ('{"warmup_bound": NaN}', "warmup_bound=nan"),
     ],
@@ -178,6 +184,24 @@ def test_what_the_facts_forbid(plan: Plan, says: str) -> None:
     found = plan.illegal(FACTS)
     assert len(found) == 1 and says in found[0], found
     assert plan.illegal(Facts()) == []
+
+
+def test_patches_that_nobody_asked_for_are_not_named() -> None:
+    """A failure means that somebody who wrote pipefusion=9 is told of patches=9."""
+    assert Plan(pipefusion=9).illegal(FACTS) == ["pipefusion=9 exceeds the 6 blocks of M; try 1 to 6"]
+    (said,) = Plan(pipefusion=9).illegal(Facts(rows=8))
+    assert said == (
+        "pipefusion=9 makes as many patches, more than the 8 token rows of this image; try patches=1 to 8, or a taller "
+        "image"
+    )
+
+
+def test_help_says_what_each_field_is() -> None:
+    text = inspect.getdoc(Plan) or ""
+    assert "Attributes:\n    data: replicas that" in text and text.index("Attributes:") < text.index("\nRaises:")
+    for field in dataclasses.fields(Plan):
+        assert f"\n    {field.name}: {field.metadata['doc']}" in text
+    assert list(inspect.signature(Plan).parameters) == [field.name for field in dataclasses.fields(Plan)]
 
 
 def test_all_that_is_illegal_is_said_on_one_line() -> None:
