@@ -67,12 +67,12 @@ class Cache(Fields):
     """
 
     cache: bool = option(False, "leave out blocks whose work hardly changes (DBCache)")
-    prune: bool = option(False, "the same for each block by itself (DBPrune)")
+    prune: bool = option(False, "cache each block by itself (DBPrune); implies --cache")
     Fn: int = option(8, "first blocks, which always compute", metavar="N")
     Bn: int = option(0, "last blocks, which always compute", metavar="N")
     rdt: float = option(0.08, "leave out where the first blocks' work changes less than this", metavar="X")
     max_warmup_steps: int = option(8, "first steps, which compute", metavar="N", aliases=("--w",))
-    warmup_interval: int = option(1, "of these every N-th computes", metavar="N", aliases=("--wi",))
+    warmup_interval: int = option(1, "compute every N-th of the warmup steps", metavar="N", aliases=("--wi",))
     max_cached_steps: int = option(-1, "cached steps at most; -1 is no limit", metavar="N", aliases=("--mc",))
     max_continuous_cached_steps: int = option(
         -1, "cached steps in a row at most; -1 is no limit", metavar="N", aliases=("--mcc",)
@@ -89,7 +89,7 @@ class Cache(Fields):
         choices=("dynamic", "static"),
     )  # fmt: skip
     cache_line: str | None = option(
-        None, "the cache in one line, as in a table of ditile evaluate: 'F=1 W=4 R=0.12 taylor=1', or none",
+        None, "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
         metavar="LINE",
     )  # fmt: skip
     quantize: bool = option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
@@ -102,11 +102,13 @@ class Cache(Fields):
     disable_compute_comm_overlap: bool = option(
         False, "do not let a compiled model compute while it exchanges", aliases=("--dcco",)
     )
-    lora: str | None = option(None, "a file of LoRA weights", metavar="FILE")
+    lora: str | None = option(None, "LoRA weights: a file, a folder or a hub id", metavar="FILE")
     fuse_lora: bool = option(False, "add the LoRA to the weights")
     track_memory: bool = option(False, "report too what stale keys and caches held")
     perf: bool = option(False, "draw each picture 1 + 3 times, and report the medians of the 3")
-    config: str | None = option(None, "a YAML or JSON file for all of it; see load_configs", metavar="FILE")
+    config: str | None = option(
+        None, "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         if self.cache_line is not None:

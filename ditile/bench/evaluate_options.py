@@ -63,15 +63,17 @@ class Evaluate:
 
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     plans: str = option(PLANS, "plans, with ; between them; pipefusion=1 is one process", metavar="PLANS")
-    caches: str = option(CACHES, f"caches for each plan, with ; between them; {NONE} is no cache", metavar="CACHES")
+    caches: str = option(
+        CACHES, f"caches for each plan, with ; between them (docs/caching.md); {NONE} is no cache", metavar="CACHES"
+    )
     captions: str = option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE")
     num: int | None = option(None, "captions to draw; 10, or all if there are fewer", metavar="N")
     seed: int = option(0, "seed of the first caption; they count up", metavar="N")
-    steps: int | None = option(None, "denoising steps", metavar="N")
-    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides; as the model has it by default", metavar="X")
     negative_prompt: str | None = option(None, "what to keep out", metavar="TEXT")
-    height: int | None = option(None, "pixels", metavar="N")
-    width: int | None = option(None, "pixels", metavar="N")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
 
     def __post_init__(self) -> None:
         if self.num is not None and self.num < 1:

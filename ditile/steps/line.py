@@ -5,7 +5,8 @@
     F=1 mask=fast policy=static dmd=6    a preset of steps, and another calibrator
     none                                 no cache
 
-Fields of `DBCacheConfig` work by their own names too; `prune` makes it a `DBPruneConfig`.
+All words are in docs/caching.md. Fields of `DBCacheConfig` work by their own names too; `prune` makes it a
+`DBPruneConfig`, whose fields then do.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ CALIBRATORS: dict[str, tuple[type[Calibration], str | None]] = {
     "dmd": (DMDCalibratorConfig, "dmd_history"),
     "foca": (FoCaCalibratorConfig, None),
 }
+PRUNE, REACH = "prune", "reach"
+WORDS = (*SHORT, PRUNE, *CALIBRATORS, REACH)
+ALONE = ("resets", PRUNE, *CALIBRATORS)
+"""The words that need no value."""
 
 
 def cache_of(line: str) -> DBCacheConfig:
     """The config of a line that is not `none`.
 
     Raises:
-        ModelError: if a name or value is not known.
+        ModelError: if a word or value is not known, or a word is there twice.
     """
-    apart = {*CALIBRATORS, "reach"}
-    fields = {SHORT.get(name, name): value for name, value in _pairs(line) if name not in apart}
-    cls = DBPruneConfig if fields.pop("prune", False) else DBCacheConfig
+    apart = {*CALIBRATORS, REACH}
+    fields = {SHORT.get(name, name): value for name, value in _words(line).items() if name not in apart}
+    cls = DBPruneConfig if fields.pop(PRUNE, False) else DBCacheConfig
     if isinstance(mask := fields.get("steps_computation_mask"), str):
         fields["steps_computation_mask"] = read(mask)
     return cls(**fields)
@@ -56,17 +61,22 @@ def calibrator_of(line: str) -> Calibration | None:
     """The calibrator; None if there is none.
 
     Raises:
-        ModelError: if there are two, or a value is not known.
+        ModelError: if there are two, a word or value is not known, or `reach` is there without `taylor`.
     """
-    found = [(name, value) for name, value in _pairs(line) if name in CALIBRATORS]
+    words = _words(line)
+    found = [name for name in CALIBRATORS if name in words]
     if len(found) > 1:
         raise ModelError(f"{line!r} has {len(found)} calibrators; name one")
-    for name, value in found:
+    if REACH in words and found != ["taylor"]:
+        raise ModelError(
+            f"{REACH}={words[REACH]} is how far the forecast of taylor goes; add taylor=1, or leave it out"
+        )
+    for name in found:
         cls, field = CALIBRATORS[name]
-        given = {} if field is None or value is True else {field: value}
-        if (reach := dict(_pairs(line)).get("reach")) is not None:
-            given["taylorseer_reach"] = reach
-        return cls(**given)
+        if field is None and words[name] is not True:
+            raise ModelError(f"'{name}={words[name]}': {name} takes no value; write {name}")
+        given = {} if field is None or words[name] is True else {field: words[name]}
+        return cls(**given | ({"taylorseer_reach": words[REACH]} if REACH in words else {}))
     return None
 
 
@@ -84,12 +94,26 @@ def configs_of(line: str) -> dict[str, Any]:
     return {"cache_config": cache_of(line)} | ({} if calibrator is None else {"calibrator_config": calibrator})
 
 
-def _pairs(text: str) -> list[tuple[str, Any]]:
-    """`F=1 foca` as `[("F", 1), ("foca", True)]`."""
-    made = []
-    for word in text.split():
+def _words(line: str) -> dict[str, Any]:
+    """`F=1 foca` as `{"F": 1, "foca": True}`.
+
+    Raises:
+        ModelError: if a word is not known, lacks its value, or is there twice, by whichever name.
+    """
+    made: dict[str, Any] = {}
+    fields = DBPruneConfig.__dataclass_fields__
+    for word in line.split():
         name, _, value = word.partition("=")
-        made.append((name, _value(value)))
+        if name not in WORDS and name not in fields:
+            raise ModelError(
+                f"{word!r} is no word of a cache in one line; known are {', '.join(WORDS)}, and the fields of "
+                f"DBCacheConfig by their names"
+            )
+        if not value and name in WORDS and name not in ALONE:
+            raise ModelError(f"{word!r} has no value; write it without blanks, as in F=1 W=4 R=0.12")
+        if any(SHORT.get(name, name) == SHORT.get(other, other) for other in made):
+            raise ModelError(f"{word!r} says {name} a second time in {line!r}; say it once")
+        made[name] = _value(value)
     return made
 
 

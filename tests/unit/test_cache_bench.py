@@ -13,6 +13,7 @@ from ditile.bench.cache_quality import at, front, means, read
 from ditile.bench.cache_settings import COMMON, OWN, Setting, parsed
 from ditile.errors import ModelError
 from ditile.steps.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
+from ditile.steps.line import configs_of
 
 
 def test_a_line_is_a_config_and_a_calibrator() -> None:
@@ -35,6 +36,28 @@ def test_a_line_is_a_config_and_a_calibrator() -> None:
     assert Setting("ditile", "F=1 mask=2,1/1,2").fits(6) and not Setting("ditile", "F=1 mask=2,1/1,2").fits(7)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("F=1 Z=3", "'Z=3' is no word of a cache in one line; known are F, B, R, W, I, M, MC, budget, resets, mask, p"),
+        ("foo", "'foo' is no word"),
+        ("F=1 = 2", "'=' is no word"),
+        ("F = 1", "'F' has no value; write it without blanks, as in F=1"),
+        ("F=1 F=2", "'F=2' says F a second time in 'F=1 F=2'"),
+        ("F=1 Fn_compute_blocks=1", "'Fn_compute_blocks=1' says Fn_compute_blocks a second time"),
+        ("F=1 taylor taylor", "'taylor' says taylor a second time"),
+        ("F=1 R=1 reach=0.5", "reach=0.5 is how far the forecast of taylor goes; add taylor=1"),
+        ("F=1 dmd=6 reach=0.5", "reach=0.5 is how far the forecast of taylor goes"),
+        ("F=1 foca=3", "'foca=3': foca takes no value"),
+    ],
+)
+def test_a_line_that_is_no_cache(line: str, says: str) -> None:
+    """A failure means that a word is left out without a word, or that names are listed which nobody wrote."""
+    with pytest.raises(ModelError) as caught:
+        configs_of(line)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_settings_of_both_engines() -> None:
     """A failure means that an engine is not given a setting, or one that it cannot have."""
     lines = "; ".join(COMMON + OWN)
@@ -42,7 +65,7 @@ def test_settings_of_both_engines() -> None:
     assert [s.text for s in made if s.engine == "ditile"] == [*COMMON, *OWN]
     assert [s.text for s in made if s.engine == "cache-dit"] == list(COMMON), "F=0 is ours alone"
     for engines, line, message in (
-        ("ditile,peer", "F=1", "'peer' is not known"), ("ditile", "F=1 G=2", "is not known"),
+        ("ditile,peer", "F=1", "'peer' is not known"), ("ditile", "F=1 G=2", "'G=2' is no word"),
         ("ditile", "F=1 foca dmd", "2 calibrators"), ("ditile", "mask=quick", "is not known"),
     ):  # fmt: skip
         with pytest.raises(ModelError, match=message):
