@@ -122,7 +122,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         return arguments
     name = extra[0].partition("=")[0]
     if not name.startswith("-"):
-        raise PlanError(f"{extra[0]!r} is one argument too many; put a prompt of several words in quotes")
+        quotes = "put a prompt of several words in quotes"
+        what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
+        raise PlanError(f"{extra[0]!r} is one argument too many; {what_works}")
     near = difflib.get_close_matches(name, _flags(arguments.command), n=1)
     raise PlanError(f"{name} is not known; " + (f"did you mean {near[0]}?" if near else "see ditile --help"))
 
@@ -270,14 +272,13 @@ def _dry_run(wanted: Generate, plan: Plan, cache: Cache) -> int:
 
 def _planned(name: str, wanted: Generate, plan: Plan, cache: Cache) -> Any:
     """What `ditile.dry_run` says of a call. Raises `PlanError` or `ModelError` if something does not fit."""
-    from ditile.generate import planned_call, quiet
+    from ditile.generate import quiet
 
     quiet()
     dry_run = importlib.import_module("ditile.dry_run")
     if wanted.prompts_file is not None:
         wanted = dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
-    call = planned_call(wanted, defaults(wanted.model))
-    return getattr(dry_run, name)(wanted.model, plan, call, cache.configs())
+    return getattr(dry_run, name)(wanted, plan, cache.configs())
 
 
 def _verify(arguments: argparse.Namespace) -> int:

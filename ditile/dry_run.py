@@ -10,8 +10,11 @@ from torch import nn
 from ditile.blocks.gantt import as_text
 from ditile.cost import Job
 from ditile.errors import ModelError
-from ditile.load import find
+from ditile.generate import planned_call, taken
+from ditile.image_to_image import class_from_image
+from ditile.load import defaults, find
 from ditile.models.block_lists import block_lists
+from ditile.options import Generate
 from ditile.plan import Plan
 from ditile.planner.subject import Subject
 from ditile.steps.build import cached_transformer
@@ -20,27 +23,29 @@ from ditile.table import describe
 STEPS_SHOWN = 2
 
 
-def report(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> str:
+def report(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> str:
     """What a call of a model under a plan would look like.
 
     Args:
-        model: a bundled model, a folder or a hub id (of which only configs are fetched).
+        wanted: the picture. Of a hub id only configs are fetched; the model's and its pipeline's own options fill gaps.
         plan: the plan.
-        call: the call's arguments; the pipeline's own defaults fill the gaps.
         configs: the keyword arguments of `enable_cache`.
 
     Raises:
-        LoadError, ModelError, PlanError: if the model is not there, has no spec, or does not fit the plan or the cache.
+        LoadError, ModelError, PlanError: if the model is not there, has no spec, has no use for something that was
+            asked for, or does not fit the plan or the cache.
     """
-    job = planned(model, plan, call, configs)
-    table = describe(model, job, ["as found"] * plan.world)
+    job = planned(wanted, plan, configs)
+    table = describe(wanted.model, job, ["as found"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
     return f"{table}\n\n{as_text(job.schedule, shown, job.calls(1))}"
 
 
-def planned(model: str, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
+def planned(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
-    return job_of(Subject.of(model, find(model, weights=False)), plan, call, configs)
+    subject, base = Subject.of(wanted.model, find(wanted.model, weights=False)), defaults(wanted.model)
+    taken(subject.pipeline if wanted.image is None else class_from_image(subject.pipeline), wanted, base)
+    return job_of(subject, plan, planned_call(wanted, base), configs)
 
 
 def job_of(subject: Subject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:

@@ -17,6 +17,8 @@ import ditile
 from ditile import env
 from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError
+from ditile.flags import flag
+from ditile.image_to_image import image_to_image
 from ditile.load import defaults, load
 from ditile.mesh import join_torchrun
 from ditile.options import Generate, Run
@@ -226,40 +228,28 @@ def _bar(total: int, done: int, *, shown: bool) -> Iterator[Callable[[int], None
         yield lambda count: progress.advance(task, count)
 
 
-def image_to_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """The image-to-image pipeline of the same family, on the same modules.
-
-    Raises:
-        ModelError: if diffusers has none.
-    """
-    from diffusers import AutoPipelineForImage2Image
-
-    try:
-        converted: DiffusionPipeline = AutoPipelineForImage2Image.from_pipe(pipe)
-    except ValueError as error:
-        raise ModelError(
-            f"diffusers has no image-to-image pipeline for {type(pipe).__name__}; leave --image out, "
-            "or try a FLUX.1 or SD3 model"
-        ) from error
-    return converted
-
-
 def arguments(pipe: DiffusionPipeline, wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
     """The plain call arguments: the model's own, overridden by what was asked for.
 
     Raises:
         ModelError: if this pipeline has no use for something that was asked for, or no room for the size.
     """
-    known = inspect.signature(type(pipe).__call__).parameters
-    kind, given = type(pipe).__name__, _given(wanted, base)
+    call = taken(type(pipe), wanted, base)
+    _check_size(pipe, call)
+    return call
+
+
+def taken(pipeline: type, wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
+    """The same of a class of pipelines; whether the size will do is not known of it."""
+    known = inspect.signature(pipeline.__call__).parameters
+    kind, given = pipeline.__name__, _given(wanted, base)
     if refused := sorted(set(given) - set(known)):
-        raise ModelError(f"{kind} takes no {', '.join(refused)}; leave it out")
+        raise ModelError(f"{kind} takes no {', '.join(map(_flag, refused))}; leave it out")
     call = {name: value for name, value in base.items() if name in known} | given
     if "true_cfg_scale" in call:
         call.setdefault("negative_prompt", "")  # without one, diffusers does no true guidance
     if wanted.negative_prompt is not None:
         _check_negative(kind, call, known)
-    _check_size(pipe, call)
     _check_strength(call, known)
     return call
 
@@ -282,10 +272,16 @@ def planned_call(wanted: Generate, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_negative(kind: str, call: dict[str, Any], known: Any) -> None:
-    scale, flag = ("true_cfg_scale", "--true-cfg") if "true_cfg_scale" in known else ("guidance_scale", "--guidance")
-    value = call.get(scale, known[scale].default if scale in known else 1.0)
+    scale = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
+    value, said = call.get(scale, known[scale].default if scale in known else 1.0), _flag(scale)
     if value <= 1:
-        raise ModelError(f"{kind} ignores a negative prompt at {scale}={value}; try {flag} above 1, or leave it out")
+        raise ModelError(f"{kind} ignores a negative prompt at {said} {value:g}; try {said} above 1, or leave it out")
+
+
+def _flag(argument: str) -> str:
+    """The flag that says an argument of a pipeline's call."""
+    names = {"true_cfg_scale": "true_cfg", "guidance_scale": "guidance", "num_inference_steps": "steps"}
+    return flag(names.get(argument, argument))
 
 
 def _check_size(pipe: DiffusionPipeline, call: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from typing import Any
 
 import torch
 

@@ -137,9 +137,8 @@ def _check(wanted: Evaluate, settings: Sequence[Setting]) -> None:
     known = {cls.__name__ for cls in specs()}
     if index.get("transformer", (None, None))[1] not in known:
         return  # what no table describes says no itself when it is divided, before it draws
-    call = planned_call(wanted.generate("a caption"), defaults(wanted.model))
     for setting in settings:
-        planned(wanted.model, Plan.parse(setting.plan), call, setting.configs)
+        planned(wanted.generate("a caption"), Plan.parse(setting.plan), setting.configs)
 
 
 def _job(wanted: Evaluate, session: Session, threads: int) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def opened(path: str) -> Image.Image:
         (("verify", "--ulysses", "0"), "ulysses=0"),
         (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
         (("models", "--all"), "--all is not known"),
+        (("models", "foo"), "'foo' is one argument too many; see ditile models --help"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
@@ -172,6 +173,8 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
         (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
         (("--device", "toaster"), "toaster"),
         (("--image", str(ROOT / "tests" / "surface" / "..")), "picture"),
+        (("--negative-prompt", "red", "--guidance", "1", "--dry-run"), "at --guidance 1; try --guidance above 1"),
+        (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
         (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 shares out branches of guidance, and this call has 1"),
         (("--tensor", "5", "--dry-run"), "tensor=5 does not divide the"),
         (("--pipefusion", "99", "--tensor", "5", "--dry-run"), "try 1 to 12; and tensor=5"),
@@ -187,7 +190,7 @@ def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureF
     capsys.readouterr()  # a progress bar
     words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL, "--guidance", "4"]
     assert "try --true-cfg above 1" in refused(capsys, *words, "--negative-prompt", "a ring")
-    assert "takes no true_cfg_scale" in refused(capsys, "generate", "a circle", *SMALL, "--true-cfg", "3")
+    assert "takes no --true-cfg" in refused(capsys, "generate", "a circle", *SMALL, "--true-cfg", "3")
     for plan in (("--cfg", "2"), ("--cfg", "1")):
         out = ["--out", f"{plan[1]}.png", "--true-cfg", "3", "--negative-prompt", "a ring"]
         assert cli.main([*words, *plan, *out]) == 0
@@ -207,7 +210,9 @@ def test_patches_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pixart_has_no_image_to_image(capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (128, 128)).save("a.png")
-    assert "no image-to-image pipeline" in refused(capsys, "generate", "a circle", *SMALL, "--image", "a.png")
+    for more in ((), ("--dry-run",)):
+        words = ("generate", "a circle", *SMALL, "--image", "a.png", *more)
+        assert "no image-to-image pipeline" in refused(capsys, *words)
 
 
 def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
