@@ -67,9 +67,12 @@ def launch(
 
     Args:
         fn: a function that can be imported by its module and name, from a script's `__main__` too.
+        ranks: how many processes; where there are as many GPUs, each has its own.
+        args: the arguments of `fn`, the same in every rank.
         threads: torch threads of each rank; the cores are shared out by default.
         stall_timeout: seconds without progress of any rank after which the run is ended.
-        progress: called here as `progress(rank, reports)` whenever a rank has reported progress.
+        progress: called here as `progress(rank, reports)` whenever a rank has reported progress, with how often it has
+            since it was called last: once a micro-step while a runner runs.
         limits: the other time limits; its `stall` gives way to `stall_timeout`.
 
     Raises:
@@ -86,6 +89,10 @@ def launch(
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
         )
+    if not callable(fn):
+        raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
+    if not isinstance(args, tuple | list):
+        raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
     call = _pickled(fn, args)
     prepare = _main_module(call) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or Limits(), stall=float(stall_timeout))
