@@ -32,17 +32,17 @@ class Generate:
         None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
     )
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
-    steps: int | None = option(None, "denoising steps", metavar="N")
-    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides; as the model has it by default", metavar="X")
     true_cfg: float | None = option(
         None, "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev", metavar="X"
     )
     negative_prompt: str | None = option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
     seed: int | None = option(
-        None, "seed of the first image; chosen and reported by default, 0 for a file", metavar="N"
+        None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
     )
-    height: int | None = option(None, "pixels", metavar="N")
-    width: int | None = option(None, "pixels", metavar="N")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     num_images: int = option(1, "images, with seeds that count up", metavar="N")
     image: str | None = option(None, "a picture to start from", metavar="FILE")
     strength: float | None = option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
@@ -94,7 +94,9 @@ class Run:
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
     device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
-    attention: str | None = option(None, "attention kernel: native, flash, sage, ..; the model's own", metavar="NAME")
+    attention: str | None = option(
+        None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
+    )
     text_after: Literal["keep", "offload", "free"] = option(
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
     )
@@ -149,9 +151,9 @@ class Proof:
     """
 
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
-    steps: int = option(6, "denoising steps", metavar="N")
+    steps: int = option(6, "denoising steps, at least 3", metavar="N")
     height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
@@ -177,7 +179,7 @@ class Ask:
 
     model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
     height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     frames: int | None = option(None, "of a video; the model's own number by default", metavar="N")
     steps: int | None = option(None, "denoising steps", metavar="N")
     guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
@@ -190,7 +192,9 @@ class Ask:
     memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
     max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
     warmup: int | None = option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
-    cache: str | None = option(None, 'a cache in one line, such as "F=1 W=4 R=0.12"; none by default', metavar="LINE")
+    cache: str | None = option(
+        None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
+    )
     hit_rate: float | None = option(
         None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
     )
@@ -211,12 +215,16 @@ class Ask:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None and self.hardware is not None:
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
+        if self.hosts == 1 and self.interlink is not None:
+            raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
-        if self.hit_rate is not None and not (self.cache is not None and 0 <= self.hit_rate <= 1):
-            raise PlanError(f"hit_rate={self.hit_rate} is a share from 0 to 1 for a --cache; try --hit-rate 0.5")
+        if self.hit_rate is not None and self.cache is None:
+            raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
+        if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
+            raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

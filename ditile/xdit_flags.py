@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif name == _SEVERAL:
             group.add_argument(
                 flag(name), spelt, type=read[field], nargs="+", default=argparse.SUPPRESS, metavar="N",
-                help=f"{doc}, with spaces: 7 7 8; put the prompt in front of it",
+                help=f"{doc}, with spaces: 7 7 8; what is no flag, such as a prompt, stands before it",
             )  # fmt: skip
         else:
             group.add_argument(flag(name), spelt, type=read[field], default=argparse.SUPPRESS, metavar="N", help=doc)

@@ -362,8 +362,8 @@ def test_one_plan_is_priced() -> None:
     ("words", "said"),
     [
         (["--hardware", "l40"], "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink, a100-pcie"),
-        (["--hardware", "l40-pcie", "--interlink", "fast"], "interlink='fast' is no bandwidth; write 10Gbit"),
-        (["--hardware", "l40-pcie", "--hit-rate", "0.5"], "hit_rate=0.5 is a share from 0 to 1 for a --cache"),
+        (["--hardware", "l40-pcie", "--hosts=2", "--interlink=fast"], "interlink='fast' is no bandwidth; write 10Gbit"),
+        (["--hardware", "l40-pcie", "--hit-rate", "0.5"], "hit_rate=0.5 is for a cache; add --cache LINE"),
         (["--hardware", "l40-pcie", "--cache", "F=1 R=0.1"], "decides by what it measures; say which share"),
         (["--hardware", "l40-pcie", "--memory", "many"], "memory='many' is no amount; write 48GB or 40GiB"),
         (["--hardware", "l40-pcie", "--devices", "0"], "devices=0 is not a whole number of at least 1"),
