@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ditile.errors import ModelError
+
 LOG = logging.getLogger("ditile")
 
 
@@ -24,7 +26,14 @@ def set_compile_configs(
 
     Returns:
         What is set now, by name; it is logged too.
+
+    Raises:
+        ModelError: if `recompile_limit` is not a whole number of at least 1.
     """
+    if not isinstance(recompile_limit, int) or isinstance(recompile_limit, bool) or recompile_limit < 1:
+        raise ModelError(
+            f"recompile_limit={recompile_limit!r} is not a whole number of at least 1; try recompile_limit=1024"
+        )
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 

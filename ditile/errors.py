@@ -45,6 +45,7 @@ class RankError(DitileError):
     Attributes:
         rank: the first rank that failed.
         cause: the exception type that it raised, as `module.Name`, or how it ended ("killed by SIGKILL").
+        message: what went wrong, without the rank.
         traceback: the rank's own traceback or stack, as text; empty if it left none.
     """
 

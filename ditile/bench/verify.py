@@ -47,10 +47,8 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, tor
 """By how much of the largest value an exact plan may differ: sums in another order, grown over the steps."""
 
 Make = Callable[[Plan | None], Any]
-"""Makes the pipeline, alike on every rank: what a rank needs for a plan or, for None, the whole."""
-
+"""See `prove`."""
 Call = Callable[[Any], dict[str, Any]]
-"""Makes the arguments of a call of a pipeline, with new generators each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,15 @@ def verify(proof: Proof, plan: Plan) -> Verdict:
 
 
 def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = None) -> tuple[list[Check], str]:
-    """All checks of a plan, and on what; every rank must call it, and gets the same."""
+    """All checks of a plan, and on what; every rank must call it, and gets the same.
+
+    Args:
+        make: makes the pipeline, alike on every rank: what this rank needs for a plan or, for None, the whole.
+        call: makes the arguments of a call of a pipeline, with new generators each time.
+        plan: what is to be proven.
+        steps: of the calls, at least 3.
+        device: this rank's; by default its GPU, else the CPU.
+    """
     place = env.torchrun()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
     plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None

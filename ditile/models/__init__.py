@@ -1,7 +1,7 @@
 """One table per family of transformers; the only place that knows their classes.
 
 `register` adds a family from user code. What a pipeline gets depends on what is known of it: the ladder of
-docs/design.md, section 1.
+docs/design.md.
 """
 
 from __future__ import annotations

@@ -11,13 +11,7 @@ _ONE, _TWO = ("hidden_states",), ("hidden_states", "encoder_hidden_states")
 
 
 class ForwardPattern(Enum):
-    """What a block's forward takes, and what it returns; the values are those of the number in the name.
-
-    Attributes:
-        flow: the same as a `Flow`, with diffusers' usual names of parameters.
-        takes: parameters that take tokens.
-        gives: what is returned, in order.
-    """
+    """What a block's forward takes, and what it returns; the values are those of the number in the name."""
 
     Pattern_0 = 0
     Pattern_1 = 1
@@ -28,14 +22,17 @@ class ForwardPattern(Enum):
 
     @property
     def flow(self) -> Flow:
+        """The same as a `Flow`, with diffusers' usual names of parameters."""
         return _FLOWS[self.value]
 
     @property
     def takes(self) -> tuple[str, ...]:
+        """Parameters that take tokens."""
         return _ONE if self.flow.text is None else _TWO
 
     @property
     def gives(self) -> tuple[str, ...]:
+        """What is returned, in order."""
         names = {"image": "hidden_states", "text": "encoder_hidden_states"}
         return tuple(names[stream] for stream in self.flow.returns)
 

@@ -41,7 +41,7 @@ class DBCacheConfig(Fields):
         residual_diff_threshold: a step is cached where the relative L1 difference to the last computed step is less;
             0 never caches, 1 or more always.
         max_warmup_steps: the first steps, which compute; all others may be cached.
-        warmup_interval: of these every how-manieth computes.
+        warmup_interval: compute every n-th warmup step.
         max_cached_steps: cached steps of a generation at most; -1 is no limit.
         max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
         max_accumulated_residual_diff_threshold: a step computes where its difference and those of the steps that were
@@ -49,8 +49,8 @@ class DBCacheConfig(Fields):
         accumulated_resets: the sum begins anew at a computed step (as in TeaCache, arXiv 2411.19108); else it is spent
             once per generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
-            number of steps: slow, medium, fast, ultra. A warmup longer than its first ones ends with them. None is no
-            mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
+            number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
+            them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
         steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
             always (static). A step without anything stored computes.
         enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;

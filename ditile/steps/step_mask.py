@@ -37,7 +37,8 @@ def steps_mask(
     Args:
         compute_bins: lengths, in steps, of the runs that compute.
         cache_bins: lengths of the runs between them, which may be cached; as many, or one fewer.
-        total_steps: the length of the mask; the sum of the bins by default, and what a preset needs.
+        total_steps: the length of the mask, which a preset needs to know; by default the sum of the bins. Of bins that
+            cover more, the steps behind it are cut off.
         mask_policy: a preset: slow, medium, fast or ultra.
 
     Returns:

@@ -187,6 +187,12 @@ def test_inductor_makes_the_same_picture() -> None:
     assert float((got - plain).norm() / plain.norm()) < 1e-4
 
 
+@pytest.mark.parametrize("limit", ["x", 0, True])
+def test_a_limit_that_is_no_number(limit: Any) -> None:
+    with pytest.raises(ModelError, match=f"recompile_limit={limit!r} is not a whole number of at least 1"):
+        ditile.set_compile_configs(recompile_limit=limit)
+
+
 def test_the_configs_say_what_they_set() -> None:
     before = dynamo.save_config(), inductor.save_config()
     try:
