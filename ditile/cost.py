@@ -97,7 +97,11 @@ class Job:
 
     def calls(self, step: int) -> int:
         """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
-        return self.shape.calls if step == 0 else self.shape.shared_out(self.plan).calls
+        return self.shape.calls if step == 0 else self._later_calls
+
+    @cached_property
+    def _later_calls(self) -> int:
+        return self.shape.shared_out(self.plan).calls
 
     @cached_property
     def layout(self) -> Layout:
@@ -109,6 +113,16 @@ class Job:
         """How the tokens are shared out."""
         return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
 
+    def parts(self, patch: int | None) -> tuple[Part, ...]:
+        """What each rank that shares out the tokens has of a patch, or of the whole image (None)."""
+        if patch not in self._parted:
+            self._parted[patch] = self.split.parts(self.layout, patch)
+        return self._parted[patch]
+
+    @cached_property
+    def _parted(self) -> dict[int | None, tuple[Part, ...]]:
+        return {}
+
     @cached_property
     def crew(self) -> tuple[Part, ...]:
         """What each stage of a crew has of the image in the steps that it computes; none without one."""
@@ -118,8 +132,8 @@ class Job:
         """Where a rank is."""
         at = coordinates(self.plan, rank)
         outer = at["ring"] + at["distrifusion"]
-        rank = outer * self.plan.ulysses + at["ulysses"]
-        return Place(at["data"], at["cfg"], at["pipefusion"], rank, outer, at["ulysses"], at["tensor"])
+        token_rank = outer * self.plan.ulysses + at["ulysses"]
+        return Place(at["data"], at["cfg"], at["pipefusion"], token_rank, outer, at["ulysses"], at["tensor"])
 
     def heads(self, place: Place) -> int:
         """Heads that a rank attends with."""
@@ -127,20 +141,22 @@ class Job:
 
     def layers(self, place: Place) -> Mapping[bool, int]:
         """The attention layers of a rank that see the text, and those that do not: how many there are."""
-        return self._of_stage[place.stage][0]
+        return self._of(place.stage)[0]
 
     def exchanges(self, place: Place) -> Mapping[tuple[str, str], int]:
         """What tensor parallelism exchanges in a rank's blocks: ("sum" or "gather", stream) -> how often."""
-        return self._of_stage[place.stage][1]
+        return self._of(place.stage)[1]
+
+    def _of(self, stage: int) -> tuple[Counter[bool], Counter[tuple[str, str]]]:
+        if stage not in self._of_stages:
+            own = slice(self.stages[stage].start, self.stages[stage].stop)
+            layers, exchanges = (itertools.chain(*kept[own]) for kept in (self.weights.layers, self.weights.exchanges))
+            self._of_stages[stage] = Counter(layers), Counter(exchanges)
+        return self._of_stages[stage]
 
     @cached_property
-    def _of_stage(self) -> list[tuple[Counter[bool], Counter[tuple[str, str]]]]:
-        layers, exchanges = self.weights.layers, self.weights.exchanges
-        return [
-            (Counter(itertools.chain.from_iterable(layers[stage.start : stage.stop])),
-             Counter(itertools.chain.from_iterable(exchanges[stage.start : stage.stop])))
-            for stage in self.stages
-        ]  # fmt: skip
+    def _of_stages(self) -> dict[int, tuple[Counter[bool], Counter[tuple[str, str]]]]:
+        return {}
 
 
 def sent(job: Job, rank: int) -> dict[str, int]:
@@ -184,7 +200,7 @@ def in_call(job: Job, place: Place, micro: Micro) -> dict[str, tuple[int, int]]:
 
 def between(job: Job, place: Place, patch: int) -> int:
     """Bytes that a rank hands to the next stage for a patch, in one call."""
-    part = _parts(job, patch)[place.rank]
+    part = job.parts(patch)[place.rank]
     return _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
 
 
@@ -216,7 +232,7 @@ def guidance(job: Job, place: Place, micro: Micro) -> int:
 
 def tokens(job: Job, place: Place, micro: Micro) -> tuple[int, int]:
     """Image and text tokens that a rank computes in a micro-step; dummies count."""
-    part = _parts(job, micro.patch)[place.rank]
+    part = job.parts(micro.patch)[place.rank]
     text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
     return part.image_tokens, text
 
@@ -228,8 +244,7 @@ def line(job: Job, place: Place, micro: Micro) -> int:
 
 def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
     """Bytes of the keys and values that a rank keeps: of all tokens, or the image's, for its own layers and heads."""
-    stale = any(job.schedule.keeps_keys(step) for step in range(job.shape.steps))
-    if not stale and job.plan.distrifusion == 1:
+    if job.plan.distrifusion == 1 and not any(job.schedule.keeps_keys(step) for step in range(job.shape.steps)):
         return 0
     place, layout = job.place(rank), job.layout
     layers = job.layers(place).items()
@@ -240,7 +255,7 @@ def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
 def _activations(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if place.stage < job.plan.pipefusion - 1 and not job.schedule.crew_of(micro):
         for patch in job.schedule.patches_of(micro):
-            part = _parts(job, patch)[place.rank]
+            part = job.parts(patch)[place.rank]
             yield Sent("activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens))
 
 
@@ -249,7 +264,7 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
     if n == 1:
         return
-    part = _parts(job, micro.patch)[place.rank]
+    part = job.parts(micro.patch)[place.rank]
     text = tokens(job, place, micro)[1]
     lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
     sizes = [
@@ -265,7 +280,7 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
             sizes.append((part.image_tokens * job.shape.channels, 1))
         if place.stage > 0 and whole_step:
             patches = job.schedule.patches_of(micro)
-            sizes += [(_parts(job, p)[place.rank].image_tokens * job.shape.channels, 1) for p in patches]
+            sizes += [(job.parts(p)[place.rank].image_tokens * job.shape.channels, 1) for p in patches]
     for size, times in sizes:
         yield Sent("tensor", size * job.own(place).batch * job.shape.element_size * (n - 1) // n, times)
 
@@ -306,7 +321,7 @@ def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
 
 def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if job.split.ranks > 1 and place.stage == job.plan.pipefusion - 1:
-        tokens = _parts(job, micro.patch)[place.rank].image_tokens
+        tokens = job.parts(micro.patch)[place.rank].image_tokens
         size = (job.split.ranks - 1) * job.own(place).batch * tokens * job.weights.out * job.shape.element_size
         yield Sent("prediction", size)
         words, each = len(share(range(job.shape.words), job.split.ranks, place.rank)), job.shape.channels
@@ -360,14 +375,10 @@ def _between(job: Job, place: Place, length: int) -> int:
     return length * job.own(place).batch * job.shape.channels * job.shape.element_size
 
 
-def _parts(job: Job, patch: int | None) -> tuple[Part, ...]:
-    return job.split.parts(job.layout, patch)
-
-
 def _row(job: Job, place: Place, micro: Micro) -> tuple[Part, ...]:
     """What the ranks on a line along ulysses have."""
     first = place.outer * job.plan.ulysses
-    return _parts(job, micro.patch)[first : first + job.plan.ulysses]
+    return job.parts(micro.patch)[first : first + job.plan.ulysses]
 
 
 def _length(part: Part) -> int:

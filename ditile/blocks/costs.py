@@ -9,14 +9,16 @@ first, half of their weights meet two dummy tokens. `ditile.bench.blocks` measur
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ditile.blocks.stages import cut
 from ditile.hollow import twin
-from ditile.layout import DUMMY_TEXT, Grid, Layout
+from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan import Plan
 from ditile.seats import Seat, Seats
 
@@ -44,12 +46,85 @@ class Micro(NamedTuple):
     text: int
 
 
-def divide(seats: Seats, plan: Plan) -> list[range]:
-    """The blocks of each stage under a plan; the same on every rank, whatever is hollow there."""
+class Block(NamedTuple):
+    """A block: entries of its matrices by the tokens that they meet; whether each attention layer sees the text."""
+
+    matrices: Mapping[str, int]
+    attentions: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the costs of a model are counted from, whatever the plan.
+
+    Attributes:
+        blocks: hollow ones are as the model's config has them.
+        first, last: entries of the matrices that embed the latents, and of the head's.
+        side: token rows, and tokens in each, of the picture that the model was made for.
+        text: tokens of its text in joint attention.
+        joint: where they are.
+        width: channels of a token.
+        itemsize: bytes of a number.
+    """
+
+    blocks: Sequence[Block]
+    first: int
+    last: int
+    side: int
+    text: int
+    joint: Joint
+    width: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, seats: Seats) -> Parts:
+        """Of a model, which may be hollow."""
+        itemsize = min(_head(seats).weight.dtype.itemsize, 4)
+        if seats.is_cut():
+            seats = Seats(twin(seats.transformer), seats.spec)
+        spec, config = seats.spec, dict(seats.transformer.config)  # type: ignore[arg-type]
+        first, last = (sum(_weights(seats.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out))
+        return cls(
+            blocks=[_block(seats, seat) for seat in seats.chain], first=first, last=last,
+            side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
+            text=0 if spec.joint == "none" else spec.conditioning({}).text, joint=spec.joint,
+            width=int(config["num_attention_heads"] * config["attention_head_dim"]), itemsize=itemsize,
+        )  # fmt: skip
+
+    def costs(self, patches: int, ridge: int) -> Costs:
+        """As `counted` has them."""
+        layout = Layout.of(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
+        dummies = DUMMY_TEXT if self.text else 0
+        micros = [
+            Micro(layout.rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
+            for p in range(layout.patches)
+        ]
+        tokens = {
+            "image": sum(max(micro.image, ridge) for micro in micros),
+            "text": sum(max(micro.text, ridge) for micro in micros),
+            "both": sum(max(micro.image + micro.text, ridge) for micro in micros),
+        }
+        scores = {sees: 2 * self.width * (layout.image + sees * layout.text) ** 2 for sees in (False, True)}
+        blocks = tuple(
+            float(sum(size * tokens[stream] for stream, size in block.matrices.items()))
+            + float(sum(scores[sees] for sees in block.attentions))
+            for block in self.blocks
+        )
+        return Costs(blocks, float(self.first * tokens["image"]), float(self.last * tokens["image"]))
+
+
+def divide(seats: Seats, plan: Plan, parts: Parts | None = None) -> list[range]:
+    """The blocks of each stage under a plan; the same on every rank, whatever is hollow there.
+
+    Args:
+        seats: the blocks.
+        plan: the plan.
+        parts: of the seats, where they are known.
+    """
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut([1.0] * len(seats.chain), plan.pipefusion, plan.stage_blocks)
-    head: Any = seats.transformer.get_submodule(seats.spec.out)
-    costs = counted(seats, plan.num_patches, RIDGE[min(head.weight.dtype.itemsize, 4)])
+    parts = parts or Parts.of(seats)
+    costs = parts.costs(plan.num_patches, RIDGE[parts.itemsize])
     return cut(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
 
 
@@ -61,45 +136,24 @@ def counted(seats: Seats, patches: int, ridge: int) -> Costs:
         patches: M.
         ridge: tokens below which a linear layer gets no faster.
     """
-    if seats.is_cut():
-        seats = Seats(twin(seats.transformer), seats.spec)
-    spec, config = seats.spec, dict(seats.transformer.config)  # type: ignore[arg-type]
-    side = int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config)
-    text = 0 if spec.joint == "none" else spec.conditioning({}).text
-    layout = Layout.of(Grid(side, side, 1), min(patches, side), text, spec.joint)
-    dummies = DUMMY_TEXT if text else 0
-    micros = [Micro(layout.rows(p) * side, text if layout.carries_text(p) else dummies) for p in range(layout.patches)]
-    width = int(config["num_attention_heads"] * config["attention_head_dim"])
-    blocks = tuple(
-        sum(_linears(seats, seat, micros, ridge)) + _attention(seat, layout, width, joint=text > 0)
-        for seat in seats.chain
-    )
-    image = [max(micro.image, ridge) for micro in micros]
-    ends = [sum(_weights(seats.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out)]
-    return Costs(blocks, float(ends[0] * sum(image)), float(ends[1] * sum(image)))
+    return Parts.of(seats).costs(patches, ridge)
 
 
-def _linears(seats: Seats, seat: Seat, micros: Sequence[Micro], ridge: int) -> Iterator[float]:
-    """Of each linear layer that runs in every micro-step."""
+def _head(seats: Seats) -> Any:
+    return seats.transformer.get_submodule(seats.spec.out)
+
+
+def _block(seats: Seats, seat: Seat) -> Block:
+    """The linear layers that run in every micro-step, and the attention."""
     rare = (*seats.spec.constant, *seats.spec.per_step)
-    both = "text" in seat.io.returns and not seat.io.text
+    other = "both" if "text" in seat.io.returns and not seat.io.text else "image"
+    matrices = Counter[str]()
     for path, module in seat.block.named_modules():
         size = sum(_weights(module)) if not module._modules else 0
-        if not size or any(_under(f"{seat.name}.{path}", pattern) for pattern in rare):
-            continue
-        if any(_under(path, pattern) for pattern in seat.io.text):
-            tokens = [micro.text for micro in micros]
-        else:
-            tokens = [micro.image + both * micro.text for micro in micros]
-        yield float(size * sum(max(n, ridge) for n in tokens))
-
-
-def _attention(seat: Seat, layout: Layout, width: int, *, joint: bool) -> float:
-    """Queries times keys, and scores times values."""
-    image, both = layout.image, layout.image + layout.text
-    names = [name for name, _ in seat.attentions()]
-    lengths = [both if joint and name in seat.io.attn else image for name in names]
-    return float(sum(2 * width * length**2 for length in lengths))
+        if size and not any(_under(f"{seat.name}.{path}", pattern) for pattern in rare):
+            matrices["text" if any(_under(path, pattern) for pattern in seat.io.text) else other] += size
+    joint = seats.spec.joint != "none" and seats.spec.conditioning({}).text > 0
+    return Block(matrices, [joint and name in seat.io.attn for name, _ in seat.attentions()])
 
 
 def _weights(module: nn.Module) -> Iterator[int]:

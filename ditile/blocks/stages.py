@@ -54,9 +54,12 @@ def _balanced(costs: list[float], speeds: list[float], ends: tuple[float, float]
     for stage in range(1, len(speeds)):
         row, where = [float("inf")] * len(total), [0] * len(total)
         for stop in range(stage + 1, len(total)):
-            for start in range(stage, stop):
-                worst = max(best[start], time(stage, start, stop))
-                if worst < row[stop]:
+            for start in reversed(range(stage, stop)):
+                taken = time(stage, start, stop)
+                if taken > row[stop]:  # as it would be from any start before
+                    break
+                worst = max(best[start], taken)
+                if worst <= row[stop]:
                     row[stop], where[stop] = worst, start
         best, cuts = row, [*cuts, where]
     stops = [len(costs)]

@@ -52,9 +52,10 @@ def needed(subject: Subject, job: Job, profile: Profile, rank: int = 0, words: i
     """Of a rank of a call, whose cross attention sees so many words."""
     place, plan, size = job.place(rank), job.plan, job.shape.element_size
     owned = held(job.stages, place.stage, plan.crew)
-    weights = job.weights.shared + subject.buffers + sum(_weights(subject, job, block) for block in owned)
+    weights = job.weights.shared + subject.buffers + subject.parameters(owned, plan.tensor)
     if plan.warmup_mode == "sequence":
-        weights += (BORROWED + 1) * max(_weights(subject, job, block) for block in range(len(job.weights.blocks)))
+        every = range(len(job.weights.blocks))
+        weights += (BORROWED + 1) * max(subject.parameters(range(block, block + 1), plan.tensor) for block in every)
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return Bytes(
         weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.key_bytes(job, rank),
@@ -67,14 +68,8 @@ def peak(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
     """Of the rank that needs most: the first of a stage has the largest share of its tokens."""
     plan, last = job.plan, job.plan.pipefusion - 1
     step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
-    heaviest = max(range(1, last), key=lambda stage: job.weights.of(job.stages[stage]), default=0)
+    heaviest = max(range(1, last), key=lambda stage: subject.parameters(job.stages[stage], 1), default=0)
     return max(needed(subject, job, profile, stage * step, words).total for stage in {0, heaviest, last})
-
-
-def _weights(subject: Subject, job: Job, block: int) -> int:
-    """Parameters of a block that a rank has of it."""
-    cut = subject.cut[block] if job.plan.tensor > 1 else 0
-    return job.weights.blocks[block] - cut + -(-cut // job.plan.tensor)
 
 
 def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
@@ -83,12 +78,12 @@ def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
     found = subject.footprint(plan.tensor)
     row = job.own(place).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
-    micros = {micro.patch: micro for micro in (schedule.micros(step)[0] for step in steps)}
+    micros = {micro.patch: micro for micro in (schedule.micro_of(step, 0) for step in steps)}
     computed = max(
         row * _computed(found, job, place, micro, words) + _ahead(job, place, micro) for micro in micros.values()
     )
     _, text = cost.tokens(job, place, Micro(0, None))
-    kept = sum(found.kept[block].at(job.layout.image, text or words) for block in job.stages[place.stage])
+    kept = subject.kept(job.stages[place.stage], plan.tensor, job.layout.image, text or words)
     if place.stage > 0:
         kept += job.layout.image * job.shape.channels  # the embedded latents, which nobody reads
     if len(schedule.pieces(Micro(0, None))) > 1:

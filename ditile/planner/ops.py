@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from ditile import cost
 from ditile.blocks.lending import AHEAD
@@ -20,7 +21,7 @@ from ditile.generation import Micro
 from ditile.planner.kernels import Counted, Mix, Work
 from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
 from ditile.planner.profile import Link, Profile
-from ditile.planner.seconds import Load, Tokens, load, together
+from ditile.planner.seconds import Device, Load, Tokens, together
 
 TOKENS = ("ring", "distrifusion", "ulysses")
 """Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
@@ -38,6 +39,10 @@ class Left:
     steps: frozenset[int] = frozenset()
     first: int = 1
     last: int = 0
+
+    def may(self, block: int, blocks: int) -> bool:
+        """Whether a block of so many does not run in those steps."""
+        return self.first <= block < blocks - self.last
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Basis:
     host: int | None = None
     _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
     _attentions: dict[range, Work] = field(default_factory=dict)
+    _alike: dict[range, frozenset[Any]] = field(default_factory=dict)
+    _mixes: dict[tuple[range, Left | None], Mix] = field(default_factory=dict)
 
     def attention(self, blocks: range) -> Work:
         """The attention of some blocks."""
@@ -65,11 +72,40 @@ class Basis:
             self._attentions[blocks] = {kernel: n for kernel, n in every.items() if kernel.kind == "attention"}
         return self._attentions[blocks]
 
+    def alike(self, blocks: range) -> frozenset[Any]:
+        """What tells some blocks from others with other work."""
+        if blocks not in self._alike:
+            counted = self.counted
+            work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
+            self._alike[blocks] = frozenset(work.items())
+        return self._alike[blocks]
+
+    def mix(self, blocks: range, left: Left | None) -> Mix:
+        """The work of some blocks, of which a cache leaves some out."""
+        if (blocks, left) not in self._mixes:
+            runs = [0.0 if left and left.may(block, len(self.counted.blocks)) else 1.0 for block in blocks]
+            self._mixes[blocks, left] = self.counted.mix(blocks, runs)
+        return self._mixes[blocks, left]
+
     def work(self, key: int, work: Work, tokens: Tokens) -> Load:
         """Seconds of some work, remembered by what it is."""
         if (key, tokens) not in self._loads:
-            self._loads[key, tokens] = load(work, tokens, self.profile)
+            self._loads[key, tokens] = self.device.load(work, tokens)
         return self._loads[key, tokens]
+
+    @cached_property
+    def device(self) -> Device:
+        """Of the machine."""
+        return Device(self.profile)
+
+
+class StepKind(NamedTuple):
+    """What steps with the same work and messages share."""
+
+    first: bool
+    stale: bool
+    keeps: bool
+    left: bool
 
 
 class Ops:
@@ -89,7 +125,6 @@ class Ops:
         self._crowd = crowd(basis.profile, self._host)
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
-        self._mixes: dict[tuple[range, bool], Mix] = {}
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -101,30 +136,26 @@ class Ops:
         """Of each stage, the first one that has the same to do."""
         found: list[int] = []
         seen: dict[Any, int] = {}
-        counted, last = self._basis.counted, self.job.plan.pipefusion - 1
+        last = self.job.plan.pipefusion - 1
         for stage, blocks in enumerate(self.job.stages):
-            work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
             left = sum(map(self._may_be_left, blocks)) if self.left.steps else 0
-            what = (frozenset(work.items()), left, stage == 0, stage == last, stage < self.schedule.crew)
+            what = (self._basis.alike(blocks), left, stage == 0, stage == last, stage < self.schedule.crew)
             found.append(seen.setdefault(what, stage))
         return found
 
     def cost(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds that an op takes of its stage; `free`: with messages that take no time."""
         stage = self.like[stage]
-        key = (stage, op.kind, self._kinds[op.step], op.patch, op.branch == 0, op.piece, free)
+        key = (stage, op.kind, self.kinds[op.step], op.patch, op.branch == 0, op.piece, free)
         seconds = self._seen.get(key)
         if seconds is None:
             seconds = self._seen[key] = self._priced(stage, op, free=free)
         return seconds
 
     @cached_property
-    def _kinds(self) -> list[tuple[bool, ...]]:
+    def kinds(self) -> Sequence[StepKind]:
         """Of each step what it shares with those that have the same work and messages."""
-        schedule, steps = self.schedule, range(self.job.shape.steps)
-        return [
-            (step == 0, schedule.is_stale(step), schedule.keeps_keys(step), step in self.left.steps) for step in steps
-        ]
+        return _kinds(self.schedule, self.left.steps)
 
     def _priced(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._micro(op)
@@ -144,7 +175,7 @@ class Ops:
 
     def travel(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, behind those that it takes of its sender."""
-        key = ("travel", self.like[stage], op.kind, op.patch, op.piece, self._kinds[op.step])
+        key = ("travel", self.like[stage], op.kind, op.patch, op.piece, self.kinds[op.step])
         if key not in self._seen:
             link = self.link("pipefusion")
             self._seen[key] = link.latency_s + link.overlap * self._message(stage, op)
@@ -176,7 +207,8 @@ class Ops:
         job, counted, work = self.job, self._basis.counted, self._basis.work
         tokens = self._tokens(place, micro, op)
         crew = len(self.schedule.crew_of(micro))
-        mix = self._mix(range(len(counted.blocks)), None) if crew else self._mix(job.stages[place.stage], op.step)
+        left = self.left if op.step in self.left.steps and not crew else None
+        mix = self._basis.mix(range(len(counted.blocks)) if crew else job.stages[place.stage], left)
         total = work(-1, counted.every, tokens)
         for each, times in mix.blocks:
             total = total.plus(work(id(each), each, tokens), times)
@@ -194,14 +226,6 @@ class Ops:
                 total = total.plus(work(id(each), each, tokens), times)
         return total
 
-    def _mix(self, stage: range, step: int | None) -> Mix:
-        """The work of some blocks in a step, or where nothing is left out: a crew computes all of them."""
-        is_left = step in self.left.steps
-        if (stage, is_left) not in self._mixes:
-            runs = [0.0 if is_left and self._may_be_left(block) else 1.0 for block in stage]
-            self._mixes[stage, is_left] = self._basis.counted.mix(stage, runs)
-        return self._mixes[stage, is_left]
-
     def _kept(self, place: Place, step: int) -> float:
         """The share of a stage's blocks that run in a step: those that are left out exchange nothing."""
         if step not in self.left.steps:
@@ -210,8 +234,7 @@ class Ops:
         return 1 - sum(map(self._may_be_left, stage)) / len(stage)
 
     def _may_be_left(self, block: int) -> bool:
-        last = len(self._basis.counted.blocks) - self.left.last
-        return self.left.first <= block < last
+        return self.left.may(block, len(self._basis.counted.blocks))
 
     def _tokens(self, place: Place, micro: Micro, op: Op) -> Tokens:
         job, plan = self.job, self.job.plan
@@ -279,7 +302,7 @@ class Ops:
         """Seconds of attention in a call: what a ring's messages travel under."""
         tokens = self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
         n, found = self.job.plan.ring, self._basis.attention(self.job.stages[place.stage])
-        return load(found, tokens, self._profile).device * (n - 1) / n
+        return self._basis.device.load(found, tokens).device * (n - 1) / n
 
     def _guidance(self, micro: Micro) -> float:
         place = self._places[-1]
@@ -292,3 +315,12 @@ class Ops:
         if axis not in self._links:
             self._links[axis] = crossed(self.job.plan, self._profile, self._host, axis)
         return self._links[axis]
+
+
+@lru_cache(maxsize=1024)
+def _kinds(schedule: Schedule, left: frozenset[int]) -> Sequence[StepKind]:
+    """Of each step, of which some are left out: the same for many plans."""
+    return [
+        StepKind(step == 0, schedule.is_stale(step), schedule.keeps_keys(step), step in left)
+        for step in range(schedule.steps)
+    ]

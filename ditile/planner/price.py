@@ -11,11 +11,13 @@ among them fills the pipeline anew.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ditile import cost
-from ditile.blocks.schedule import Kind, Op, Span, simulate
+from ditile.blocks.schedule import Kind, Op, Schedule, Span, simulate
 from ditile.cost import Job
 from ditile.generation import Micro
 from ditile.plan import Plan
@@ -123,12 +125,9 @@ class _Run:
         Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
         """
         schedule, steps = self._schedule, self._job.shape.steps
-        kinds: dict[tuple[bool, bool, int], list[int]] = {}
-        for step in range(steps):
-            kind = (schedule.is_stale(step), step in self._ops.left.steps, self._job.calls(step))
-            kinds.setdefault(kind, []).append(step)
-        total, warm = 0.0, sum(not schedule.is_stale(step) for step in range(steps))
-        for (is_stale, *_), alike in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
+        kinds = _alike(schedule, self._ops.left.steps, self._job.calls(0) == self._job.calls(1))
+        total, warm = 0.0, sum(len(alike) for is_stale, alike in kinds if not is_stale)
+        for is_stale, alike in kinds:
             if total > most:
                 return total
             like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
@@ -221,6 +220,21 @@ class _Run:
         calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=False)
         others = self._ops.cost(stage, op._replace(branch=1), free=False) if calls > 1 else 0.0
         return (first + (calls - 1) * others) / calls
+
+
+@lru_cache(maxsize=1024)
+def _alike(schedule: Schedule, left: frozenset[int], even: bool) -> Sequence[tuple[bool, Sequence[int]]]:
+    """Runs of like steps, the longest first, and whether they are stale; the same for many plans.
+
+    Args:
+        schedule: of a plan.
+        left: steps that a cache leaves out.
+        even: whether the first step has as many calls as the others.
+    """
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+    for step in range(schedule.steps):
+        kinds.setdefault((schedule.is_stale(step), step in left, even or step > 0), []).append(step)
+    return sorted(((kind[0], alike) for kind, alike in kinds.items()), key=lambda each: -len(each[1]))
 
 
 def _ends(spans: list[Span], steps: int) -> list[float]:

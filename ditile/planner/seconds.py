@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ditile.planner.kernels import Kernel, Stream, Work
 from ditile.planner.profile import Profile
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What a rank has in a micro-step, for one call.
 
     Attributes:
@@ -34,12 +32,19 @@ class Tokens:
 
     def of(self, stream: Stream) -> int:
         """Tokens of a stream."""
-        return {"image": self.image, "text": self.text, "both": self.image + self.text, "once": 1}[stream]
+        return _of_stream(stream, self.image, self.text)
 
     def keys(self, stream: Stream) -> int:
         """Keys of a stream."""
-        sizes = {"image": self.image_keys, "text": self.text_keys, "both": self.image_keys + self.text_keys}
-        return sizes.get(stream, 1)
+        return _of_stream(stream, self.image_keys, self.text_keys)
+
+
+def _of_stream(stream: Stream, image: int, text: int) -> int:
+    if stream == "image":
+        return image
+    if stream == "text":
+        return text
+    return image + text if stream == "both" else 1
 
 
 class Load(NamedTuple):
@@ -57,31 +62,50 @@ class Load(NamedTuple):
         return max(self.device, self.host) if profile.runs_ahead else self.device + self.host
 
 
-def load(work: Work, tokens: Tokens, profile: Profile) -> Load:
-    """Of some work by one rank."""
-    device = sum(times * _device(kernel, tokens, profile) for kernel, times in work.items())
-    return Load(device, sum(work.values()) * profile.kernel_s)
+class Device:
+    """A device of a machine, with the seconds of each kernel remembered: many plans have most of them in common.
+
+    Args:
+        profile: the machine.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._seen: dict[tuple[Kernel, int, int], float] = {}
+
+    def load(self, work: Work, tokens: Tokens) -> Load:
+        """Of some work by one rank."""
+        device = sum(times * self._seconds(kernel, tokens) for kernel, times in work.items())
+        return Load(device, sum(work.values()) * self._profile.kernel_s)
+
+    def _seconds(self, kernel: Kernel, tokens: Tokens) -> float:
+        if kernel.kind == "attention":
+            return self._attention(kernel, tokens)
+        key = kernel, tokens.rows * tokens.of(kernel.stream), tokens.split
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = self._over(*key)
+        return found
+
+    def _attention(self, kernel: Kernel, tokens: Tokens) -> float:
+        keys = tokens.keys(kernel.keys)
+        queries = tokens.of(kernel.stream) * tokens.share
+        operations = 4 * tokens.rows * queries * keys * kernel.size[0] * tokens.heads
+        return operations / self._profile.attention.at(queries, keys) / self._profile.head.at(kernel.size[1])
+
+    def _over(self, kernel: Kernel, rows: int, split: int) -> float:
+        """Of a matrix of which a rank has its share, or of going over numbers; for so many rows."""
+        profile = self._profile
+        if kernel.kind == "matmul":
+            k, n = kernel.size
+            return 2 * rows * k * n / split / profile.matmul.at(rows, (k * n / split) ** 0.5)
+        size = kernel.size[0] * rows * profile.element_size
+        return size / profile.pointwise.get(kernel.kind, profile.pointwise["pointwise"]).at(size)
 
 
 def seconds(work: Work, tokens: Tokens, profile: Profile) -> float:
-    """The same, until both are done."""
-    return load(work, tokens, profile).seconds(profile)
-
-
-def _device(kernel: Kernel, tokens: Tokens, profile: Profile) -> float:
-    count = tokens.of(kernel.stream)
-    rows = tokens.rows * count
-    if kernel.kind == "matmul":
-        k, n = kernel.size
-        operations = 2 * rows * k * n / tokens.split
-        return operations / profile.matmul.at(rows, (k * n / tokens.split) ** 0.5)
-    if kernel.kind == "attention":
-        keys = tokens.keys(kernel.keys)
-        queries = count * tokens.share
-        operations = 4 * tokens.rows * queries * keys * kernel.size[0] * tokens.heads
-        return operations / profile.attention.at(queries, keys) / profile.head.at(kernel.size[1])
-    size = kernel.size[0] * rows * profile.element_size
-    return size / profile.pointwise.get(kernel.kind, profile.pointwise["pointwise"]).at(size)
+    """Seconds of some work by one rank, until device and host are done."""
+    return Device(profile).load(work, tokens).seconds(profile)
 
 
 def flops(work: Work, tokens: Tokens) -> float:

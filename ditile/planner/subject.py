@@ -13,7 +13,7 @@ import diffusers
 import transformers
 from torch import nn
 
-from ditile.blocks.costs import divide
+from ditile.blocks.costs import Parts, divide
 from ditile.cost import Job
 from ditile.errors import LoadError, ModelError
 from ditile.hollow import weightless
@@ -73,6 +73,8 @@ class Subject:
     others: int = 0
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
+    _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, name: str, source: Path | str) -> Subject:
@@ -143,6 +145,14 @@ class Subject:
             self._footprints[ranks] = found if ranks == 1 else found.divided(channels, ranks)
         return self._footprints[ranks]
 
+    def kept(self, blocks: range, ranks: int, image: int, text: int) -> float:
+        """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
+        key = blocks, ranks, image, text
+        if key not in self._kept:
+            each = self.footprint(ranks).kept
+            self._kept[key] = sum(each[block].at(image, text) for block in blocks)
+        return self._kept[key]
+
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
@@ -151,6 +161,18 @@ class Subject:
             sum(p.numel() for name, p in seat.block.named_parameters() if cuts.part(f"{seat.name}.{name}", p.shape))
             for seat in self.seats.chain
         )
+
+    def parameters(self, blocks: range, ranks: int) -> int:
+        """Parameters of some blocks on each of so many ranks of tensor parallelism."""
+        if (blocks, ranks) not in self._parameters:
+            cut = [self.cut[block] if ranks > 1 else 0 for block in blocks]
+            whole = sum(self.weights.blocks[block] for block in blocks)
+            self._parameters[blocks, ranks] = whole - sum(cut) + sum(-(-each // ranks) for each in cut)
+        return self._parameters[blocks, ranks]
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts.of(self.seats)
 
     @cached_property
     def _decoded(self) -> Callable[[int], float]:
@@ -212,7 +234,7 @@ class Subject:
     def _divided(self, plan: Plan) -> list[range]:
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:
-            self._stages[key] = divide(self.seats, plan)
+            self._stages[key] = divide(self.seats, plan, self._parts)
         return self._stages[key]
 
 
