@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed
+
 from ditile import env
-from ditile.budget import choose, stored
+from ditile.budget import choose, described, stored
+from ditile.console import console, writes
 from ditile.errors import ModelError, PlanError
 from ditile.load import defaults, find
 from ditile.options import Ask
@@ -19,14 +22,17 @@ from ditile.planner import hardware
 from ditile.planner.caches import expected
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.search import Found, Wanted, priced, search
+from ditile.planner.search import Found, Missed, Wanted, priced, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.steps.line import configs_of
+from ditile.table import amount
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN = 8
+ALIKE = 0.005
+"""Plans whose latencies differ by less are as fast as each other; of a latency, a part that is not worth a word."""
 
 
 def machine(ask: Ask) -> Profile:
@@ -78,7 +84,7 @@ class Answer:
         """For programs."""
         return {
             "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.found.legal,
-            "uncounted": list(self.uncounted),
+            "uncounted": list(self.uncounted), "too_large": self._missed(),
             "plans": [
                 {
                     "plan": str(price.plan), "latency_s": price.latency_s, "memory_bytes": price.memory_bytes,
@@ -89,6 +95,19 @@ class Answer:
             ],
         }  # fmt: skip
 
+    def _missed(self) -> dict[str, Any] | None:
+        """The plan that is missed most for want of memory."""
+        missed = self.found.missed
+        return missed and {
+            "plan": str(missed.price.plan), "latency_s": missed.price.latency_s, "lacks_bytes": missed.lacks,
+            "memory_bytes": missed.price.memory_bytes, "why": missed_by(missed, self.found.prices[0]),
+        }  # fmt: skip
+
+    def choice(self) -> str:
+        """The first plan, on one line."""
+        best = self.found.prices[0]
+        return f"planned: {best.plan} (predicted {best.latency_s:.3g} s a loop on {self.hardware})"
+
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.as_dict(), indent=2)
@@ -97,14 +116,15 @@ class Answer:
         """For people."""
         from rich.table import Table
 
-        from ditile.table import amount
-
-        title = f"{self.model} on {self.devices} x {self.hardware}: {self.found.legal} legal plans"
+        plans = "1 plan" if self.found.legal == 1 else f"{self.found.legal} plans searched"
+        title = f"{self.model} on {self.devices} x {self.hardware}: {plans}"
         if self.found.too_large:
             title += f", {len(self.found.too_large)} of them too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
+        lines = [f"too large: {missed_by(self.found.missed, self.found.prices[0])}"] if self.found.missed else []
         if self.uncounted:
-            shown.caption = f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here"
+            lines.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
+        shown.caption = "\n".join(lines) or None
         prices = self.found.prices[:SHOWN]
         for price, why in zip(prices, reasons(prices), strict=True):
             shown.add_row(
@@ -148,6 +168,8 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
 def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any) -> Plan:
     """The first plan of the answer, or with `min_psnr` that of an evaluation without caches; see `Plan.auto`.
 
+    It is said on standard error, by the first rank alone.
+
     Raises:
         PlanError: if a word of the question is not known; and those of `answer` and `choose`.
         LoadError: if there is no such evaluation.
@@ -155,27 +177,57 @@ def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = 
     if min_psnr is not None:
         if others := sorted(set(asked) - {"devices", "max_latency"}):
             raise PlanError(f"min_psnr={min_psnr:g} asks an evaluation, which has no {others[0]}; leave it out")
-        rows = [row for row in stored(model, evaluation)["settings"] if row["cache"] == "none"]
-        limit = asked.get("max_latency")
-        return Plan.parse(choose(rows, min_psnr=min_psnr, max_latency=limit, world=asked.get("devices"))["plan"])
+        found = stored(model, evaluation)
+        rows = [row for row in found["settings"] if row["cache"] == "none"]
+        row = choose(rows, min_psnr=min_psnr, max_latency=asked.get("max_latency"), world=asked.get("devices"))
+        where = found.get("measured", {}).get("machine", "another machine")
+        _say(f"picked: {described(row)}, as evaluated on {where}")
+        return Plan.parse(row["plan"])
     known_words = [field.name for field in dataclasses.fields(Ask)]
     if unknown := sorted(set(asked) - set(known_words)):
         raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
-    return answer(Ask(model=model, **asked)).found.prices[0].plan
+    answered = answer(Ask(model=model, **asked))
+    _say(answered.choice())
+    return answered.found.prices[0].plan
+
+
+def _say(line: str) -> None:
+    group = torch.distributed
+    if writes() and not (group.is_available() and group.is_initialized() and group.get_rank() > 0):
+        console(stderr=True).print(line, soft_wrap=True)
 
 
 def reasons(prices: Sequence[Price]) -> Iterator[str]:
-    """Why the first is first, and why each other is not."""
+    """What the first is made of, and why each other is not the first."""
     best = prices[0]
-    yield "the fastest" if len(prices) > 1 else ""
+    yield f"the fastest: {made_of(best)}" if len(prices) > 1 else made_of(best)
     for price in prices[1:]:
-        later = {
-            "compute": price.compute_s - best.compute_s, "exposed communication": price.exposed_s - best.exposed_s,
-            "bubble": price.bubble_s - best.bubble_s,
-        }  # fmt: skip
-        name = max(later, key=lambda kind: later[kind])
-        slower = price.latency_s / best.latency_s - 1
-        yield f"{slower:.0%} slower: {later[name]:.2g} s more {name}" if later[name] > 0 else f"{slower:.0%} slower"
+        slower, more = price.latency_s / best.latency_s - 1, price.memory_bytes - best.memory_bytes
+        if slower < ALIKE:
+            yield f"as fast within {ALIKE:.1%}" + (f": {amount(more)} more memory" if more > 0 else "")
+            continue
+        mine, others = _parts(price), _parts(best)
+        name = max(mine, key=lambda kind: mine[kind] - others[kind])
+        yield f"{slower:.0%} slower: {mine[name] - others[name]:.2g} s more {name}"
+
+
+def made_of(price: Price) -> str:
+    """The share of compute, and the largest part beside it."""
+    parts = _parts(price)
+    share = {kind: parts[kind] / price.latency_s for kind in parts}
+    name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])
+    return f"{share['compute']:.0%} compute, then {share[name]:.0%} {name}" if share[name] >= ALIKE else "all compute"
+
+
+def missed_by(missed: Missed, best: Price) -> str:
+    """What is missed for want of memory."""
+    price, faster = missed.price, 1 - missed.price.latency_s / best.latency_s
+    would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
+    return f"'{price.plan}' would be {would}, {price.latency_s:.3g} s, and lacks {amount(missed.lacks)} a device"
+
+
+def _parts(price: Price) -> dict[str, float]:
+    return {"compute": price.compute_s, "exposed communication": price.exposed_s, "bubble": price.bubble_s}
 
 
 def _found(model: str) -> Any:

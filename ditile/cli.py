@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
             "measure what plans and caches do to pictures, and to time",
             "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
         ),
-        ("plan", "which plan for a model and a machine", "Rank all legal plans by predicted latency."),
+        ("plan", "which plan for a model and a machine", "Rank plans by predicted latency."),
         ("calibrate", "measure this machine", "Measure this machine, so that plans can be ranked for it."),
     ):
         command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
@@ -192,9 +192,7 @@ def _named(text: str, wanted: Generate, run: Run, given: Plan) -> Plan:
     place = env.torchrun()
     found = answer(Ask(devices=None if place is None else place.world, **asked), all_devices=place is not None)
     if writes():
-        best = found.found.prices[0]
-        line = f"planned: {best.plan} (predicted {best.latency_s:.3g} s a loop on {found.hardware})"
-        console(stderr=run.json == "-").print(line, soft_wrap=True)
+        console(stderr=run.json == "-").print(found.choice(), soft_wrap=True)
     return found.found.prices[0].plan
 
 

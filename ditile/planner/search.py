@@ -1,4 +1,4 @@
-"""Every legal plan for a model, a call and a machine, the fastest first.
+"""The plans that are searched for a model, a call and a machine, the fastest first.
 
 Degrees come from the divisors of the ranks, patches from powers of two over the stages. What does not fit the memory is
 set aside; of the others the price is asked.
@@ -57,6 +57,13 @@ class Placed(NamedTuple):
     memory: int
 
 
+class Missed(NamedTuple):
+    """A plan that does not fit, and the bytes that a device lacks for it."""
+
+    price: Price
+    lacks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What came of a search.
@@ -64,12 +71,14 @@ class Found:
     Attributes:
         prices: of the plans that fit, the fastest first.
         too_large: those that need more memory than there is, the one that needs least first.
-        legal: how many plans the model and the call allow.
+        legal: how many plans were searched: all that the model and the call allow.
+        missed: the fastest of those that are too large, where it would be as fast as the first that fits.
     """
 
     prices: tuple[Price, ...]
     too_large: tuple[Placed, ...]
     legal: int
+    missed: Missed | None = None
 
 
 class _Rough(NamedTuple):
@@ -123,7 +132,7 @@ def search(
             f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
             "use more devices, fewer steps or a cache"
         )
-    return Found(tuple(kept), tuple(too_large), legal)
+    return Found(tuple(kept), tuple(too_large), legal, _missed(pricer, too_large, kept[0], space, left))
 
 
 def priced(
@@ -154,7 +163,7 @@ def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: i
     """
 
     def placed(**also: Any) -> Placed:
-        job = subject.job(replace(plan, **also), shape)
+        job = subject.job(replace(plan, **also) if also else plan, shape)
         return Placed(job, peak(subject, job, pricer.profile, pricer.words))
 
     found = placed()
@@ -180,6 +189,18 @@ def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list
         price = pricer.price(each.job, left, each.memory)
         bisect.insort(found, price, key=lambda known: known.latency_s)
     return found[:SHOWN]
+
+
+def _missed(pricer: Pricer, too_large: Sequence[Placed], best: Price, space: int, left: Left | None) -> Missed | None:
+    """The fastest of the plans that do not fit, by the formula, where the simulation has it as fast as the best."""
+    most = ABOVE * best.latency_s
+    estimates = [pricer.estimate(placed.job, left, most) for placed in too_large]
+    nearest = min(range(len(too_large)), key=estimates.__getitem__, default=None)
+    if nearest is None or estimates[nearest] > most:
+        return None
+    job, memory = too_large[nearest]
+    price = pricer.price(job, left, memory)
+    return Missed(price, memory - space) if price.latency_s <= best.latency_s else None
 
 
 def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:

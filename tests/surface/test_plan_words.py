@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from ditile.budget import FILE
 from ditile.cli import main
 from ditile.errors import PlanError
+from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner.hardware import profile
 from ditile.planner.profile import Curve, Profile
@@ -44,10 +46,28 @@ def test_auto_is_what_the_planner_puts_first(measured: Profile, capsys: pytest.C
     assert f"on {measured.name})" in said.splitlines()[0]
 
 
+def test_the_choice_is_said_once(
+    measured: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first rank, of the model that commands draw with by default; nothing on standard output."""
+    plan = Plan.auto(height=256, width=256)
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"planned: {plan} (predicted ") and shown.err.count("\n") == 1 and not shown.out
+    assert plan == Plan.auto(Ask().model, height=256, width=256)
+    picked, said = Plan.auto(min_psnr=30), capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(f"picked: {picked}, no cache (") and len(said) == 2
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert Plan.auto(min_psnr=30) == picked and not capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Plan.auto(min_psnr=30) == picked and not capsys.readouterr().err
+
+
 def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean a plan for three of four ranks, and one that waits for ever."""
     from ditile.answer import answer
-    from ditile.options import Ask
 
     found = answer(Ask(devices=3), all_devices=True).found
     assert found.prices and all(price.plan.world == 3 for price in found.prices)
