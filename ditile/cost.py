@@ -85,11 +85,11 @@ class Job:
         """The order of work."""
         return Schedule.of(self.plan, self.shape.steps, self.shape.shared_out(self.plan).batch)
 
-    def own(self, place: Place) -> Shape:
-        """The shape of a rank's calls: its replica's images and its half's branches."""
-        if place.data not in self._owned:
-            self._owned[place.data] = self.shape.shared_out(self.plan, place.data)
-        return self._owned[place.data]
+    def own(self, data: int) -> Shape:
+        """The shape of the calls of a replica's ranks: its images, and their half of the branches."""
+        if data not in self._owned:
+            self._owned[data] = self.shape.shared_out(self.plan, data)
+        return self._owned[data]
 
     @cached_property
     def _owned(self) -> dict[int, Shape]:
@@ -97,11 +97,7 @@ class Job:
 
     def calls(self, step: int) -> int:
         """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
-        return self.shape.calls if step == 0 else self._later_calls
-
-    @cached_property
-    def _later_calls(self) -> int:
-        return self.shape.shared_out(self.plan).calls
+        return self.shape.calls if step == 0 else self.own(0).calls
 
     @cached_property
     def layout(self) -> Layout:
@@ -166,7 +162,7 @@ def sent(job: Job, rank: int) -> dict[str, int]:
         for kind, size in sent_in_step(job, rank, step).items():
             total[kind] += size
     if place.stage == job.plan.pipefusion - 1:
-        total["data"] = (job.plan.data - 1) * job.own(place).latent_bytes
+        total["data"] = (job.plan.data - 1) * job.own(place.data).latent_bytes
         total["result"] = job.shape.latent_bytes if job.plan.pipefusion > 1 else 0
     return {kind: size for kind, size in total.items() if size}
 
@@ -174,7 +170,7 @@ def sent(job: Job, rank: int) -> dict[str, int]:
 def sent_in_step(job: Job, rank: int, step: int) -> dict[str, int]:
     """The same of one step."""
     place, total = job.place(rank), dict.fromkeys(KINDS, 0)
-    own = job.own(place)
+    own = job.own(place.data)
     if not own.images:
         return {}  # an idle replica calls no model
     for micro in job.schedule.micros(step):
@@ -201,7 +197,7 @@ def in_call(job: Job, place: Place, micro: Micro) -> dict[str, tuple[int, int]]:
 def between(job: Job, place: Place, patch: int) -> int:
     """Bytes that a rank hands to the next stage for a patch, in one call."""
     part = job.parts(patch)[place.rank]
-    return _between(job, place, len(part.text)) + _between(job, place, part.image_tokens)
+    return _between(job, place, len(part.text) + part.image_tokens)
 
 
 def lent(job: Job, block: int) -> int:
@@ -222,7 +218,7 @@ def given(job: Job, owner: int, *, joint: bool) -> int:
 def predicted(job: Job, place: Place) -> int:
     """Bytes of the prediction of a crew member's tokens, in one call."""
     size = job.crew[place.stage].image_tokens * job.weights.out * job.shape.element_size
-    return size * job.own(place).batch
+    return size * job.own(place.data).batch
 
 
 def guidance(job: Job, place: Place, micro: Micro) -> int:
@@ -249,14 +245,13 @@ def key_bytes(job: Job, rank: int, *, text: bool = True) -> int:
     place, layout = job.place(rank), job.layout
     layers = job.layers(place).items()
     tokens = sum(times * (layout.image + (layout.text if joint and text else 0)) for joint, times in layers)
-    return 2 * job.own(place).calls * tokens * _number(job, place)
+    return 2 * job.own(place.data).calls * tokens * _number(job, place)
 
 
 def _activations(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if place.stage < job.plan.pipefusion - 1 and not job.schedule.crew_of(micro):
         for patch in job.schedule.patches_of(micro):
-            part = job.parts(patch)[place.rank]
-            yield Sent("activations", _between(job, place, len(part.text)) + _between(job, place, part.image_tokens))
+            yield Sent("activations", between(job, place, patch))
 
 
 def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
@@ -282,7 +277,7 @@ def _tensor(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
             patches = job.schedule.patches_of(micro)
             sizes += [(job.parts(p)[place.rank].image_tokens * job.shape.channels, 1) for p in patches]
     for size, times in sizes:
-        yield Sent("tensor", size * job.own(place).batch * job.shape.element_size * (n - 1) // n, times)
+        yield Sent("tensor", size * job.own(place.data).batch * job.shape.element_size * (n - 1) // n, times)
 
 
 def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
@@ -290,7 +285,7 @@ def _ulysses(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if job.plan.ulysses == 1:
         return
     parts, heads = _row(job, place, micro), job.shape.heads // job.plan.tensor
-    each = job.own(place).batch * job.shape.head_dim * job.shape.element_size
+    each = job.own(place.data).batch * job.shape.head_dim * job.shape.element_size
     mine = job.heads(place)
     for joint, times in job.layers(place).items():
         lengths = [_length(part) if joint else part.image_tokens for part in parts]
@@ -321,12 +316,11 @@ def _distrifusion(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
 
 def _prediction(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
     if job.split.ranks > 1 and place.stage == job.plan.pipefusion - 1:
-        tokens = job.parts(micro.patch)[place.rank].image_tokens
-        size = (job.split.ranks - 1) * job.own(place).batch * tokens * job.weights.out * job.shape.element_size
-        yield Sent("prediction", size)
-        words, each = len(share(range(job.shape.words), job.split.ranks, place.rank)), job.shape.channels
-        size = 2 * (job.split.ranks - 1) * words * job.own(place).batch * each * job.shape.element_size
-        yield Sent("prediction", size, sum(job.layers(place).values()) if words else 0)
+        n, of_layers = job.split.ranks, sum(job.layers(place).values())
+        number = (n - 1) * job.own(place.data).batch * job.shape.element_size
+        yield Sent("prediction", number * job.parts(micro.patch)[place.rank].image_tokens * job.weights.out)
+        words = len(share(range(job.shape.words), n, place.rank))
+        yield Sent("prediction", 2 * number * words * job.shape.channels, of_layers if words else 0)
 
 
 def _lent(job: Job, place: Place, micro: Micro) -> Iterator[Sent]:
@@ -364,7 +358,7 @@ def _cfg(job: Job, place: Place, micro: Micro) -> int:
     if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (by_calls and micro.step == 0):
         return 0
     tokens = job.layout.image if micro.patch is None else len(range(job.layout.image)[job.layout.tokens(micro.patch)])
-    own = job.own(place)
+    own = job.own(place.data)
     return (job.plan.cfg - 1) * own.calls * own.batch * tokens * job.weights.out * job.shape.element_size
 
 
@@ -372,7 +366,7 @@ def _between(job: Job, place: Place, length: int) -> int:
     """Bytes of what a rank has of a stream between two blocks: with split_scheme=sequence its share."""
     if job.plan.split_scheme == "sequence":
         length = len(share(range(length), job.plan.tensor, place.tensor))
-    return length * job.own(place).batch * job.shape.channels * job.shape.element_size
+    return length * job.own(place.data).batch * job.shape.channels * job.shape.element_size
 
 
 def _row(job: Job, place: Place, micro: Micro) -> tuple[Part, ...]:
@@ -401,4 +395,4 @@ def _flat(tensors: tuple[int, ...], size: int) -> int:
 
 def _number(job: Job, place: Place) -> int:
     """Bytes of a token's keys, or values, on a rank."""
-    return job.own(place).batch * job.heads(place) * job.shape.head_dim * job.shape.element_size
+    return job.own(place.data).batch * job.heads(place) * job.shape.head_dim * job.shape.element_size

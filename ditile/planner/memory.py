@@ -76,7 +76,7 @@ def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
     """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
     plan, place, schedule = job.plan, job.place(rank), job.schedule
     found = subject.footprint(plan.tensor)
-    row = job.own(place).batch * job.shape.element_size
+    row = job.own(place.data).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
     micros = {micro.patch: micro for micro in (schedule.micro_of(step, 0) for step in steps)}
     computed = max(
@@ -88,7 +88,7 @@ def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
         kept += job.layout.image * job.shape.channels  # the embedded latents, which nobody reads
     if len(schedule.pieces(Micro(0, None))) > 1:
         kept *= 2  # as rows, and together
-    latents = STEPPED * job.own(place).latent_bytes
+    latents = STEPPED * job.own(place.data).latent_bytes
     return int(computed + row * kept) + latents + _exchanging(job, rank)
 
 
@@ -114,7 +114,7 @@ def _computed(found: Footprint, job: Job, place: Place, micro: Micro, words: int
 
 def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
     """Of the pictures of a replica, on the rank that gives them out; or of a rank's rows of them."""
-    shape, plan = job.own(place), job.plan
+    shape, plan = job.own(place.data), job.plan
     if plan.vae == "whole" and rank % (plan.world // plan.data):
         return 0
     pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)

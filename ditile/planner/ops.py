@@ -195,7 +195,7 @@ class Ops:
             size = cost.predicted(job, place)
         else:
             rows = 1.0 if op.patch is None else job.layout.rows(op.patch) / job.layout.grid.rows
-            size = job.own(place).latent_bytes * rows
+            size = job.own(place.data).latent_bytes * rows
         return size / self.link("pipefusion").bandwidth
 
     def _micro(self, op: Op) -> Micro:
@@ -242,7 +242,7 @@ class Ops:
         crew = len(self.schedule.crew_of(micro))
         if crew:
             image, text = -(-job.layout.image // crew), -(-text // crew)
-        own = job.own(place)
+        own = job.own(place.data)
         rows = len(self.schedule.pieces(micro)[op.piece]) if plan.warmup_mode == "pipelined" else own.batch
         keys = job.layout
         line = cost.line(job, place, micro) if plan.ulysses > 1 else 0

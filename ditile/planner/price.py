@@ -23,6 +23,7 @@ from ditile.generation import Micro
 from ditile.plan import Plan
 from ditile.planner.ops import Basis, Left, Ops
 
+ROUNDED = 1e-12  # of a latency: sums in another order differ by as much
 STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
 
 
@@ -58,9 +59,10 @@ class Pricer(Basis):
         run = _Run(self, job, left or Left())
         latency, _ = run.walk(free=False)
         free, compute = run.walk(free=True)
+        bubble = free - compute if free - compute > ROUNDED * free else 0.0
         return Price(
             plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
-            bubble_s=max(free - compute, 0.0), bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
+            bubble_s=bubble, bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
         )  # fmt: skip
 
     def latency(self, job: Job) -> float:

@@ -135,9 +135,8 @@ class Profile:
             values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{where} is no profile of a machine ({error}); make one with `ditile calibrate`"
-            ) from None
+            what = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`") from None
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:

@@ -123,8 +123,8 @@ def search(
     if not fits:
         smallest = too_large[0]
         raise PlanError(
-            f"no plan fits {_gib(space)} a device: '{smallest.job.plan}' needs least, {_gib(smallest.memory)}, "
-            f"{_gib(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
+            f"no plan fits {_gb(space)} a device: '{smallest.job.plan}' needs least, {_gb(smallest.memory)}, "
+            f"{_gb(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
         )
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:
@@ -149,7 +149,7 @@ def priced(
     pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
     memory, space = peak(subject, job, profile, pricer.words), wanted.memory_bytes or profile.memory_bytes
     if memory > space:
-        raise PlanError(f"'{plan}' needs {_gib(memory)} a device, and there are {_gib(space)}")
+        raise PlanError(f"'{plan}' needs {_gb(memory)} a device, and there are {_gb(space)}")
     price, limit = pricer.price(job, left, memory), wanted.max_latency_s
     if limit is not None and price.latency_s > limit:
         raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
@@ -176,8 +176,8 @@ def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: i
     return next((one for one in either if one.memory <= space), smallest)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list[Price]:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ditile import agreement, env, gpus, runner, transport
 from ditile.cli import main
-from ditile.errors import PlanError
+from ditile.errors import PlanError, StateError
 from ditile.launch import _join as join_launched
 from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines, pick_device
 from ditile.plan import DEGREES, Plan
@@ -203,6 +203,7 @@ class ReachedError(Exception):
 def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a script's own group. A failure means batches of messages that hang, or a context on the first GPU."""
     happened: list[str] = []
+    pipe = SimpleNamespace(device="cpu", transformer=torch.nn.Linear(1, 1))
 
     def made(*_: Any, **__: Any) -> None:
         happened.append("group")
@@ -213,13 +214,13 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: happened.append(str(device)))
     monkeypatch.setattr(runner, "compose", made)
     with pytest.raises(ReachedError):
-        runner.parallelize(SimpleNamespace(device="cpu"), Plan(), device="cuda:1")
+        runner.parallelize(pipe, Plan(), device="cuda:1")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "new_group", made)
     with pytest.raises(ReachedError):
-        runner.parallelize(SimpleNamespace(device="cpu"), Plan(cfg=2, ulysses=2))
+        runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
 
 
@@ -354,3 +355,23 @@ def test_meshes_may_share_their_groups(pool: Pool) -> None:
     """A failure means that ten runners of a process have the threads of ten, which wake a hundred times a second."""
     for own, fewer, alive in pool.run(shared, 2, [Plan(ulysses=2), Plan(ring=2)]):
         assert fewer < own and alive
+
+
+def test_ranks_that_cannot_connect_say_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure would mean a traceback of torch's between hosts, no word of the interface, or a plan that is blamed."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nand more")
+
+    monkeypatch.setattr(dist, "rendezvous", refused)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StateError, match="rank 1 of 2 cannot connect .* set GLOO_SOCKET_IFNAME") as caught:
+        build(Plan(pipefusion=2))
+    assert "\n" not in str(caught.value)
+    for command in ("verify", "generate a-circle"):
+        assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command
+    said = capsys.readouterr().err
+    assert said.count("cannot connect") == 2 and "not proven" not in said

@@ -48,7 +48,10 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
     [
         (["--hosts", "3", "--interlink", "10Gbit"], "devices=8 are not shared out evenly by hosts=3; give --devices"),
         (["--devices", "1", "--price", "pipefusion=2"], "'pipefusion=2' needs 2 devices, and there are devices=1"),
-        (["--memory", "1GB", "--price", "pipefusion=2"], "'pipefusion=2' needs 25.7 GiB a device, and there are 0.9"),
+        (
+            ["--memory", "1GB", "--price", "pipefusion=2"],
+            "'pipefusion=2' needs 27.55 GB a device, and there are 1.00 GB",
+        ),
         (["--max-latency", "0.1", "--price", "pipefusion=8"], "s, and max_latency=0.1"),
         (["--warmup", "2", "--price", "pipefusion=2"], "warmup=2 is for a search; say it in price='pipefusion=2'"),
         (["--hosts", "2", "--interlink", "1Gbit", "--price", "ulysses=3"], "devices=3 are not shared out evenly"),

@@ -77,7 +77,7 @@ def test_published_models_have_their_parameters(name: str, billions: float) -> N
     assert (sum(weights.blocks) + weights.shared) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
-@pytest.mark.parametrize("text", ["pipefusion=2 patches=4", "pipefusion=4 patches=4 warmup=3", "patches=2", ""])
+@pytest.mark.parametrize("text", ["pipefusion=2 patches=4", "pipefusion=4 patches=4 warmup=3", "patches=2", "data=1"])
 def test_equal_stages_and_free_messages_take_the_makespan(text: str) -> None:
     """The price is the schedule's: with one cost for each row of tokens it is the formula of `Schedule.makespan`."""
     one = subject("shapes-pixart")
@@ -140,10 +140,10 @@ def test_slower_links_favour_fewer_bytes() -> None:
 def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
     one, asked, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.profile("l40-pcie")
     shape = one.shape(asked, 2)
-    alone, staged = (one.job(Plan.parse(text), shape) for text in ("", "pipefusion=8"))
+    alone, staged = (one.job(Plan.parse(text), shape) for text in ("data=1", "pipefusion=8"))
     assert needed(one, alone, profile).weights > 4 * needed(one, staged, profile).weights, "double blocks are larger"
     assert peak(one, staged, profile) < peak(one, alone, profile)
-    with pytest.raises(PlanError, match=r"no plan fits 1\.9 GiB a device: '.*' needs least, .* GiB more"):
+    with pytest.raises(PlanError, match=r"no plan fits 2\.00 GB a device: '.*' needs least, .* GB more"):
         search(one, asked, profile, Wanted(devices=8, memory_bytes=2 * 10**9))
     with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):
         search(one, asked, profile, Wanted(devices=8, max_latency_s=0.001))
@@ -174,7 +174,7 @@ def test_every_half_computes_all_calls_of_the_first_step() -> None:
     one = subject("shapes-flux")
     shape = one.shape(call("shapes-flux", **SMALL))
     pricer = pricer_of(one, SMALL, EVEN)
-    alone, half = (pricer.price(one.job(Plan.parse(text), shape)) for text in ("", "cfg=2"))
+    alone, half = (pricer.price(one.job(Plan.parse(text), shape)) for text in ("data=1", "cfg=2"))
     assert half.compute_s / alone.compute_s == pytest.approx(9 / 16, rel=0.01)
     assert pricer.estimate(one.job(Plan(cfg=2), shape)) == pytest.approx(half.latency_s, rel=0.02)
     slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
