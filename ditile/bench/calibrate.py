@@ -36,6 +36,7 @@ from ditile.planner.profile import Link, Profile
 from ditile.planner.search import pricer_of
 from ditile.planner.subject import Subject
 from ditile.runner import parallelize
+from ditile.transport import gather_json
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
 PATCHES, STEPS, RUNS = (1, 4), 4, 3
@@ -114,9 +115,9 @@ def _dtype(wanted: Calibrate) -> str:
 
 def by_host() -> tuple[tuple[int, ...], ...]:
     """The ranks of each host, as torchrun counts them: one host after the other."""
-    place, found = env.torchrun(), [0] * dist.get_world_size()
+    place = env.torchrun()
     assert place is not None
-    dist.all_gather_object(found, place.rank - place.local_rank)
+    found = gather_json(place.rank - place.local_rank, dist.group.WORLD)
     return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
 
 

@@ -136,13 +136,15 @@ def machine_paths(source: Source) -> Iterator[str]:
 
 
 def unsafe(source: Source) -> Iterator[str]:
-    """Nothing that can run code is read from a file."""
+    """Nothing that can run code is read from a file or a socket."""
     if source.path not in MAY_PICKLE:
         banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "joblib"}
         yield from sorted(banned & {module.split(".")[0] for module in _imports(source)})
     for node in source.find(ast.Call):
         if _dotted(node.func) == "torch.load":
             yield "torch.load"
+        if _dotted(node.func).startswith("dist.") and "_object" in _dotted(node.func):
+            yield f"{_dotted(node.func)}: it unpickles what comes; use transport.gather_json"
         for word in node.keywords:
             refused = {"trust_remote_code": True, "use_safetensors": False}
             if word.arg in refused and getattr(word.value, "value", refused[word.arg]) == refused[word.arg]:
