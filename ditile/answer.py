@@ -232,7 +232,7 @@ def _parts(price: Price) -> dict[str, float]:
 
 def _found(model: str) -> Any:
     try:
-        return find(model)
+        return find(model, weights=False)
     except ModelError as error:
         raise ModelError(f"{error}; published models that can be planned for: {', '.join(known())}") from error
 

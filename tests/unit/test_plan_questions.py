@@ -187,6 +187,13 @@ def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
     assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
 
 
+def test_a_folder_without_weights_is_planned_for(cached: Path) -> None:
+    """A failure means that nobody can ask about a model before its weights are there."""
+    wanted = {"hardware": "l40-pcie", "devices": 2}
+    alone, whole = (answer(Ask(model=str(model), **wanted)) for model in (cached, "shapes-flux"))
+    assert [price.plan for price in alone.found.prices] == [price.plan for price in whole.found.prices]
+
+
 @of_diffusers
 def test_what_is_not_counted_is_said(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A failure means that a memory without the largest text encoder passes for the whole."""
