@@ -25,7 +25,7 @@ from ditile.planner.profile import Profile
 from ditile.planner.search import Found, Missed, Wanted, priced, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.steps.line import configs_of
-from ditile.table import amount
+from ditile.table import amount, rounded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,7 +106,7 @@ class Answer:
     def choice(self) -> str:
         """The first plan, on one line."""
         best = self.found.prices[0]
-        return f"planned: {best.plan} (predicted {best.latency_s:.3g} s a loop on {self.hardware})"
+        return f"planned: {best.plan} (predicted {rounded(best.latency_s)} s a loop on {self.hardware})"
 
     def to_json(self) -> str:
         """The same as text."""
@@ -128,8 +128,8 @@ class Answer:
         prices = self.found.prices[:SHOWN]
         for price, why in zip(prices, reasons(prices), strict=True):
             shown.add_row(
-                str(price.plan), f"{price.latency_s:.3g}", f"{price.compute_s:.3g}", f"{price.exposed_s:.2g}",
-                f"{price.bubble_s:.2g}", amount(price.memory_bytes), amount(price.bytes_per_step), why,
+                str(price.plan), rounded(price.latency_s), rounded(price.compute_s), rounded(price.exposed_s, 2),
+                rounded(price.bubble_s, 2), amount(price.memory_bytes), amount(price.bytes_per_step), why,
             )  # fmt: skip
         return shown
 
@@ -208,7 +208,7 @@ def reasons(prices: Sequence[Price]) -> Iterator[str]:
             continue
         mine, others = _parts(price), _parts(best)
         name = max(mine, key=lambda kind: mine[kind] - others[kind])
-        yield f"{slower:.0%} slower: {mine[name] - others[name]:.2g} s more {name}"
+        yield f"{slower:.0%} slower: {rounded(mine[name] - others[name], 2)} s more {name}"
 
 
 def made_of(price: Price) -> str:
@@ -223,7 +223,7 @@ def missed_by(missed: Missed, best: Price) -> str:
     """What is missed for want of memory."""
     price, faster = missed.price, 1 - missed.price.latency_s / best.latency_s
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
-    return f"'{price.plan}' would be {would}, {price.latency_s:.3g} s, and lacks {amount(missed.lacks)} a device"
+    return f"'{price.plan}' would be {would}, {rounded(price.latency_s)} s, and lacks {amount(missed.lacks)} a device"
 
 
 def _parts(price: Price) -> dict[str, float]:

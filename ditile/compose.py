@@ -240,15 +240,15 @@ def kernel_of(attention: str | None, transformer: Any, device: torch.device, pla
     return chosen(attention, device, transformer.dtype, lse=plan.ring > 1) if attention is not None else None
 
 
-def vae_of(vae: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
-    """The autoencoder by rows, where the plan wants it.
+def vae_of(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
+    """A pipeline's autoencoder by rows, where the plan wants it.
 
     Raises:
         ModelError: if it cannot be divided.
     """
     if plan.vae != "rows":
         return None
-    return ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size)
+    return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
 def check_pipeline(pipe: Any) -> None:
@@ -284,7 +284,7 @@ def compose(
     encoders = Encoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
     )
-    parallel_vae = vae_of(getattr(pipe, "vae", None), plan, mesh)
+    parallel_vae = vae_of(pipe, plan, mesh)
     tensor, loaded = mesh["tensor"], seats.loaded is not None
     crew = _crew(seats, stages, plan, mesh)  # while all blocks are whole
     weights = seats.take(held(stages, mesh.stage, plan.crew), keep=keep_weights, shard=(tensor.index, tensor.size))
@@ -344,7 +344,7 @@ def _compose_planned(
         plan.check_heads(kind, heads)
     kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
-    parallel_vae = vae_of(pipe.vae, plan, mesh)
+    parallel_vae = vae_of(pipe, plan, mesh)
     weights = seats.weights()
     encoders.take()
     move(pipe, device)

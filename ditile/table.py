@@ -112,6 +112,11 @@ def amount(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """A number for a person, without an exponent below a million."""
+    return f"{float(f'{value:.{digits}g}'):g}"
+
+
 def _text(*parts: str | Table) -> str:
     console = Console(file=io.StringIO(), width=140, highlight=False)
     with console.capture() as captured:

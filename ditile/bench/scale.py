@@ -26,6 +26,7 @@ from ditile.planner.search import SIFTED, Placed, Wanted, fitting, other_warmups
 from ditile.planner.subject import CONFIGS, Subject
 from ditile.planner.tables import WAN
 from ditile.shape import Shape
+from ditile.table import rounded
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8
@@ -142,7 +143,7 @@ def as_markdown(task: Task, cluster: Cluster, found: Mapping[int, Mapping[str, B
     yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
     yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
     for devices, groups in found.items():
-        cells = [f"{float(f'{groups[name].seconds:.3g}'):g} s" if name in groups else "" for name in GROUPS]
+        cells = [f"{rounded(groups[name].seconds)} s" if name in groups else "" for name in GROUPS]
         whole = groups["all together"]
         yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
     yield ""

@@ -27,6 +27,8 @@ from ditile.plan import Plan
 from ditile.shape import Shape
 from ditile.spec import BlockIO, Conditioning, ModelSpec
 
+WORDS = 512  # of text, as pipelines with it in the sequence have them by default
+
 
 class Scale(NamedTuple):
     """What a VAE makes one of: pixels of a side, and frames."""
@@ -165,7 +167,9 @@ def _flux2(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
 def _of_qwen(call: Mapping[str, Any]) -> Conditioning:
     """Guidance is a second call: as asked for, or with a negative prompt."""
     own = call.get("true_cfg_scale", 1.0) if call.get("negative_prompt") is not None else 1.0
-    return Conditioning(text=call["max_sequence_length"], calls=1 + ((call.get("guidance_scale") or own) > 1))
+    return Conditioning(
+        text=call.get("max_sequence_length", WORDS), calls=1 + ((call.get("guidance_scale") or own) > 1)
+    )
 
 
 def _no_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
@@ -206,7 +210,7 @@ FLUX2 = Table(
         name="FLUX.2", pipelines=("Flux2Pipeline",),
         blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()}, joint="text_first",
         latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 2, example=_flux2,
-        conditioning=lambda call: Conditioning(text=call["max_sequence_length"]), image_tokens="x_embedder",
+        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", WORDS)), image_tokens="x_embedder",
     ),
     scale=lambda vae: Scale(2 ** (len(vae.config.block_out_channels) - 1)), channels="latent_channels",
     decodes_frames=False,
