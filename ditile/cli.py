@@ -184,6 +184,8 @@ def _named(text: str, wanted: Generate, run: Run, given: Plan) -> Plan:
     """
     if given != Plan():
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{given}' too; leave one of them out")
+    if not text.strip():
+        raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
     if text != AUTO:
         return Plan.parse(text)
     from ditile.answer import answer

@@ -303,13 +303,8 @@ class Plan:
         """The inverse of `str`: `Plan.parse("pipefusion=2 patches=4")`.
 
         Raises:
-            PlanError: if there is no word, one is not `name=value`, a name is unknown or twice there, or a value has
-                the wrong type.
+            PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
         """
-        if not text.strip():
-            raise PlanError(
-                f"{text!r} is no plan; write name=value, such as pipefusion=2, or pipefusion=1 for one rank"
-            )
         known = {field.name: read for field, read in readers(cls)}
         values: dict[str, Any] = {}
         for word in text.split():

@@ -16,6 +16,7 @@ import ditile
 from ditile import ModelError, Plan, cli, generate
 from ditile.dry_run import report
 from ditile.load import ASSETS
+from ditile.options import Generate
 from tests.surface.test_cli import opened, refused
 
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
@@ -66,8 +67,8 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
 
 def test_two_calls_of_a_step_are_two_cells() -> None:
     """True guidance asks for two predictions, which follow each other on every stage."""
-    call = {"num_inference_steps": 3, "true_cfg_scale": 3.0, "negative_prompt": ""}
-    text = report("shapes-flux", Plan(pipefusion=2, patches=2), call, {"cache_config": None})
+    wanted = Generate(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
+    text = report(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None})
     assert text.splitlines()[-2:] == [
         "stage 0  |====..00110011.|",
         "stage 1  |..====.00110011|",

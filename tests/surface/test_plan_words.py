@@ -78,7 +78,7 @@ def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.
     [
         (("--plan", "auto", "--ulysses", "2"), "plan='auto' is a whole plan, and flags say 'ulysses=2' too"),
         (("--plan", "pipe=2"), "'pipe=2' is no part of a plan"),
-        (("--plan", ""), "'' is no plan; write name=value"),
+        (("--plan", ""), "plan='' says nothing; write name=value"),
         (("--plan", "pipefusion=99"), "pipefusion=99"),
         (("--plan", "ulysses=2", "--min-psnr", "30"), "a budget picks plan and cache, and a plan 'ulysses=2' is given"),
     ],

@@ -107,8 +107,6 @@ def test_a_value_out_of_range_is_refused_with_its_value(values: dict[str, Any], 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "'' is no plan; write name=value, such as pipefusion=2, or pipefusion=1 for one rank"),
-        (" ", "is no plan"),
         ("pipefusion", "write name=value with data, cfg"),
         ("stages=2", "stages=2"),
         ("pipefusion=2 pipefusion=2", "each once"),
