@@ -219,6 +219,8 @@ class Ask:
             raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
         if self.max_latency is not None and not self.max_latency > 0:
             raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+        if self.price is not None and not self.price.strip():
+            raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.hit_rate is not None and self.cache is None:

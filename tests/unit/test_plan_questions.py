@@ -59,7 +59,7 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (["--devices", "1000000007"], "devices=1000000007 is more than is searched for; give at most 1024"),
         (["--cache", "F=1", "--hit-rate", "2"], "hit_rate=2.0 is not between 0 and 1; try --hit-rate 0.5"),
         (["--interlink", "10Gbit"], "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),
-        (["--price", ""], "'' is no plan; write name=value"),
+        (["--price", ""], "price='' says nothing; write name=value"),
         (["--steps", "100000"], "steps=100000 is more than is searched for; give at most 1000"),
         (["--devices", "8", "--memory", "2GB"], "text=split vae=rows' needs least"),
     ],
