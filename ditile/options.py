@@ -13,8 +13,8 @@ from typing import Any, Literal
 from ditile.errors import ModelError, PlanError
 from ditile.flags import option
 from ditile.load import DTYPES, HUB_ID
+from ditile.plan import TEXT_AFTER
 
-TEXT_AFTER = ("keep", "offload", "free")
 MOST_DEVICES, MOST_STEPS = 1024, 1000
 """Of which a plan is searched for: more divisors, and more steps than schedulers have timesteps, take minutes."""
 

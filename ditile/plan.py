@@ -22,6 +22,7 @@ DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tens
 WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
 SPLIT_SCHEMES = ("row", "sequence")
 TEXT_PLACES = ("each", "first", "split")
+TEXT_AFTER = ("keep", "offload", "free")
 VAE_PLACES = ("whole", "rows")
 AUTO = "auto"
 

@@ -24,11 +24,11 @@ from ditile.hollow import Parts, hollow, refill
 from ditile.mesh import Axis
 from ditile.opaque import opaque
 from ditile.overrides import override
+from ditile.plan import TEXT_AFTER
 from ditile.transport import Traffic, broadcast, gather_json
 from ditile.weights.encoder import anatomy_of, foreign, layers_of, owners, stand_in, strip
 
 After = Literal["keep", "offload", "free"]
-AFTER = ("keep", "offload", "free")
 
 
 def encoders_of(pipe: Any) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class Encoders:
             ModelError: if an encoder cannot be split, or `after` is not known.
             StateError: if there is another part than this rank's, or all of it is to be kept and is not there.
         """
-        if after not in AFTER:
-            raise ModelError(f"text_after={after!r} is not known; try {', '.join(AFTER)}")
+        if after not in TEXT_AFTER:
+            raise ModelError(f"text_after={after!r} is not known; try {', '.join(TEXT_AFTER)}")
         self.encoders = encoders_of(pipe)
         self._place, self._after, self._device = Place.of(mode, axis.index, axis.size), after, device
         self._keep = keep
