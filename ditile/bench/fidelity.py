@@ -161,7 +161,9 @@ def _facts(captions: Sequence[str], job: Job) -> dict[str, int]:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """The rows for people."""
-    shown = Table("model", "plan", "synchronous steps", "PSNR, dB", "lowest", "SSIM", "right, %")
+    shown = Table("model", "plan")
+    for name in ("synchronous steps", "mean PSNR, dB", "lowest", "mean SSIM", "all right, %"):
+        shown.add_column(name, justify="right")
     for row in found:
         numbers = [f"{row['synchronous']:.1f}", f"{row['psnr']:.1f}", f"{row['psnr_min']:.1f}", f"{row['ssim']:.4f}"]
         shown.add_row(row["model"], row["plan"], *numbers, f"{row['all_right']:.0f}")

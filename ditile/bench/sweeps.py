@@ -11,6 +11,7 @@ cache        one rank and two methods, with some caches
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from ditile.bench.cells import Cell
@@ -43,7 +44,7 @@ def plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
         return warmups(ranks, fits)
     if sweep == "cache":
         return [Plan(), pipefusion(ranks, fits), Plan(ulysses=ranks)]
-    return few(ranks, fits, cfg=sweep == "links")
+    return links(ranks, fits) if sweep == "links" else few(ranks, fits)
 
 
 def cells(sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits) -> list[Cell]:
@@ -87,11 +88,16 @@ def methods(n: int, fits: Fits) -> list[Plan]:
     return list(dict.fromkeys(found))
 
 
-def few(n: int, fits: Fits, *, cfg: bool = False) -> list[Plan]:
+def few(n: int, fits: Fits) -> list[Plan]:
     """One plan for each kind of method."""
     sequence = Plan(ulysses=n) if fits(Plan(ulysses=n)) else Plan(ring=n)
-    found = [pipefusion(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)]
-    return list(dict.fromkeys(found + [Plan(cfg=2)] * (cfg and n == 2)))
+    return list(dict.fromkeys([pipefusion(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)]))
+
+
+def links(n: int, fits: Fits) -> list[Plan]:
+    """Those, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
+    first, *others = few(n, fits)
+    return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
 
 
 def warmups(n: int, fits: Fits) -> list[Plan]:

@@ -16,18 +16,23 @@ from ditile.mesh import Mesh
 from ditile.transport import Tally, gather_json
 
 RISE = 2.5
-"""A change that is so many times that of the step before is a jump, if it is at least a quarter of the bound."""
+"""A change that is so many times each of those before it is a jump, if it is at least a quarter of the bound."""
+
+BEFORE = 3
+"""So many steps are before it. The first two stale steps change keys little, as old keys hold them back; what the third
+then makes up for is no jump."""
 
 
 def resynchronises(changes: Sequence[float], bound: float) -> bool:
     """Whether the second step behind the last of these changes, one for each step from step 1 on, is synchronous.
 
     It is while pictures change by the bound or more, and after a jump: a prompt that changes in mid-run moves keys less
-    than the first steps do, but suddenly. Normal schedules were seen to rise by up to 2.1 from step to step.
+    than the first steps do, but suddenly.
     """
     if not changes:
         return True
-    *_, before, last = [float("inf"), *changes]
+    *known, last = changes
+    before = max(known[-BEFORE:], default=float("inf"))
     return last >= bound or last >= max(bound / 4, RISE * before)
 
 

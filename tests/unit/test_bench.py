@@ -54,6 +54,9 @@ def test_every_method_of_the_paper_is_in_the_sweep_of_methods() -> None:
 def test_patches_and_warmups_by_hand() -> None:
     assert [plan.patches for plan in sweeps.plans("patches", 2, all_fit)] == [1, 2, 4, 8, 16, 32]
     assert all(plan.warmup == 0 for plan in sweeps.plans("patches", 2, all_fit))
+    over_links = [(kind_of(str(plan)), plan.warmup_mode) for plan in sweeps.plans("links", 2, all_fit)]
+    assert over_links[:2] == [("PipeFusion", "serial"), ("PipeFusion", "pipelined")]
+    assert {kind for kind, _ in over_links[2:]} == {"DistriFusion", "Ulysses", "ring", "tensor", "cfg"}
     pairs = [(plan.warmup, plan.warmup_mode) for plan in sweeps.plans("warmup", 2, all_fit)]
     assert pairs[:4] == [(0, "serial"), (1, "serial"), (2, "serial"), (4, "serial")]
     assert {mode for w, mode in pairs if w} == {"serial", "pipelined", "sequence", "separate"} and len(pairs) == 13

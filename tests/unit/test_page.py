@@ -23,6 +23,15 @@ def test_every_table_has_its_place_in_the_page() -> None:
     assert page.filled(text, dict.fromkeys(page.SECTIONS, "x")).count("\nx\n") == len(page.SECTIONS)
 
 
+@pytest.mark.parametrize("name", page.SECTIONS)
+def test_the_page_says_what_was_measured(name: str) -> None:
+    """Every table is that of the results in docs/benchmarks, as the command writes it."""
+    text = (page.DOCS / "benchmarks.md").read_text("utf-8")
+    section = page.SECTIONS[name]
+    assert section.is_there(page.DOCS / "benchmarks")
+    assert page.filled(text, {name: section.block(page.DOCS / "benchmarks")}) == text
+
+
 def test_a_result_is_put_in_its_place_and_nothing_else_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
