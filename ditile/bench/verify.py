@@ -312,9 +312,8 @@ def _held(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in alive}
-    return sum(storages.values())
+    alive = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in alive if storage.device.type == "cpu"}.values())
 
 
 def _tidy() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile import cli, cost
 from ditile.bench import verify
@@ -61,6 +64,16 @@ def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
 def test_one_rank_is_proven_too(pool: Pool) -> None:
     ((checks, _),) = pool.run(proven, 1, "flux", {"patches": 3})
     assert Verdict("one", checks).ok and "reads, on 1 rank" in checks[2].says
+
+
+def test_what_a_compiler_traced_is_no_memory() -> None:
+    """Stand-ins of tensors, whose sizes may be symbols, stay where torch.compile keeps its guards."""
+    here: Any = SimpleNamespace(devices=["cpu"], mesh=SimpleNamespace(rank=0))
+    before, example = verify._held(here), torch.zeros(5, 7)
+    torch._dynamo.mark_dynamic(example, 0)
+    traced = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(example)
+    assert isinstance(traced.untyped_storage().nbytes(), torch.SymInt)
+    assert verify._held(here) == before + example.nbytes
 
 
 def broken(what: str) -> list[Check]:
