@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from ditile import env
+from ditile.amounts import amount, rounded
 from ditile.budget import choose, described, stored
 from ditile.console import console, writes
 from ditile.errors import ModelError, PlanError
@@ -25,7 +26,6 @@ from ditile.planner.profile import Profile
 from ditile.planner.search import Found, Missed, Wanted, priced, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.steps.line import configs_of
-from ditile.table import amount, rounded
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -255,14 +255,19 @@ def _draw_lines(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> Outcome
 
 def _on_ranks(name: str, plan: Plan, run: Run | Proof, args: tuple[Any, ...]) -> Any:
     """Runs a function of `ditile.generate` or `ditile.bench.verify` on the ranks of a plan: torchrun's, or new ones."""
-    module = importlib.import_module("ditile.bench.verify" if name == "verify" else "ditile.generate")
-    fn = getattr(module, name)
     if env.torchrun() is None and plan.world > 1:
-        return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
-    result = fn(*args)
+        call = (name, *args)
+        return launch(_on_rank, plan.world, call, threads=run.threads, stall_timeout=run.stall_timeout)[0]
+    result = _on_rank(name, *args)
     if env.torchrun() is not None:
         importlib.import_module("ditile.mesh").part()
     return result
+
+
+def _on_rank(name: str, *args: Any) -> Any:
+    """The same on a rank, which alone imports what draws."""
+    module = importlib.import_module("ditile.bench.verify" if name == "verify" else "ditile.generate")
+    return getattr(module, name)(*args)
 
 
 def _dry_run(wanted: Generate, plan: Plan, cache: Cache) -> int:

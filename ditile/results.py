@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ditile.amounts import amount
 from ditile.outcome import MEASURED
 from ditile.steps.report import steps_text
 
@@ -129,6 +130,4 @@ def _images(outcome: Outcome) -> str:
 
 
 def _per_rank(counts: list[int]) -> str:
-    from ditile.table import amount
-
     return ", ".join(f"rank {rank}: {amount(count)}" for rank, count in enumerate(counts))

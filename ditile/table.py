@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ditile.amounts import amount
 from ditile.blocks.stages import held
 from ditile.cost import Job, key_bytes, sent_in_step
 from ditile.mesh import coordinates
@@ -101,20 +102,6 @@ def bounds(job: Job) -> dict[str, float]:
     """The bound on each axis that is used; their product is that of the plan."""
     parts = {"pipefusion": job.schedule.bound(job.calls(1))} if job.plan.pipefusion > 1 else {}
     return parts | {name: float(getattr(job.plan, name)) for name in EXACT if getattr(job.plan, name) > 1}
-
-
-def amount(count: float) -> str:
-    """A number of bytes for a person."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """A number for a person, without an exponent below a million."""
-    return f"{float(f'{value:.{digits}g}'):g}"
 
 
 def _text(*parts: str | Table) -> str:

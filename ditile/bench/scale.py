@@ -19,6 +19,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import track
 
+from ditile.amounts import rounded
 from ditile.plan import Plan
 from ditile.planner.hardware import profile
 from ditile.planner.price import Pricer
@@ -26,7 +27,6 @@ from ditile.planner.search import SIFTED, Placed, Wanted, fitting, other_warmups
 from ditile.planner.subject import CONFIGS, Subject
 from ditile.planner.tables import WAN
 from ditile.shape import Shape
-from ditile.table import rounded
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from ditile.amounts import amount
 from ditile.bench.cells import ONE_RANK
 from ditile.bench.naming import title
 from ditile.bench.runs import Row
-from ditile.table import amount
 
 
 class Column(NamedTuple):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import ditile
 from ditile import cost, env
+from ditile.amounts import amount
 from ditile.blocks.schedule import Schedule
 from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
@@ -40,7 +41,6 @@ from ditile.models import model_of
 from ditile.options import Generate, Proof
 from ditile.plan import AUTO, Plan
 from ditile.runner import LOG, Runner, parallelize
-from ditile.table import amount
 from ditile.transport import gather_json
 
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ditile import ModelError, Plan, cli, generate
 from ditile.dry_run import report
 from ditile.load import ASSETS
 from ditile.options import Generate
-from tests.surface.test_cli import opened, refused
+from tests.surface.test_cli import ROOT, opened, refused
 
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
 
@@ -111,3 +113,20 @@ def test_a_picture_that_cannot_be_written_in_the_end() -> None:
     with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
         generate._write(Image.new("RGB", (8, 8)), "/proc/a.png", {})
     assert "\n" not in str(caught.value)
+
+
+def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path) -> None:
+    """Seconds before the first rank starts and behind the last one, otherwise."""
+    code = f"""
+import sys
+from ditile import cli
+from ditile.outcome import Outcome
+report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
+report |= {{"peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
+made = Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])
+cli.launch = lambda fn, ranks, args, **_: [made] * ranks
+assert cli.main(["generate", "a red circle", "--data", "2", "--out", {str(tmp_path / "x.png")!r}]) == 0
+assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "rank 1: 1 B" in done.stdout, done.stderr

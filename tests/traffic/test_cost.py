@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ditile import cost
+from ditile.amounts import amount
 from ditile.plan import Plan
-from ditile.table import amount
 from tests.exact.cases import MAKE, divided, run
 from tests.pool import Pool
 

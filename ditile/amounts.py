@@ -1,0 +1,17 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+
+def amount(count: float) -> str:
+    """A number of bytes for a person."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """A number for a person, without an exponent below a million."""
+    return f"{float(f'{value:.{digits}g}'):g}"
