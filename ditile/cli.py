@@ -298,7 +298,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
         return _say(f"the plan is not proven: {error}", 1)
     if writes():
-        from ditile.bench.verify import as_table
+        from ditile.bench.verdict import as_table
 
         console().print(as_table(verdict))
     return 0 if verdict.ok else 1

@@ -19,19 +19,20 @@ import logging
 import os
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import diffusers
 import torch
-from rich.table import Table
 from torch import Tensor
 
 import ditile
 from ditile import cost, env
 from ditile.amounts import amount
+from ditile.bench.verdict import Check, Verdict
 from ditile.blocks.schedule import Schedule
 from ditile.generate import arguments, quiet
 from ditile.load import defaults, load
@@ -49,28 +50,6 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, tor
 Make = Callable[[Plan | None], Any]
 """See `prove`."""
 Call = Callable[[Any], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the verdict: true, false, or None where there is nothing to check."""
-
-    name: str
-    ok: bool | None
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came out, the same on every rank."""
-
-    title: str
-    checks: list[Check]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is false."""
-        return all(check.ok is not False for check in self.checks)
 
 
 def verify(proof: Proof, plan: Plan) -> Verdict:
@@ -137,17 +116,6 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
         _memory(runner, after_first, _held(runner)),
     ]
     return checks, _where(runner)
-
-
-def as_table(verdict: Verdict) -> Table:
-    """The verdict with a tick or a cross for every check."""
-    table = Table(title=verdict.title, title_justify="left")
-    for title in ("", "check", "found"):
-        table.add_column(title, overflow="fold")
-    for check in verdict.checks:
-        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
-    table.add_row("✓" if verdict.ok else "✗", "proven" if verdict.ok else "not proven", "")
-    return table
 
 
 # The checks
@@ -312,6 +280,12 @@ def _held(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    return min(_alive(), *(_alive(after=0.05) for _ in range(2)))
+
+
+def _alive(after: float = 0.0) -> int:
+    """Bytes of tensors on the CPU. A thread of gloo lets go of what it sent a moment after it was waited for."""
+    time.sleep(after)
     alive = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in alive if storage.device.type == "cpu"}.values())
 

@@ -115,18 +115,24 @@ def test_a_picture_that_cannot_be_written_in_the_end() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "says"), [("generate", "rank 1: 1 B"), ("verify", "proven")])
+def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: str, says: str) -> None:
     """Seconds before the first rank starts and behind the last one, otherwise."""
     code = f"""
 import sys
 from ditile import cli
+from ditile.bench.verdict import Check, Verdict
 from ditile.outcome import Outcome
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
-made = Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])
+words, made = {{
+    "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
+                 Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),
+    "verify": ([], Verdict("data=2", [Check("exact", True, "bit for bit")])),
+}}[{command!r}]
 cli.launch = lambda fn, ranks, args, **_: [made] * ranks
-assert cli.main(["generate", "a red circle", "--data", "2", "--out", {str(tmp_path / "x.png")!r}]) == 0
+assert cli.main([{command!r}, *words, "--data", "2"]) == 0
 assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and "rank 1: 1 B" in done.stdout, done.stderr
+    assert done.returncode == 0 and says in done.stdout, done.stderr

@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile import cli, cost
 from ditile.bench import verify
-from ditile.bench.verify import Check, Verdict, as_table, prove
+from ditile.bench.verdict import Check, Verdict, as_table
+from ditile.bench.verify import prove
 from ditile.errors import StateError
 from ditile.plan import Plan
 from ditile.runner import Runner
