@@ -13,7 +13,7 @@ demo: environment
 	@echo "the picture is $(CURDIR)/$(DEMO)"
 
 test: environment
-	$(RUN) -m pytest -n 2 --dist worksteal -m 'not alone'
+	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone'
 	$(RUN) -m pytest -m alone
 
 check: environment

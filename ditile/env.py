@@ -153,6 +153,7 @@ def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, st
         "GLIBC_TUNABLES": _tunables(),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else it warns of hosts without names
     }
 
 

@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ditile import env, errors
 from ditile.bench.links import two_hosts
-from ditile.bench.session import Task, run
 from ditile.errors import DitileError, RankError
 from ditile.launch import die_with_parent, unwinding_on_signals
+
+if TYPE_CHECKING:
+    from ditile.bench.session import Task
 
 RANKS, PATIENCE = 2, 5.0
 """Ranks; seconds that a rank has to end by itself when the other has failed."""
@@ -64,6 +67,9 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     text, note = sys.argv[1:]
+    env.hush()
+    from ditile.bench.session import Task, run
+
     try:
         run(Task.from_json(text))
     except DitileError as error:
