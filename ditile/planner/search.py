@@ -7,6 +7,8 @@ set aside; of the others the price is asked.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +92,21 @@ class _Rough(NamedTuple):
     memory: int
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, Python looks for no cycles: a search makes many small objects, and torch's would be looked through again
+    and again for their sake.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@uncollected()
 def search(
     subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
 ) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -215,3 +216,19 @@ def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
         shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
     again = Subject.of("model", folder)
     assert (again.text, again.vae) == (before.text, before.vae)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    """Also one that fails. A failure means a program whose memory grows from its first plan on."""
+    seen: list[bool] = []
+    monkeypatch.setattr(Subject, "shape", lambda *_: seen.append(gc.isenabled()) or 1 / 0)
+    one, asked = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev"), Wanted(devices=2)
+    try:
+        if not is_on:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError):
+            search(one, {}, hardware.profile("l40-pcie"), asked)
+        assert seen == [False] and gc.isenabled() == is_on
+    finally:
+        gc.enable()
