@@ -67,7 +67,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     text, note = sys.argv[1:]
-    env.hush()
+    env.hush()  # before what follows imports diffusers
     from ditile.bench.session import Task, run
 
     try:

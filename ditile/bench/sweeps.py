@@ -95,7 +95,7 @@ def few(n: int, fits: Fits) -> list[Plan]:
 
 
 def links(n: int, fits: Fits) -> list[Plan]:
-    """Those, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
+    """What `few` has, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
     first, *others = few(n, fits)
     return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
 

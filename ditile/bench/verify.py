@@ -280,11 +280,12 @@ def _held(runner: Runner) -> int:
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return min(_alive(), *(_alive(after=0.05) for _ in range(2)))
+    return min(_alive(seconds) for seconds in (0.0, 0.05, 0.05))
 
 
-def _alive(after: float = 0.0) -> int:
-    """Bytes of tensors on the CPU. A thread of gloo lets go of what it sent a moment after it was waited for."""
+def _alive(after: float) -> int:
+    """Bytes of tensors on the CPU, after some seconds: a thread of gloo lets go of what it sent a moment later than who
+    waited for it goes on."""
     time.sleep(after)
     alive = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in alive if storage.device.type == "cpu"}.values())

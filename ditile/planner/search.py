@@ -93,7 +93,7 @@ class _Rough(NamedTuple):
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def _uncollected() -> Iterator[None]:
     """Within, Python looks for no cycles: a search makes many small objects, and torch's would be looked through again
     and again for their sake.
     """
@@ -106,7 +106,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@uncollected()
+@_uncollected()
 def search(
     subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
 ) -> Found:
