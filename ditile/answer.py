@@ -119,7 +119,7 @@ class Answer:
         plans = "1 plan" if self.found.legal == 1 else f"{self.found.legal} plans searched"
         title = f"{self.model} on {self.devices} x {self.hardware}: {plans}"
         if self.found.too_large:
-            title += f", {len(self.found.too_large)} of them too large"
+            title += f", {len(self.found.too_large)} of the fastest too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
         lines = [f"too large: {missed_by(self.found.missed, self.found.prices[0])}"] if self.found.missed else []
         if self.uncounted:

@@ -60,7 +60,8 @@ class Basis:
     profile: Profile
     words: int = 0
     host: int | None = None
-    _loads: dict[tuple[int, Tokens], Load] = field(default_factory=dict)
+    _loads: dict[tuple[int, tuple[float, ...]], Load] = field(default_factory=dict)
+    _attends: dict[int, bool] = field(default_factory=dict)
     _attentions: dict[range, Work] = field(default_factory=dict)
     _alike: dict[range, frozenset[Any]] = field(default_factory=dict)
     _mixes: dict[tuple[range, Left | None], Mix] = field(default_factory=dict)
@@ -88,10 +89,13 @@ class Basis:
         return self._mixes[blocks, left]
 
     def work(self, key: int, work: Work, tokens: Tokens) -> Load:
-        """Seconds of some work, remembered by what it is."""
-        if (key, tokens) not in self._loads:
-            self._loads[key, tokens] = self.device.load(work, tokens)
-        return self._loads[key, tokens]
+        """Seconds of some work, remembered by what it is, and by what tokens it depends on."""
+        if key not in self._attends:
+            self._attends[key] = any(kernel.kind == "attention" for kernel in work)
+        known = key, tokens if self._attends[key] else tokens[:3] + (tokens.split,)
+        if known not in self._loads:
+            self._loads[known] = self.device.load(work, tokens)
+        return self._loads[known]
 
     @cached_property
     def device(self) -> Device:
@@ -302,7 +306,7 @@ class Ops:
         """Seconds of attention in a call: what a ring's messages travel under."""
         tokens = self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
         n, found = self.job.plan.ring, self._basis.attention(self.job.stages[place.stage])
-        return self._basis.device.load(found, tokens).device * (n - 1) / n
+        return self._basis.work(id(found), found, tokens).device * (n - 1) / n
 
     def _guidance(self, micro: Micro) -> float:
         place = self._places[-1]

@@ -1,7 +1,7 @@
 """The plans that are searched for a model, a call and a machine, the fastest first.
 
-Degrees come from the divisors of the ranks, patches from powers of two over the stages. What does not fit the memory is
-set aside; of the others the price is asked.
+Degrees come from the divisors of the ranks, patches from powers of two over the stages. A formula puts them in order,
+in which memory is counted until enough of them fit; of those the price is asked.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -72,7 +74,8 @@ class Found:
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: those that need more memory than there is, the one that needs least first.
+        too_large: those that need more memory than there is, of as many of the fastest as were looked at, the fastest
+            first; all of them where none fits.
         legal: how many plans were searched: all that the model and the call allow.
         missed: the fastest of those that are too large, where it would be as fast as the first that fits.
     """
@@ -84,12 +87,18 @@ class Found:
 
 
 class _Rough(NamedTuple):
-    """A plan by the formula's seconds, and in the order of the search."""
+    """A plan by the formula's seconds, and in the order of the search.
+
+    Attributes:
+        is_whole: whether the formula was counted to its end; what it comes to is else at least these seconds.
+        memory: bytes of the rank that needs most, once they are counted.
+    """
 
     seconds: float
     order: int
     job: Job
-    memory: int
+    is_whole: bool = True
+    memory: int = 0
 
 
 @contextlib.contextmanager
@@ -118,27 +127,32 @@ def search(
     shape = subject.shape(call, profile.element_size)
     pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
     space, limit = wanted.memory_bytes or profile.memory_bytes, wanted.max_latency_s
-    rough, least = list[_Rough](), [math.inf] * SIFTED
-    too_large, legal = list[Placed](), 0
-    for plan in plans(subject, shape, wanted):
-        legal += 1
-        placed = fitting(subject, shape, pricer, plan, space)
-        if placed.memory > space:
-            too_large.append(placed)
-        else:
-            seconds = pricer.estimate(placed.job, left, most=least[-1])
-            rough.append(_Rough(seconds, legal, *placed))
-            bisect.insort(least, seconds)
-            least.pop()
-    for found in sorted(rough)[:SIFTED]:
-        for plan in other_warmups(found.job):
-            placed = fitting(subject, shape, pricer, plan, space)
-            if placed.memory <= space:
-                rough.append(_Rough(pricer.estimate(placed.job, left), len(rough) + legal, *placed))
-    fits = _fastest(pricer, sorted(rough), left)
-    too_large.sort(key=lambda placed: placed.memory)
+    queue, too_large = _by_formula(subject, shape, pricer, wanted, left), list[_Rough]()
+    legal = len(queue)
+
+    def fit() -> Iterator[_Rough]:
+        """Those that do, the fastest first."""
+        while queue:
+            first = heapq.heappop(queue)
+            if not first.is_whole:
+                heapq.heappush(queue, first._replace(seconds=pricer.estimate(first.job, left), is_whole=True))
+                continue
+            job, memory = fitting(subject, shape, pricer, first.job.plan, space)
+            found = first._replace(job=job, memory=memory)
+            if memory <= space:
+                yield found
+            else:
+                too_large.append(found)
+
+    in_order = fit()
+    sifted = list(itertools.islice(in_order, SIFTED))
+    for plan in [plan for found in sifted for plan in other_warmups(found.job)]:
+        job, memory = fitting(subject, shape, pricer, plan, space)
+        if memory <= space:
+            sifted.append(_Rough(pricer.estimate(job, left), legal + len(sifted), job, memory=memory))
+    fits = _fastest(pricer, heapq.merge(sorted(sifted), in_order), left)
     if not fits:
-        smallest = too_large[0]
+        smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
         raise PlanError(
             f"no plan fits {_gb(space)} a device: '{smallest.job.plan}' needs least, {_gb(smallest.memory)}, "
             f"{_gb(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
@@ -149,7 +163,8 @@ def search(
             f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
             "use more devices, fewer steps or a cache"
         )
-    return Found(tuple(kept), tuple(too_large), legal, _missed(pricer, too_large, kept[0], space, left))
+    missed = _missed(pricer, too_large[0], kept[0], space, left) if too_large else None
+    return Found(tuple(kept), tuple(Placed(each.job, each.memory) for each in too_large), legal, missed)
 
 
 def priced(
@@ -197,7 +212,20 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list[Price]:
+def _by_formula(subject: Subject, shape: Shape, pricer: Pricer, wanted: Wanted, left: Left | None) -> list[_Rough]:
+    """Every plan, as a heap; those that are above the fastest ones so far are not counted to the end."""
+    found, least = list[_Rough](), [math.inf] * SIFTED
+    for order, plan in enumerate(plans(subject, shape, wanted)):
+        job, most = subject.job(plan, shape), least[-1]
+        seconds = pricer.estimate(job, left, most)
+        found.append(_Rough(seconds, order, job, seconds <= most))
+        bisect.insort(least, seconds)
+        least.pop()
+    heapq.heapify(found)
+    return found
+
+
+def _fastest(pricer: Pricer, rough: Iterable[_Rough], left: Left | None) -> list[Price]:
     """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
     found: list[Price] = []
     for each in rough:
@@ -208,16 +236,12 @@ def _fastest(pricer: Pricer, rough: Sequence[_Rough], left: Left | None) -> list
     return found[:SHOWN]
 
 
-def _missed(pricer: Pricer, too_large: Sequence[Placed], best: Price, space: int, left: Left | None) -> Missed | None:
+def _missed(pricer: Pricer, nearest: _Rough, best: Price, space: int, left: Left | None) -> Missed | None:
     """The fastest of the plans that do not fit, by the formula, where the simulation has it as fast as the best."""
-    most = ABOVE * best.latency_s
-    estimates = [pricer.estimate(placed.job, left, most) for placed in too_large]
-    nearest = min(range(len(too_large)), key=estimates.__getitem__, default=None)
-    if nearest is None or estimates[nearest] > most:
+    if nearest.seconds > ABOVE * best.latency_s:
         return None
-    job, memory = too_large[nearest]
-    price = pricer.price(job, left, memory)
-    return Missed(price, memory - space) if price.latency_s <= best.latency_s else None
+    price = pricer.price(nearest.job, left, nearest.memory)
+    return Missed(price, nearest.memory - space) if price.latency_s <= best.latency_s else None
 
 
 def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:

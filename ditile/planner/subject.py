@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import transformers
@@ -56,6 +56,7 @@ class Subject:
         frames_of_latent: frames that its VAE makes of a latent one.
         coder: the class of the VAE.
         others: parameters of a second transformer, which is called in turns with the first.
+        decodes: numbers that are alive at once for each latent pixel of a picture that is decoded, where it is known.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Subject:
     frames_of_latent: int = 1
     coder: type = diffusers.AutoencoderKL
     others: int = 0
+    decodes: float | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
     _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
@@ -104,11 +106,12 @@ class Subject:
         else:
             with weightless():
                 scale = table.scale(kind.from_config(vae))
-        text, coder, uncounted = _beside(source, index, kind, vae)
+        beside = _beside(source, index, kind, vae)
         second = (index.get("transformer_2") or [None])[0] is not None
         return cls(
-            name, pipeline, made, scale.side, text, coder, decoder=vae, uncounted=uncounted, table=table,
-            frames_of_latent=scale.frames, coder=kind, others=_parameters(made) if second else 0,
+            name, pipeline, made, scale.side, beside.text, beside.vae, decoder=vae, uncounted=beside.uncounted,
+            table=table, frames_of_latent=scale.frames, coder=kind, others=_parameters(made) if second else 0,
+            decodes=beside.decodes,
         )  # fmt: skip
 
     @cached_property
@@ -180,7 +183,7 @@ class Subject:
             return lambda frames: 0.0
         if self.table is not None and self.table.decodes_frames:
             return of_frames(self.coder, self.decoder, self.table.channels)
-        found = of_decoder(self.decoder, self.coder)
+        found = of_decoder(self.decoder, self.coder) if self.decodes is None else self.decodes
         return lambda frames: found
 
     def decoded(self, frames: int = 1) -> float:
@@ -238,21 +241,27 @@ class Subject:
         return self._stages[key]
 
 
-def _beside(
-    source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]
-) -> tuple[int, int, tuple[str, ...]]:
-    """Parameters of the text encoders and of the VAE, and which text encoders were not counted.
+class _Beside(NamedTuple):
+    """What is beside a transformer: parameters, text encoders that were not counted, and a `Subject`'s `decodes`."""
 
-    As written down, or else those of models that are made of the configs: files of weights need not be there.
-    """
+    text: int
+    vae: int
+    uncounted: tuple[str, ...] = ()
+    decodes: float | None = None
+
+
+def _beside(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _Beside:
+    """As written down, or else of models that are made of the configs: files of weights need not be there."""
     facts = Path(source, FACTS)
     if facts.exists():
         found: dict[str, int] = json.loads(facts.read_text("utf-8"))
-        return found["text_parameters"], found["vae_parameters"], ()
+        return _Beside(found["text_parameters"], found["vae_parameters"], decodes=found.get("decoded_numbers"))
     sizes = {name: _encoder(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]}
     with weightless():
         coder = _parameters(kind.from_config(vae))
-    return sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
+    return _Beside(
+        sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
+    )
 
 
 def _encoder(source: Path | str, name: str, kind: str) -> int | None:

@@ -12,14 +12,18 @@ import pytest
 
 from ditile.answer import answer, reasons
 from ditile.cli import main
+from ditile.cost import Job
 from ditile.load import ASSETS
 from ditile.options import Ask
 from ditile.plan import Plan
 from ditile.planner import hardware
+from ditile.planner.footprint import of_decoder
+from ditile.planner.memory import peak
 from ditile.planner.ops import Left, Ops
 from ditile.planner.price import Price
-from ditile.planner.search import Wanted, divisors, pricer_of, search
-from ditile.planner.subject import CONFIGS, Subject
+from ditile.planner.profile import Profile
+from ditile.planner.search import SHOWN, Wanted, divisors, pricer_of, search
+from ditile.planner.subject import CONFIGS, Subject, known
 
 FLUX = ("--model", "flux.1-dev", "--hardware", "l40-pcie")
 
@@ -104,6 +108,28 @@ def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: i
     assert all(price.memory_bytes <= profile.memory_bytes for price in found.prices)
     given = answer(Ask(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)).found
     assert given.prices[0].memory_bytes == found.prices[0].memory_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in known() if name not in ("qwen-image", "wan2.1-t2v-14b")])
+def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str) -> None:
+    """A failure means a peak of memory that is not that of the model's own VAE."""
+    one = Subject.of(name, CONFIGS / name)
+    assert one.decoder is not None
+    assert one.decodes == one.decoded() == of_decoder(one.decoder, one.coder)
+
+
+def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all fit. A failure means a search that takes a half longer than it need."""
+    looked = list[Plan]()
+
+    def noted(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
+        looked.append(job.plan)
+        return peak(subject, job, profile, words)
+
+    monkeypatch.setattr("ditile.planner.search.peak", noted)
+    found = answer(Ask(model="pixart-alpha", hardware="h100-nvlink", devices=16)).found
+    assert not found.too_large and len(found.prices) == SHOWN
+    assert len(looked) < found.legal / 2 and {price.plan for price in found.prices} <= set(looked)
 
 
 def price(compute: float, exposed: float = 0.0, bubble: float = 0.0, memory: int = 10**9) -> Price:
