@@ -16,7 +16,7 @@ from ditile.bench.naming import kind_of, method, warmup_table
 from ditile.bench.options import SWEEPS, Comparison, Workload
 from ditile.bench.predict import predicted, profile_of
 from ditile.bench.random_models import RandomModel
-from ditile.bench.session import Task, _runs, exposed
+from ditile.bench.session import Task, _runs, exposed, in_turn
 from ditile.bench.subjects import subject_of
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.options import Ask
@@ -228,6 +228,15 @@ def test_the_bar_counts_what_runs() -> None:
     """Two cells at one size with 1 and 3 rounds: 2 untimed runs each and of the plain one, 4 runs, 3 plain."""
     left = {Cell("ring=2"): 1, Cell("ulysses=2"): 3}
     assert _runs(list(left), left) == 2 * 3 + 4 + 3
+
+
+def test_another_cell_begins_each_round() -> None:
+    """A failure means that a place in the round, or a cell that is left out of one, decides who seems faster."""
+    cells = [Cell("ulysses=2"), Cell("ring=2"), Cell("cfg=2")]
+    rounds = [in_turn(cells, number) for number in range(4)]
+    assert [round[0] for round in rounds] == [*cells, cells[0]]
+    assert all(sorted(round) == sorted(cells) for round in rounds)
+    assert in_turn([], 1) == []
 
 
 def test_the_table_of_warmup_by_hand() -> None:
