@@ -172,9 +172,10 @@ class _Run:
         """
         calls, patches = self._job.calls(step), self._patches
         ops = [Op(Kind.COMPUTE, step, self._patch(patch)) for patch in (0, patches - 1)]
-        alone = calls * (self._mean(0, ops[0]) + (patches - 1) * self._mean(0, ops[1]))
-        if alone > most:
-            return alone
+        for free in (True, False):  # most plans are too slow without any message, and those take longest to count
+            alone = calls * (self._mean(0, ops[0], free=free) + (patches - 1) * self._mean(0, ops[1], free=free))
+            if alone > most:
+                return alone
         first, other = self._of_patch(step, 0), self._of_patch(step, patches - 1)
         hops, back = self._hops(step, patches - 1)
         stepped = self._ops.cost(self._job.plan.pipefusion - 1, Op(Kind.STEP, step, self._patch(0)), free=False)
@@ -217,10 +218,10 @@ class _Run:
         found = {stage: self._mean(stage, op) for stage in dict.fromkeys(self._ops.like)}
         return [found[stage] for stage in self._ops.like]
 
-    def _mean(self, stage: int, op: Op) -> float:
+    def _mean(self, stage: int, op: Op, *, free: bool = False) -> float:
         """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
-        calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=False)
-        others = self._ops.cost(stage, op._replace(branch=1), free=False) if calls > 1 else 0.0
+        calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=free)
+        others = self._ops.cost(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
         return (first + (calls - 1) * others) / calls
 
 
