@@ -39,8 +39,10 @@ from ditile.runner import parallelize
 from ditile.transport import gather_json
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS, RUNS = (1, 4), 4, 3
-TURNS = 4  # of calls that are compared
+PATCHES = (1, 4)
+STEPS, FEW = 4, 3  # of calls that ranks share, and of those of one rank
+ROUNDS, RUNS, TURNS = 2, 3, 2
+"""How often a call is made: by one rank, by all at once, by ranks that share it. Together they take a minute or so."""
 STAGED = ("shapes-pixart", 256)  # what goes through stages: all of them compute most of the time
 SHARED = (("shapes-flux", 128), ("shapes-flux", 192))  # what ranks share out: few bytes to exchange, and many
 KERNEL = 1e-6
@@ -103,7 +105,7 @@ def _of_torchrun(wanted: Calibrate) -> Profile | None:
 
 def _alone(wanted: Calibrate, ranks: int) -> Profile:
     """What one rank measures in a process of its own, of a machine that has so many."""
-    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * RUNS * STEPS) as heard:
+    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * FEW) as heard:
         [alone] = launch(one, 1, (_dtype(wanted),), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     return found
@@ -288,7 +290,7 @@ def _together(dtype: str, device: torch.device) -> float:
     pipe: Any = load(model, dtype=dtype)
     pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
-    call = defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+    call = _call(model, size)
 
     def seconds() -> float:
         began = time.perf_counter()
@@ -319,18 +321,18 @@ def _called(profile: Profile, dtype: str) -> Profile:
         pipe.set_progress_bar_config(disable=True)
         runners[model, patches] = parallelize(pipe, Plan(patches=patches))
     every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
-    rounds = [[_denoised(runners[model, patches], _call(model, size)) for model, size, patches in every]
-              for _ in range(RUNS)]  # fmt: skip
+    rounds = [[_denoised(runners[model, patches], _call(model, size, FEW)) for model, size, patches in every]
+              for _ in range(ROUNDS)]  # fmt: skip
     terms = []
     for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
         inside = statistics.median(found.inside for found in times)
-        terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
+        terms.append((inside, *_terms(model, _call(model, size, FEW), Plan(patches=patches), profile)))
     outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
     return dataclasses.replace(curves.fitted(profile, terms), micro_s=outside)
 
 
-def _call(model: str, size: int) -> dict[str, Any]:
-    return defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+def _call(model: str, size: int, steps: int = STEPS) -> dict[str, Any]:
+    return defaults(model) | {"height": size, "width": size, "num_inference_steps": steps}
 
 
 def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:

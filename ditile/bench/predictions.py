@@ -2,7 +2,7 @@
 
     python -m ditile.bench.predictions --out predictions.json
 
-Half an hour on two cores, and a minute or two for each of seven calibrations. A run that was interrupted goes on where
+Forty minutes on two cores, seven calibrations included. A run that was interrupted goes on where
 it stopped (`ditile bench` does, in the folder `predictions`). An error is that of the seconds of the denoising loop,
 the median of three rounds; that of the speed-up over one rank, measured in turn with the plans, is free of what the
 machine's speed did since it was calibrated.

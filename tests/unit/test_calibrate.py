@@ -114,7 +114,8 @@ def _shrink(patch: pytest.MonkeyPatch) -> None:
              "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16)}  # fmt: skip
     for name, value in small.items():
         patch.setattr(calibrate, name, value)
-    for name, value in {"CALLS": (("shapes-pixart", 64), ("shapes-flux", 64)), "STEPS": 2, "RUNS": 1}.items():
+    calls = (("shapes-pixart", 64), ("shapes-flux", 64))
+    for name, value in {"CALLS": calls, "STEPS": 2, "FEW": 2, "ROUNDS": 1}.items():
         patch.setattr(command, name, value)
 
 
