@@ -39,12 +39,13 @@ from ditile.runner import parallelize
 from ditile.transport import gather_json
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES = (1, 4)
-STEPS, FEW = 4, 3  # of calls that ranks share, and of those of one rank
-ROUNDS, RUNS, TURNS = 2, 3, 2
-"""How often a call is made: by one rank, by all at once, by ranks that share it. Together they take a minute or so."""
-STAGED = ("shapes-pixart", 256)  # what goes through stages: all of them compute most of the time
-SHARED = (("shapes-flux", 128), ("shapes-flux", 192))  # what ranks share out: few bytes to exchange, and many
+PATCHES, STEPS = (1, 4), 3
+ROUNDS, RUNS = 2, 3
+"""How often a call is made by one rank, and by all at once."""
+STAGED = ("shapes-pixart", 256, 4, 2)
+"""Model, size, steps and turns of what goes through stages: all of them compute most of the time."""
+SHARED = (("shapes-flux", 128, 3, 4), ("shapes-flux", 192, 3, 4))
+"""The same of what ranks share out: few bytes to exchange, and many."""
 KERNEL = 1e-6
 FREE = 1e9
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
@@ -76,7 +77,7 @@ def _of_this_machine(wanted: Calibrate) -> Profile:
     if ranks == 1:
         return found
     jobs = _jobs(ranks, runs_ahead=found.runs_ahead)
-    runs = sum(1 + len(job.plans) for job in jobs) * (1 + TURNS) or RUNS
+    runs = sum((1 + len(job.plans)) * (1 + job.turns) for job in jobs) or RUNS
     with progress(f"{ranks} ranks", curves.LINK_PARTS + runs) as heard:
         together = launch(joined, ranks, (_dtype(wanted), jobs), threads=wanted.threads, progress=heard)[0]
     return _together_with(found, jobs, together)
@@ -105,7 +106,7 @@ def _of_torchrun(wanted: Calibrate) -> Profile | None:
 
 def _alone(wanted: Calibrate, ranks: int) -> Profile:
     """What one rank measures in a process of its own, of a machine that has so many."""
-    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * FEW) as heard:
+    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * STEPS) as heard:
         [alone] = launch(one, 1, (_dtype(wanted),), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     return found
@@ -215,15 +216,22 @@ def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
 
 
 class _Job(NamedTuple):
-    """A call of a bundled model, and the plans of all ranks under which it is made."""
+    """A call of a bundled model, and the plans of all ranks under which it is made, in so many turns."""
 
     model: str
     size: int
-    plans: tuple[Plan, ...]
+    steps: int
+    turns: int
+    plans: tuple[Plan, ...] = ()
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What the pipeline is called with."""
+        return _call(self.model, self.size, self.steps)
 
     def latency(self, plan: Plan, profile: Profile) -> float:
         """What is predicted."""
-        return _latency(self.model, _call(self.model, self.size), plan, profile)
+        return _latency(self.model, self.call, plan, profile)
 
 
 def _shared_jobs(ranks: int) -> list[_Job]:
@@ -232,13 +240,13 @@ def _shared_jobs(ranks: int) -> list[_Job]:
     Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
     """
     exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
-    wanted: dict[tuple[str, int], tuple[Plan, ...]] = {STAGED: (Plan(pipefusion=ranks, patches=2 * ranks),)}
-    wanted |= dict.fromkeys(SHARED, exchanging)
+    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [(_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks),))]
+    wanted += [(_Job(*shared), exchanging) for shared in SHARED]
     found = []
-    for (model, size), plans in wanted.items():
-        subject = _subject(model)
-        facts = subject.shape(_call(model, size)).facts(model, len(subject.seats.chain))
-        found.append(_Job(model, size, tuple(plan for plan in plans if not plan.illegal(facts))))
+    for job, plans in wanted:
+        subject = _subject(job.model)
+        facts = subject.shape(job.call).facts(job.model, len(subject.seats.chain))
+        found.append(job._replace(plans=tuple(plan for plan in plans if not plan.illegal(facts))))
     return found
 
 
@@ -255,11 +263,11 @@ def _shared(dtype: str, job: _Job) -> list[float]:
         pipe.set_progress_bar_config(disable=True)
         runners.append(parallelize(pipe, plan, groups=groups))
     shares = list[list[float]]()
-    for run in range(1 + TURNS):
+    for run in range(1 + job.turns):
         took = []
         for runner in runners:
             generator = torch.Generator().manual_seed(0)
-            runner("a red circle", output_type="latent", generator=generator, **_call(job.model, job.size))
+            runner("a red circle", output_type="latent", generator=generator, **job.call)
             assert runner.report is not None
             took.append(runner.report.seconds["denoise"])
             env.advance()
@@ -321,12 +329,12 @@ def _called(profile: Profile, dtype: str) -> Profile:
         pipe.set_progress_bar_config(disable=True)
         runners[model, patches] = parallelize(pipe, Plan(patches=patches))
     every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
-    rounds = [[_denoised(runners[model, patches], _call(model, size, FEW)) for model, size, patches in every]
+    rounds = [[_denoised(runners[model, patches], _call(model, size)) for model, size, patches in every]
               for _ in range(ROUNDS)]  # fmt: skip
     terms = []
     for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
         inside = statistics.median(found.inside for found in times)
-        terms.append((inside, *_terms(model, _call(model, size, FEW), Plan(patches=patches), profile)))
+        terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
     outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
     return dataclasses.replace(curves.fitted(profile, terms), micro_s=outside)
 

@@ -115,7 +115,7 @@ def _shrink(patch: pytest.MonkeyPatch) -> None:
     for name, value in small.items():
         patch.setattr(calibrate, name, value)
     calls = (("shapes-pixart", 64), ("shapes-flux", 64))
-    for name, value in {"CALLS": calls, "STEPS": 2, "FEW": 2, "ROUNDS": 1}.items():
+    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
         patch.setattr(command, name, value)
 
 
