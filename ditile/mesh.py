@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditile import env, gpus
+from ditile import env, gloo, gpus
 from ditile.errors import JoinError, PlanError
 from ditile.plan import Plan
 from ditile.transport import Traffic, meet
@@ -152,7 +152,7 @@ class Communicators:
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with env.connecting():
-                self._groups[key] = dist.new_group(list(ranks), backend=backend, timeout=_timeout())
+                self._groups[key] = gloo.new_group(ranks, _timeout(), backend)
         return self._groups[key]
 
 

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ditile.gloo
 import ditile.mesh
 import ditile.transport
 
+NEW_GROUP = ditile.gloo.new_group
 SINGLE, BATCHED, TAKEN = 1, 2, 10
 """Tags, by which gloo tells messages apart as NCCL does by communicators; `TAKEN` more says that one was received."""
 
@@ -92,9 +94,9 @@ class Order:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def new_group(self, ranks: list[int], backend: str | None = None, timeout: Any = None) -> Any:
+    def new_group(self, ranks: Sequence[int], timeout: Any, backend: str | None) -> Any:
         """A group; one that was asked to be gloo's stays so."""
-        group = dist.new_group(ranks, backend=backend, timeout=timeout)
+        group = NEW_GROUP(ranks, timeout, backend)
         if backend == "gloo":
             self._plain.add(_name(group))
         return group
@@ -206,6 +208,7 @@ def in_order(*, eager: bool) -> Iterator[Order]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (ditile.mesh, ditile.transport):
             patch.setattr(module, "dist", order)
+        patch.setattr(ditile.gloo, "new_group", order.new_group)
         patch.setattr(ditile.mesh, "has_one_queue", lambda: eager)
         yield order
     order.end()

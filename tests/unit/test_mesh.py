@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile import agreement, env, gpus, runner, transport
+from ditile import agreement, env, gloo, gpus, runner, transport
 from ditile.cli import main
 from ditile.errors import PlanError, StateError
 from ditile.launch import _join as join_launched
@@ -90,15 +90,15 @@ def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None
     """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
     asks NCCL for two ranks on one GPU."""
     for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
-        assert is_world and backends == ["gloo"] * 3
+        assert is_world and backends == ["gloo", gloo.NAME, gloo.NAME]
 
 
 def made(plan: Plan) -> list[tuple[int, ...]]:
     """The groups that a mesh has made here, for all its ranks."""
     groups, asked = Communicators(), []
     with pytest.MonkeyPatch.context() as patch:
-        new = dist.new_group
-        patch.setattr(dist, "new_group", lambda ranks, **also: asked.append(tuple(ranks)) or new(ranks, **also))
+        new = gloo.new_group
+        patch.setattr(gloo, "new_group", lambda ranks, *also: asked.append(tuple(ranks)) or new(ranks, *also))
         mesh = build(plan, groups)
     mesh.shared = False
     mesh.close()
@@ -218,7 +218,7 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(dist, "new_group", made)
+    monkeypatch.setattr(gloo, "new_group", made)
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
