@@ -42,7 +42,7 @@ CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), (
 PATCHES, STEPS = (1, 4), 3
 ROUNDS, RUNS = 2, 3
 """How often a call is made by one rank, and by all at once."""
-STAGED = ("shapes-pixart", 256, 4, 2)
+STAGED = ("shapes-pixart", 256, 2, 6)
 """Model, size, steps and turns of what goes through stages: all of them compute most of the time."""
 SHARED = (("shapes-flux", 128, 3, 4), ("shapes-flux", 192, 3, 4))
 """The same of what ranks share out: few bytes to exchange, and many."""
@@ -240,7 +240,7 @@ def _shared_jobs(ranks: int) -> list[_Job]:
     Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
     """
     exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
-    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [(_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks),))]
+    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [(_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))]
     wanted += [(_Job(*shared), exchanging) for shared in SHARED]
     found = []
     for job, plans in wanted:
