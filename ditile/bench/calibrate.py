@@ -240,7 +240,9 @@ def _shared_jobs(ranks: int) -> list[_Job]:
     Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
     """
     exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
-    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [(_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))]
+    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [
+        (_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))
+    ]
     wanted += [(_Job(*shared), exchanging) for shared in SHARED]
     found = []
     for job, plans in wanted:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ditile import processor
 from ditile.planner.profile import Curve, Link, Profile
+from ditile.transport import Traffic, start_shift
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WIDTHS = (128, 256, 512, 1024, 2048)
@@ -29,7 +30,9 @@ HEADS, HEAD, WIDTH = 8, 64, 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
 """Parts that the curves of a device are measured in."""
-LINK_PARTS = 7
+LINK_PARTS = 9
+EXPECTED = 0.1
+"""What it weighs that bytes take as long in a call as in a loop: calls are off by a twentieth, that by a half."""
 LARGEST = 2**33  # operations of a call that is timed
 BUDGET = 0.03
 REPEATS = 5
@@ -174,10 +177,12 @@ def link(bench: Bench) -> Link:
     summed = _together(bench, lambda: dist.all_reduce(x, group=group))
     gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0], group=group))
     sent = x.numel() * x.element_size() * (world - 1) / world
+    once, longer = (_shifted(bench, length) for length in MESSAGES[-2:])
     return Link(
         latency_s=small, bandwidth=bandwidth, collective=_share(sent, exchanged - started, bandwidth),
-        call_s=max(started - small, 0.0), neighbours=_share(sent, gathered - started, bandwidth),
-        reduce=_share(2 * sent, summed - started, bandwidth), overlap=_overlap(bench),
+        call_s=max(started - small, 0.0), neighbours=_share(MESSAGES[-1] - MESSAGES[-2], longer - once, bandwidth),
+        gather=_share(sent, gathered - started, bandwidth), reduce=_share(2 * sent, summed - started, bandwidth),
+        overlap=_overlap(bench),
     )  # fmt: skip
 
 
@@ -221,6 +226,13 @@ def _one_way(bench: Bench, size: int) -> float:
             dist.send(x, first, group)
 
     return _together(bench, there_and_back) / 2
+
+
+def _shifted(bench: Bench, size: int) -> float:
+    """Seconds in which each rank sends so many bytes to the next one, as a ring does."""
+    x, group = bench.message(size), bench.group or dist.group.WORLD
+    assert group is not None
+    return _together(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait())
 
 
 def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
@@ -325,11 +337,15 @@ def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shar
 
 
 def _of_exchanges(calls: Sequence[Shared]) -> tuple[float, float]:
-    """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides."""
-    terms = torch.tensor([[call.sending, call.exchanges] for call in calls], dtype=torch.float64)
-    took = torch.tensor([call.took for call in calls], dtype=torch.float64)
-    known = torch.tensor([call.known for call in calls], dtype=torch.float64)
-    return _least_squares(terms / took[:, None], 1 - known / took)
+    """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides.
+
+    Two sizes hardly tell the two apart where calls differ by a few per cent from turn to turn, so what they leave open
+    goes to the start of an exchange: bytes are expected at the loop's rate.
+    """
+    terms = [[call.sending / call.took, call.exchanges / call.took] for call in calls]
+    wanted = [1 - call.known / call.took for call in calls]
+    terms, wanted = [*terms, [EXPECTED, 0.0]], [*wanted, EXPECTED]
+    return _least_squares(torch.tensor(terms, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
 
 
 def _least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:

@@ -39,11 +39,13 @@ def crowd(profile: Profile, ranks: int) -> float:
 
 
 def share(link: Link, kind: str, n: int) -> float:
-    """Share of a link's bandwidth in an exchange; gathers and broadcasts go round, as rings do."""
+    """Share of a link's bandwidth in an exchange."""
     if kind == "tensor":
         return link.reduce
-    if kind in ("ring", "distrifusion", "pipefusion"):
+    if kind == "ring":
         return link.neighbours
+    if kind in ("distrifusion", "pipefusion"):
+        return link.neighbours if link.gather is None else link.gather
     crowded = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
     return min(link.collective, 1 / crowded) if crowded else link.collective
 

@@ -57,6 +57,7 @@ class Link:
         call_s: seconds of a collective besides its bytes, such as of starting it.
         sum_s: the same of an all-reduce; None if it is no other.
         neighbours: share of the bandwidth while each rank sends to the next one.
+        gather: share of it in an all-gather or a broadcast, which go round; None for that of neighbours.
         reduce: share of it in an all-reduce.
         overlap: share of a message's time that computing goes on under.
         socket: ranks that reach each other without the one link that joins two sockets; 0 is all. Half of an
@@ -74,6 +75,7 @@ class Link:
     socket: int = 0
     crossing: float = 1.0
     sum_s: float | None = None
+    gather: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,13 +71,26 @@ def test_what_exchanges_take_is_read_off_shared_calls() -> None:
     calls = [Shared(2.0 + 0.3 * 1.5 + 0.003 * n, known=2.0, sending=0.3, exchanges=n) for n in (100, 400)]
     sums = [Shared(1.0 + 0.1 * m + 0.005 * 50, known=1.0, sending=0.1 * m, exchanges=50) for m in (1, 4)]
     link = started(before, calls, sums).link
-    assert link.call_s == pytest.approx(0.003) and link.collective == pytest.approx(1 / 1.5)
+    for call in calls:
+        priced = call.known + call.sending / link.collective + call.exchanges * link.call_s
+        assert priced == pytest.approx(call.took, rel=0.03)
+    assert link.call_s == pytest.approx(0.003, rel=0.15) and 1 / 1.5 < link.collective < 0.9
     assert link.sum_s == pytest.approx(0.005) and link.reduce == pytest.approx(1.0)
     assert started(before, [], []).link == before.link
     faster = started(before, [Shared(1.0, known=2.0, sending=0.1, exchanges=5)], []).link
     assert faster.call_s == 0.0 and faster.collective == 1.0
     once = started(before, [Shared(1.2, known=1.0, sending=0.1, exchanges=50)], []).link
     assert once.call_s * 50 + 0.1 / once.collective == pytest.approx(0.2)
+
+
+def test_a_disturbed_call_does_not_make_bytes_slow() -> None:
+    """Of two calls, one with twice the bytes of the other, the larger took 6 % too long. A failure means that a larger
+    picture, whose exchanges are nearly all bytes, is predicted far too slow."""
+    before = dataclasses.replace(profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9))
+    calls = [(0.8 + sending + 0.001 * 200, sending) for sending in (0.05, 0.1)]
+    calls[1] = (1.06 * calls[1][0], calls[1][1])
+    link = started(before, [], [Shared(took, 0.8, sending, 200) for took, sending in calls]).link
+    assert link.reduce > 0.6 and link.sum_s == pytest.approx(0.001, rel=0.25)
 
 
 def _sizes(dtype: str) -> set[int]:
