@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,15 +26,17 @@ from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.stages import held
 from ditile.decode.vae import ParallelVAE
 from ditile.errors import ModelError, StateError
+from ditile.feed_forward import fuse_gelu
 from ditile.generation import Generation
 from ditile.layout import Split
 from ditile.memory import AgeChecks
 from ditile.mesh import Mesh
 from ditile.opaque import uncompiled
 from ditile.plan import Plan
+from ditile.projections import project_at_once
 from ditile.quantized import quantized
 from ditile.seams import Exchange, Kernel, Keys, WholeStreams
-from ditile.seats import Core, OneSeat, Seats
+from ditile.seats import Core, OneSeat, Seat, Seats
 from ditile.shape import Weights
 from ditile.spec import ModelSpec
 from ditile.steps.cached import Cached, cached
@@ -153,10 +156,10 @@ class Composition:
             stack.enter_context(self.encoders.installed(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.installed())
-            apart = self.plan.async_ulysses
+            fuse = functools.partial(self._fuse, loop.current)
             seated = self.seats.installed(
                 self.pipefusion, self.held, loop.current, core, handed_over, pipe=self.pipe,
-                compile_=torch.compile if self.compile else None, at_once=None if apart else self.device,
+                compile_=torch.compile if self.compile else None, fuse=fuse,
             )  # fmt: skip
             stack.enter_context(seated)
             batch.install(stack, self.pipe, loop.current, first=first)  # around all that sees the model's rows
@@ -172,7 +175,7 @@ class Composition:
         chain = self.seats.chain
         stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
         agreement = StageAgreement(decisions, self.mesh, loop.current, lambda: batch.by_calls, names, stages)
-        stale = self.plan.num_patches * self.plan.distrifusion > 1
+        stale = self.plan.attends_to_stale_keys
         with ExitStack() as stack:
             for cache in self.caches:
                 images = (lambda: None) if stale else (lambda: loop.images)
@@ -184,6 +187,13 @@ class Composition:
                 clean = True
             finally:
                 agreement.close(clean=clean)
+
+    def _fuse(self, current: Callable[[], Generation], stack: ExitStack, seat: Seat) -> None:
+        """Small products are slow, and those of a patch are small."""
+        if not self.plan.async_ulysses:  # it has q, k and v travel while the next is made
+            project_at_once(stack, seat.attentions(), self.device)
+        if self.plan.attends_to_stale_keys:
+            fuse_gelu(stack, seat.block, self.device, current)
 
     def _exchange(self, current: Callable[[], Generation]) -> Exchange:
         axis, traffic = self.mesh["ulysses"], self.mesh.traffic

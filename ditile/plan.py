@@ -187,6 +187,11 @@ class Plan:
         return self.pipefusion if self.patches is None else self.patches
 
     @property
+    def attends_to_stale_keys(self) -> bool:
+        """Whether patches attend to keys of the step before, once the warmup is over; one patch has all keys fresh."""
+        return self.num_patches * self.distrifusion > 1
+
+    @property
     def least_warmup(self) -> int:
         """W, or with warmup=auto the least that it can be: keys change first in step 1, which decides on step 3."""
         return self.warmup if isinstance(self.warmup, int) else 3

@@ -23,16 +23,14 @@ STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
 """What diffusers calls the projections of one stream."""
 
 
-def project_at_once(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device | None) -> None:
+def project_at_once(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
     """Makes one product of the projections of each stream, where they are plain ones on the device, until it is closed.
 
     Args:
         stack: undoes it; the weights stay side by side.
         attentions: layers with their names, in which all projections of a stream see the same tokens.
-        device: where they run; None for nothing. Weights that are brought there for a time are left alone.
+        device: where they run. Weights that are brought there for a time are left alone.
     """
-    if device is None:
-        return
     for _, attention in attentions:
         for names in STREAMS:
             linears: list[Any] = [getattr(attention, name, None) for name in names]
@@ -95,15 +93,18 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def plain_on(linear: Any, device: torch.device) -> bool:
+    """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device."""
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return False
+    parameters = [p for p in (linear.weight, linear.bias) if p is not None]
+    plain = all(type(p) is nn.Parameter and type(p.data) is Tensor and not p.is_inference() for p in parameters)
+    on = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
+    return plain and on and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
 def _are_alike(linears: Sequence[Any], device: torch.device) -> bool:
-    """Whether all are linear layers as torch makes them, with nothing around their forward, on one device."""
-
-    def kind(linear: Any) -> Any:
-        around = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
-        parameters = [p for p in (linear.weight, linear.bias) if p is not None]
-        plain = all(type(p) is nn.Parameter and type(p.data) is Tensor and not p.is_inference() for p in parameters)
-        on = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
-        return plain and on and not around and (linear.in_features, len(parameters), linear.weight.dtype)
-
-    kinds = [type(linear) is nn.Linear and kind(linear) for linear in linears]
-    return bool(kinds[0]) and kinds == [kinds[0]] * len(kinds)
+    """Whether all are such layers, of one width and type."""
+    if not all(plain_on(linear, device) for linear in linears):
+        return False
+    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1

@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ditile.compiled import Compile, compiler_of, seat_around, seat_block, set_aside
@@ -28,7 +27,6 @@ from ditile.layout import Grid
 from ditile.memo import Memo
 from ditile.overrides import matching, override
 from ditile.processors import answer_at_once, seat_cross
-from ditile.projections import project_at_once
 from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
@@ -107,6 +105,10 @@ class Seat:
         """The attention modules that the block has, by attribute."""
         found = ((name, getattr(self.block, name, None)) for name in (*self.io.attn, *self.io.image_attn))
         return [(name, attention) for name, attention in found if attention is not None]
+
+
+Fuse = Callable[[ExitStack, Seat], None]
+"""Makes fewer and larger kernels of what a block computes, until the stack is closed."""
 
 
 class Seats:
@@ -224,8 +226,7 @@ class Seats:
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
-        at_once: torch.device | None = None,
+        dispatch: Callable[[Any], Any], *, fuse: Fuse, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats the policy for the length of a call.
 
@@ -235,9 +236,9 @@ class Seats:
             current: the generation under way.
             core: (layer, backend, joint) -> the attention of a layer.
             dispatch: the name of the attention backend that hands over to a core, given the one that was named.
+            fuse: is done to the blocks that run here uncompiled.
             pipe: whose model this is; it may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
-            at_once: where q, k and v may be made by one product; None where each travels while the next is made.
         """
         memo = Memo(self.spec, current)
         compile_ = compiler_of(pipe, self.transformer) or compile_
@@ -257,7 +258,7 @@ class Seats:
                     seat_cross(stack, self.spec, mine.block, current)
                 if own and seat.name not in compiled:
                     answer_at_once(stack, seat.block)
-                    project_at_once(stack, seat.attentions(), at_once)
+                    fuse(stack, seat)
             self._seat_output(stack, policy)
             first = 0 in owned or bool(self.stand_ins)
             if first:
@@ -347,8 +348,7 @@ class OneSeat(Seats):
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core], dispatch: Any,
-        *, pipe: Any = None, compile_: Compile | None = None,
-        at_once: torch.device | None = None,
+        *, fuse: Fuse, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats nothing but the count; what the family declares constant is remembered."""
 

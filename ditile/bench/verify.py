@@ -96,7 +96,7 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
     place = env.torchrun()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
     plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
-    exact = plan if plan.distrifusion == plan.num_patches == 1 else replace(plan, warmup=steps)
+    exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
     checks = [_exact(runner, runner(**call(runner.pipe)).images, plain)]
     del runner

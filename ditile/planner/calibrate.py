@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ditile import processor
-from ditile.planner.profile import Curve, Link, Profile
+from ditile.feed_forward import can_fuse, linear_gelu
+from ditile.planner.profile import FUSED, Curve, Link, Profile
 from ditile.transport import Traffic, start_shift
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -135,7 +136,7 @@ def heads(bench: Bench) -> Curve:
 
 def pointwise(bench: Bench) -> dict[str, Curve]:
     """Bytes a second of what goes over numbers once, by kind, over bytes read and written."""
-    found: dict[str, list[float]] = {"pointwise": [], "norm": [], "gelu": [], "interleave": []}
+    found: dict[str, list[float]] = {}
     for size in SIZES:
         x = bench.numbers(max(size // 8 // WIDTH, 1), WIDTH)
         y, scale, real = torch.randn_like(x), bench.numbers(1, WIDTH), x.numel() * x.element_size()
@@ -144,10 +145,19 @@ def pointwise(bench: Bench) -> dict[str, Curve]:
         gelu = bench.seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
         woven = bench.seconds(lambda x=x, y=y: torch.stack([x, y], dim=-1))  # type: ignore[misc]
         bytes_of = {"pointwise": (5, both), "norm": (2, norm), "gelu": (2, gelu), "interleave": (4, woven)}
+        if can_fuse(x.device, x.dtype):
+            bytes_of[FUSED] = (2, _fused(bench, len(x), gelu))
         for name, (tensors, seconds) in bytes_of.items():
-            found[name].append(tensors * real / seconds)
+            found.setdefault(name, []).append(tensors * real / seconds)
         bench.done()
     return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in found.items()}
+
+
+def _fused(bench: Bench, rows: int, apart: float) -> float:
+    """Seconds that GELU adds to the product in front of it in one kernel; a tenth of those `apart` at least."""
+    x, weight, bias = bench.numbers(rows, HEAD), bench.numbers(WIDTH, HEAD), bench.numbers(WIDTH)
+    both = bench.seconds(lambda: linear_gelu(x, weight, bias, "tanh"))
+    return min(max(both - bench.seconds(lambda: functional.linear(x, weight, bias)), apart / 10), apart)
 
 
 def _table(bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]) -> Curve:

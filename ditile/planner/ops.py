@@ -20,7 +20,7 @@ from ditile.cost import Job, Place
 from ditile.generation import Micro
 from ditile.planner.kernels import Counted, Mix, Work
 from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
-from ditile.planner.profile import Link, Profile
+from ditile.planner.profile import FUSED, Link, Profile
 from ditile.planner.seconds import Device, Load, Tokens, together
 
 TOKENS = ("ring", "distrifusion", "ulysses")
@@ -92,7 +92,7 @@ class Basis:
         """Seconds of some work, remembered by what it is, and by what tokens it depends on."""
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
-        known = key, tokens if self._attends[key] else tokens[:3] + (tokens.split,)
+        known = key, tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
         if known not in self._loads:
             self._loads[known] = self.device.load(work, tokens)
         return self._loads[known]
@@ -127,6 +127,7 @@ class Ops:
         self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._crowd = crowd(basis.profile, self._host)
+        self._fuses = job.plan.attends_to_stale_keys and FUSED in basis.profile.pointwise
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -254,6 +255,7 @@ class Ops:
             rows=rows, image=image, text=text or self._words, image_keys=keys.image,
             text_keys=keys.text or self._basis.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
             share=line / (image + text) if line else 1.0,
+            fused=self._fuses and self.schedule.is_stale(micro.step),
         )  # fmt: skip
 
     @property

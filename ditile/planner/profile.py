@@ -78,6 +78,10 @@ class Link:
     gather: float | None = None
 
 
+FUSED = "fused gelu"
+"""GELU in one kernel with the product in front of it (`feed_forward`), as stale steps have it on CPUs."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """A machine, or several alike.
@@ -90,7 +94,8 @@ class Profile:
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
         head: share of that with so many channels of a head.
-        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
+        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes; `FUSED` where there
+            is such a kernel.
         kernel_s: seconds of the host for each kernel; it runs ahead of a GPU.
         runs_ahead: whether the host does (a GPU), or computes itself.
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.

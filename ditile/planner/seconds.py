@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ditile.planner.kernels import Kernel, Stream, Work
-from ditile.planner.profile import Profile
+from ditile.planner.profile import FUSED, Profile
 
 
 class Tokens(NamedTuple):
@@ -19,6 +19,7 @@ class Tokens(NamedTuple):
         heads: share of the heads that it attends with.
         split: ranks that share out every matrix.
         share: tokens that it attends from, over those that it computes: with fewer heads it has those of other ranks.
+        fused: whether GELU is one kernel with the product in front of it.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class Tokens(NamedTuple):
     heads: float = 1.0
     split: int = 1
     share: float = 1.0
+    fused: bool = False
 
     def of(self, stream: Stream) -> int:
         """Tokens of a stream."""
@@ -71,7 +73,7 @@ class Device:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._seen: dict[tuple[Kernel, int, int], float] = {}
+        self._seen: dict[tuple[Kernel, int, int, bool], float] = {}
 
     def load(self, work: Work, tokens: Tokens) -> Load:
         """Of some work by one rank."""
@@ -81,7 +83,7 @@ class Device:
     def _seconds(self, kernel: Kernel, tokens: Tokens) -> float:
         if kernel.kind == "attention":
             return self._attention(kernel, tokens)
-        key = kernel, tokens.rows * tokens.of(kernel.stream), tokens.split
+        key = kernel, tokens.rows * tokens.of(kernel.stream), tokens.split, tokens.fused
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = self._over(*key)
@@ -93,14 +95,15 @@ class Device:
         operations = 4 * tokens.rows * queries * keys * kernel.size[0] * tokens.heads
         return operations / self._profile.attention.at(queries, keys) / self._profile.head.at(kernel.size[1])
 
-    def _over(self, kernel: Kernel, rows: int, split: int) -> float:
+    def _over(self, kernel: Kernel, rows: int, split: int, fused: bool) -> float:
         """Of a matrix of which a rank has its share, or of going over numbers; for so many rows."""
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
             return 2 * rows * k * n / split / profile.matmul.at(rows, (k * n / split) ** 0.5)
-        size = kernel.size[0] * rows * profile.element_size
-        return size / profile.pointwise.get(kernel.kind, profile.pointwise["pointwise"]).at(size)
+        size, curves = kernel.size[0] * rows * profile.element_size, profile.pointwise
+        kind = FUSED if fused and kernel.kind == "gelu" else kernel.kind
+        return size / curves.get(kind, curves["pointwise"]).at(size)
 
 
 def seconds(work: Work, tokens: Tokens, profile: Profile) -> float:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 from ditile.compiled import Compile, set_all_aside
@@ -18,7 +17,7 @@ from ditile.generation import Generation
 from ditile.layout import Grid
 from ditile.overrides import override
 from ditile.processors import attentions, dispatches
-from ditile.seats import Core, Policy, Seats
+from ditile.seats import Core, Fuse, Policy, Seats
 from ditile.spec import Conditioning, ModelSpec
 from ditile.tokens import cp_plan
 from ditile.tokens.cp_plan import Entries, Splits, Table
@@ -97,8 +96,7 @@ class PlannedSeats(Seats):
     @contextmanager
     def installed(
         self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any], *, pipe: Any = None, compile_: Compile | None = None,
-        at_once: torch.device | None = None,
+        dispatch: Callable[[Any], Any], *, fuse: Fuse, pipe: Any = None, compile_: Compile | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
         with ExitStack() as stack:

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from ditile import compose
 from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
 from tests import tiny
@@ -55,6 +57,14 @@ def divided(pipe: Any, **plan: Any) -> Iterator[Runner]:
     runner = parallelize(pipe, Plan(**plan), keep_weights=True)
     yield runner
     runner.restore()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Steps with stale keys compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "fuse_gelu", lambda *_: None)
+        yield
 
 
 def same(got: Any, wanted: Any, what: Any = "") -> None:

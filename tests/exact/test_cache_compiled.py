@@ -9,7 +9,7 @@ from ditile import caching
 from ditile.plan import Plan
 from ditile.runner import parallelize
 from ditile.steps.config import DBCacheConfig
-from tests.exact.cases import run, same
+from tests.exact.cases import run, same, unfused
 from tests.exact.compiling import MAKE, WAYS, Counting
 
 CONFIG = DBCacheConfig(
@@ -34,7 +34,8 @@ def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) ->
     plan = Plan(patches=patches, warmup=1)
     pipe = MAKE[name]()
     caching.enable_cache(pipe, CONFIG)
-    wanted = run(pipe if patches == 1 else parallelize(pipe, plan), name, **STEPS)
+    with unfused():
+        wanted = run(pipe if patches == 1 else parallelize(pipe, plan), name, **STEPS)
     torch._dynamo.reset()
     pipe, count = MAKE[name](), Counting()
     steps = [lambda: WAYS[way](pipe, backend=count), lambda: caching.enable_cache(pipe, CONFIG)]

@@ -22,7 +22,7 @@ from ditile.plan import Plan
 from ditile.runner import parallelize
 from tests import tiny
 from tests.exact import planned
-from tests.exact.cases import MAKE, run, same
+from tests.exact.cases import MAKE, run, same, unfused
 from tests.exact.compiling import WAYS, Counting
 from tests.pool import Pool
 
@@ -42,7 +42,8 @@ def fresh() -> Iterator[None]:
 def uncompiled(name: str, plan: dict[str, Any], **changes: Any) -> list[Tensor]:
     """Two pictures, of two seeds."""
     runner = parallelize(MAKE[name](), Plan(**plan))
-    return [run(runner, name, seed=seed, **changes) for seed in (7, 8)]
+    with unfused():
+        return [run(runner, name, seed=seed, **changes) for seed in (7, 8)]
 
 
 def compiled(

@@ -14,7 +14,7 @@ from torch import nn
 from ditile.blocks import votes
 from ditile.plan import AUTO, Plan
 from ditile.transport import Wire
-from tests.exact.cases import MAKE, divided, run, same
+from tests.exact.cases import MAKE, divided, run, same, unfused
 from tests.pool import Pool
 
 LARGE = {"height": 40, "width": 56, "max_sequence_length": 7}
@@ -46,7 +46,8 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
     pipe = MAKE[name]()
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
         patch.setattr(votes, "resynchronises", lambda changes, bound: len(changes) % 3 == 2)  # of warmup=auto
-        wanted = run(runner, name, **call)
+        with unfused():
+            wanted = run(runner, name, **call)
         if runner.plan.warmup == AUTO and runner.report is not None:
             synchronous = runner.report.synchronous
             assert synchronous != list(range(len(synchronous))), "no step became synchronous again"

@@ -1,0 +1,176 @@
+"""A linear layer and its GELU as one kernel: when, on which layers, and that numbers differ by rounding alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import FeedForward
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditile.feed_forward import fuse_gelu
+from ditile.generation import Generation, Micro
+from ditile.plan import Plan
+from ditile.planner.profile import FUSED, Curve
+from ditile.planner.search import pricer_of
+from ditile.runner import parallelize
+from tests.exact.cases import MAKE, run
+from tests.unit.test_planner import EVEN, SMALL, call, subject
+
+CPU, WIDTH, STALE = torch.device("cpu"), 32, 2
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+class Fused(TorchDispatchMode):
+    """Counts fused products and GELUs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fused = self.apart = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fused += func.name() == "mkldnn::_linear_pointwise"
+        self.apart += func.name().startswith("aten::gelu")
+        return func(*args, **(kwargs or {}))
+
+
+class Single(nn.Module):
+    """As the single blocks of FLUX and HunyuanVideo have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj_mlp, self.act_mlp = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act_mlp(self.proj_mlp(x))
+        return out
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": lambda: FeedForward(WIDTH, activation_fn="gelu-approximate"),
+    "erf": lambda: FeedForward(WIDTH, activation_fn="gelu"),
+    "no bias": lambda: FeedForward(WIDTH, activation_fn="gelu-approximate", bias=False),
+    "single": Single,
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with torch.no_grad(), ExitStack() as stack:
+        yield stack
+
+
+def at(step: int) -> Callable[[], Generation]:
+    now = Generation(lambda micro: (), lambda step: True, is_stale=lambda step: step >= STALE, micro=Micro(step, 0))
+    return lambda: now
+
+
+def counted(block: nn.Module, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    with Fused() as found:
+        out = block(x)
+    return out, (found.fused, found.apart)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_they_are_one_in_stale_steps_alone(stack: ExitStack, kind: str) -> None:
+    torch.manual_seed(0)
+    block, x = BLOCKS[kind](), torch.randn(2, 9, WIDTH)
+    wanted = block(x)
+    with ExitStack() as inner:
+        fuse_gelu(inner, block, CPU, at(STALE - 1))
+        out, kernels = counted(block, x)
+        assert kernels == (0, 1)
+        assert torch.equal(out, wanted), "in a synchronous step the picture is that of one rank, bit for bit"
+    with ExitStack() as inner:
+        fuse_gelu(inner, block, CPU, at(STALE))
+        out, kernels = counted(block, x)
+        assert kernels == (1, 0)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(block(x), wanted), "nothing is left of it"
+    assert counted(block, x)[1] == (0, 1)
+
+
+def hooked(block: Any) -> None:
+    block.proj_mlp.register_forward_hook(lambda *_: None)
+
+
+def of_a_subclass(block: Any) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    block.proj_mlp = Adapted(WIDTH, 4 * WIDTH)
+
+
+def in_half(block: Any) -> None:
+    block.bfloat16()
+
+
+def trained(block: Any) -> None:
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("change", [hooked, of_a_subclass, in_half, trained])
+def test_others_stay_two(stack: ExitStack, change: Callable[[Any], None]) -> None:
+    block = Single()
+    change(block)
+    x = torch.randn(2, 9, WIDTH, dtype=next(block.parameters()).dtype)
+    fuse_gelu(stack, block, CPU, at(STALE))
+    assert counted(block, x)[1] == (0, 1)
+
+
+def test_a_layer_that_is_wrapped_in_mid_run_stays_two(stack: ExitStack) -> None:
+    """As peft wraps it when a callback loads a LoRA. A failure: GELU is applied twice."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + 1.0
+
+    block: Any = Single()
+    x = torch.randn(2, 9, WIDTH)
+    wanted = nn.functional.gelu(block.proj_mlp(x) + 1.0, approximate="tanh")
+    fuse_gelu(stack, block, CPU, at(STALE))
+    block.proj_mlp = Wrapped(block.proj_mlp)
+    assert torch.equal(block(x), wanted)
+
+
+def test_other_devices_and_torch_without_onednn_keep_both(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Single()
+    fuse_gelu(stack, block, torch.device("meta"), at(STALE))
+    monkeypatch.setattr(type(torch.backends.mkldnn), "enabled", False)
+    fuse_gelu(stack, block, CPU, at(STALE))
+    assert "forward" not in vars(block.proj_mlp)
+
+
+@pytest.mark.parametrize(
+    ("plan", "fused"),
+    [(Plan(patches=2, warmup=1), True), (Plan(patches=2, warmup=8), False), (Plan(warmup=0), False)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_a_runner_fuses_what_attends_to_stale_keys(name: str, plan: Plan, fused: bool) -> None:
+    """A failure means that nobody uses it, or that a picture which is to be exact was made with it."""
+    runner = parallelize(MAKE[name](), plan)
+    with Fused() as found:
+        run(runner, name)
+    assert bool(found.fused) == fused
+    assert found.apart, "the first step"
+
+
+def test_a_price_has_it_fused_in_stale_steps_alone() -> None:
+    """Where all that takes time is GELU, which is 4 times as fast in the product's kernel."""
+    one, still, gelu = subject("shapes-pixart"), Curve((1.0,), (1e18,)), Curve((1.0,), (1e9,))
+    curves = {"pointwise": still, "norm": still, "gelu": gelu, FUSED: Curve((1.0,), (4e9,))}
+    profile = dataclasses.replace(EVEN, matmul=still, attention=still, pointwise=curves)
+    shape, pricer = one.shape(call("shapes-pixart", **SMALL)), pricer_of(one, SMALL, profile)
+    alone = pricer.latency(one.job(Plan(), shape))
+    for text, share in (("patches=1 warmup=0", 1), ("patches=4 warmup=8", 1), ("patches=4 warmup=2", (2 + 6 / 4) / 8)):
+        assert pricer.latency(one.job(Plan.parse(text), shape)) / alone == pytest.approx(share, rel=0.02), text
