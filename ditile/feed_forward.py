@@ -21,7 +21,8 @@ from ditile.projections import plain_on
 
 def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is such a kernel; `torch.backends.mkldnn.flags(enabled=False)` says that it is not wanted."""
-    return device.type == "cpu" and dtype == torch.float32 and bool(torch.backends.mkldnn.enabled)
+    onednn = torch.backends.mkldnn  # enabled where torch was built without it, too
+    return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
