@@ -21,4 +21,9 @@ def name() -> str:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(own())
+
+
+def own() -> list[int]:
+    """Their numbers."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

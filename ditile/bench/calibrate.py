@@ -8,46 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import os
 import resource
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ditile import env, files
+from ditile.bench import calibrate_calls as calls
 from ditile.errors import PlanError
+from ditile.gauge import Again, Gauge
 from ditile.generate import quiet
 from ditile.launch import launch
-from ditile.load import defaults, find, load
 from ditile.mesh import Communicators, join_torchrun, pick_device
 from ditile.options import Calibrate
 from ditile.plan import Plan
 from ditile.planner import calibrate as curves
+from ditile.planner import fit
 from ditile.planner.calibrate import Bench
 from ditile.planner.profile import Link, Profile
-from ditile.planner.search import pricer_of
-from ditile.planner.subject import Subject
-from ditile.runner import parallelize
 from ditile.transport import gather_json
 
-CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-PATCHES, STEPS = (1, 4), 3
-ROUNDS, RUNS = 2, 3
-"""How often a call is made by one rank, and by all at once."""
-STAGED = ("shapes-pixart", 256, 2, 6)
-"""Model, size, steps and turns of what goes through stages: all of them compute most of the time."""
-SHARED = (("shapes-flux", 128, 3, 4), ("shapes-flux", 192, 3, 4))
-"""The same of what ranks share out: few bytes to exchange, and many."""
-KERNEL = 1e-6
-FREE = 1e9
+AGAIN, PAUSES, LEARNING = 30, 100, 20
+"""How often in all one rank measures again what others disturbed, and so do all at once; tenths of a second that each
+waits for these to leave; products that say what the machine's best is."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 
@@ -77,7 +65,7 @@ def _of_this_machine(wanted: Calibrate) -> Profile:
     if ranks == 1:
         return found
     jobs = _jobs(ranks, runs_ahead=found.runs_ahead)
-    runs = sum((1 + len(job.plans)) * (1 + job.turns) for job in jobs) or RUNS
+    runs = sum((1 + len(job.plans)) * (1 + job.turns) for job in jobs) or calls.RUNS
     with progress(f"{ranks} ranks", curves.LINK_PARTS + runs) as heard:
         together = launch(joined, ranks, (_dtype(wanted), jobs), threads=wanted.threads, progress=heard)[0]
     return _together_with(found, jobs, together)
@@ -106,7 +94,7 @@ def _of_torchrun(wanted: Calibrate) -> Profile | None:
 
 def _alone(wanted: Calibrate, ranks: int) -> Profile:
     """What one rank measures in a process of its own, of a machine that has so many."""
-    with progress("one rank", curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * STEPS) as heard:
+    with progress("one rank", curves.PARTS + calls.steps_of_one()) as heard:
         [alone] = launch(one, 1, (_dtype(wanted),), threads=wanted.threads, progress=heard)
     found: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     return found
@@ -124,23 +112,23 @@ def by_host() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
 
 
-def _jobs(ranks: int, *, runs_ahead: bool) -> list[_Job]:
+def _jobs(ranks: int, *, runs_ahead: bool) -> list[calls.Job]:
     """Calls that ranks of a host share; on GPUs these do not show how long hosts take to start."""
-    return [] if runs_ahead else _shared_jobs(ranks)
+    return [] if runs_ahead else calls.shared_jobs(ranks)
 
 
-def _together_with(alone: Profile, jobs: Sequence[_Job], measured: Joined) -> Profile:
+def _together_with(alone: Profile, jobs: Sequence[calls.Job], measured: Joined) -> Profile:
     """The profile with what all ranks measured together."""
     found = dataclasses.replace(alone, link=measured.link, together=measured.together)
-    sums, exchanges = list[curves.Shared](), list[curves.Shared]()
+    sums, exchanges = list[fit.Shared](), list[fit.Shared]()
     for job, of_job in zip(jobs, measured.times, strict=True):
         for plan, share in zip(job.plans, of_job, strict=True):
             took = share * job.latency(Plan(), found)
             if plan.pipefusion > 1:  # the first of all: the others build on it
-                found = _crowded(job, plan, found, took)
+                found = calls.crowded(job, plan, found, took)
             else:
-                (sums if plan.tensor > 1 else exchanges).append(_terms_of_link(job, plan, found, took))
-    return curves.started(found, exchanges, sums)
+                (sums if plan.tensor > 1 else exchanges).append(calls.terms_of_link(job, plan, found, took))
+    return fit.started(found, exchanges, sums)
 
 
 @contextlib.contextmanager
@@ -159,7 +147,8 @@ def one(dtype: str) -> Profile:
     quiet()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
-    bench = Bench(device, getattr(torch, dtype), env.advance)
+    again = _again(None, device)
+    bench = Bench(device, getattr(torch, dtype), env.advance, again=again)
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory()
     profile = Profile(
@@ -168,7 +157,15 @@ def one(dtype: str) -> Profile:
         head=curves.heads(bench), pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0,
         link=NO_LINK, idle_bytes=0 if is_gpu else idle,
     )  # fmt: skip
-    return _called(profile, dtype)
+    return calls.called(profile, dtype, again)
+
+
+def _again(group: dist.ProcessGroup | None, device: torch.device) -> Again:
+    """What measures again, of ranks that all ask."""
+    slower = Gauge(group, device)
+    for _ in range(LEARNING):
+        slower()
+    return Again(slower, AGAIN, PAUSES)
 
 
 class Joined(NamedTuple):
@@ -186,7 +183,7 @@ class Joined(NamedTuple):
     times: list[list[float]]
 
 
-def joined(dtype: str, jobs: Sequence[_Job], hosts: Sequence[Sequence[int]] | None = None) -> Joined:
+def joined(dtype: str, jobs: Sequence[calls.Job], hosts: Sequence[Sequence[int]] | None = None) -> Joined:
     """On all ranks: what joins them, and what they take for shared calls.
 
     Args:
@@ -200,8 +197,9 @@ def joined(dtype: str, jobs: Sequence[_Job], hosts: Sequence[Sequence[int]] | No
     interlink = link_of(dtype, device, [of_host[0] for of_host in hosts]) if len(hosts) > 1 else None
     link = link_of(dtype, device, hosts[0]) if len(hosts[0]) > 1 else interlink or NO_LINK
     staged = len(hosts[0]) == 1 or any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
-    together = 1.0 if staged else _together(dtype, device)
-    return Joined(link, interlink, together, [_shared(dtype, job) for job in jobs])
+    together = 1.0 if staged else calls.together(dtype, device)
+    again = _again(dist.group.WORLD, device)
+    return Joined(link, interlink, together, [calls.shared(dtype, job, again) for job in jobs])
 
 
 def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
@@ -210,182 +208,10 @@ def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
     on = device if "nccl" in dist.get_backend() else torch.device("cpu")
     found = NO_LINK
     if dist.get_rank() in ranks:
-        found = curves.link(Bench(on, getattr(torch, dtype), env.advance, group))
+        again = _again(group or dist.group.WORLD, device)
+        found = curves.link(Bench(on, getattr(torch, dtype), env.advance, group, again))
     dist.barrier()
     return found
-
-
-class _Job(NamedTuple):
-    """A call of a bundled model, and the plans of all ranks under which it is made, in so many turns."""
-
-    model: str
-    size: int
-    steps: int
-    turns: int
-    plans: tuple[Plan, ...] = ()
-
-    @property
-    def call(self) -> dict[str, Any]:
-        """What the pipeline is called with."""
-        return _call(self.model, self.size, self.steps)
-
-    def latency(self, plan: Plan, profile: Profile) -> float:
-        """What is predicted."""
-        return _latency(self.model, self.call, plan, profile)
-
-
-def _shared_jobs(ranks: int) -> list[_Job]:
-    """Calls that say how fast stages compute which hand over to each other, and what an exchange takes.
-
-    Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
-    """
-    exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
-    wanted: list[tuple[_Job, tuple[Plan, ...]]] = [
-        (_Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))
-    ]
-    wanted += [(_Job(*shared), exchanging) for shared in SHARED]
-    found = []
-    for job, plans in wanted:
-        subject = _subject(job.model)
-        facts = subject.shape(job.call).facts(job.model, len(subject.seats.chain))
-        found.append(job._replace(plans=tuple(plan for plan in plans if not plan.illegal(facts))))
-    return found
-
-
-def _shared(dtype: str, job: _Job) -> list[float]:
-    """How long the denoising loop takes under each plan, as a share of what it takes one rank.
-
-    Made in turn with one rank, which is the first replica of one image: a machine that grows slower does so for all.
-    """
-    groups, runners = Communicators(), []
-    world = dist.get_world_size()
-    of_hosts = (dataclasses.replace(plan, data=world // plan.world) for plan in job.plans)  # the first host's draws
-    for plan in (Plan(data=world), *of_hosts):
-        pipe: Any = load(job.model, dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        runners.append(parallelize(pipe, plan, groups=groups))
-    shares = list[list[float]]()
-    for run in range(1 + job.turns):
-        took = []
-        for runner in runners:
-            generator = torch.Generator().manual_seed(0)
-            runner("a red circle", output_type="latent", generator=generator, **job.call)
-            assert runner.report is not None
-            took.append(runner.report.seconds["denoise"])
-            env.advance()
-        shares += [[seconds / took[0] for seconds in took[1:]]] if run else []
-    return [statistics.median(of_plan) for of_plan in zip(*shares, strict=True)]
-
-
-def _crowded(job: _Job, plan: Plan, profile: Profile, took: float) -> Profile:
-    """The profile in which all compute so much slower together that a call takes what it took."""
-    alone, twice = (job.latency(plan, dataclasses.replace(profile, together=slower)) for slower in (1.0, 2.0))
-    return dataclasses.replace(profile, together=max(1.0, 1 + (took - alone) / (twice - alone)))
-
-
-def _terms_of_link(job: _Job, plan: Plan, profile: Profile, took: float) -> curves.Shared:
-    """What is known of a shared call but for its exchanges, and these."""
-
-    def predicted(link: Link, start: float) -> float:
-        link = dataclasses.replace(link, call_s=start, sum_s=start)
-        return job.latency(plan, dataclasses.replace(profile, link=link))
-
-    known = predicted(dataclasses.replace(profile.link, collective=FREE, reduce=FREE), 0.0)
-    sent, begun = (predicted(profile.link, start) for start in (0.0, KERNEL))
-    return curves.Shared(took, known, sent - known, (begun - sent) / KERNEL)
-
-
-def _together(dtype: str, device: torch.device) -> float:
-    model, size = CALLS[1]
-    pipe: Any = load(model, dtype=dtype)
-    pipe.to(device)
-    pipe.set_progress_bar_config(disable=True)
-    call = _call(model, size)
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        pipe(
-            "a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call
-        ).images.sum().item()
-        return time.perf_counter() - began
-
-    seconds()
-    alone, crowded = [], []
-    for _ in range(RUNS):
-        dist.barrier()
-        alone += [seconds()] if dist.get_rank() == 0 else []
-        dist.barrier()
-        crowded.append(seconds())
-        env.advance()
-    return max(1.0, statistics.median(crowded) / statistics.median(alone)) if alone else 1.0
-
-
-def _called(profile: Profile, dtype: str) -> Profile:
-    """The profile with what calls of the bundled models cost besides what is on its curves.
-
-    They are made in turn, so that a machine that grows slower does so for all of them.
-    """
-    runners: dict[tuple[str, int], Any] = {}
-    for model, patches in itertools.product(dict.fromkeys(model for model, _ in CALLS), PATCHES):
-        pipe: Any = load(model, dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        runners[model, patches] = parallelize(pipe, Plan(patches=patches))
-    every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
-    rounds = [[_denoised(runners[model, patches], _call(model, size)) for model, size, patches in every]
-              for _ in range(ROUNDS)]  # fmt: skip
-    terms = []
-    for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
-        inside = statistics.median(found.inside for found in times)
-        terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
-    outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
-    return dataclasses.replace(curves.fitted(profile, terms), micro_s=outside)
-
-
-def _call(model: str, size: int, steps: int = STEPS) -> dict[str, Any]:
-    return defaults(model) | {"height": size, "width": size, "num_inference_steps": steps}
-
-
-def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
-    """Seconds of a call's work on the curves, and its kernels: what one second of each more would add."""
-    known = _latency(model, call, plan, profile)
-    more = _latency(model, call, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False))
-    return known, (more - known) / KERNEL
-
-
-@functools.cache
-def _subject(model: str) -> Subject:
-    return Subject.of(model, find(model))
-
-
-def _latency(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> float:
-    subject = _subject(model)
-    return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
-
-
-class _Loop(NamedTuple):
-    """Seconds of a denoising loop in its transformer and outside of it, and the calls of the transformer."""
-
-    inside: float
-    outside: float
-    calls: int
-
-
-def _denoised(runner: Any, call: dict[str, Any]) -> _Loop:
-    times: list[float] = []
-
-    def note(*_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-
-    transformer = runner.pipe.transformer
-    hooks = transformer.register_forward_pre_hook(note), transformer.register_forward_hook(note)
-    runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
-    for hook in hooks:
-        hook.remove()
-    inside = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
-    between = sum(begin - end for end, begin in zip(times[1:-1:2], times[2::2], strict=True))
-    return _Loop(inside, between, len(times) // 2 - 1)
 
 
 def _host_memory() -> int:

@@ -23,6 +23,7 @@ from ditile.bench.subjects import Subject, subject_of
 from ditile.bench.worlds import cores
 from ditile.cost import Job
 from ditile.errors import ModelError, PlanError
+from ditile.gauge import LIMIT
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.plan import Plan
@@ -97,9 +98,20 @@ def _written(
         from ditile.bench import figures
 
         files += figures.draw({k: _rows(some, task.keys, of_key) for k, some in wanted.items()}, Path(compared.out))
-    cells = [cell for some in wanted.values() for cell in some]
-    remarks = [*remarks, f"written: {', '.join(map(str, files))}"]
-    return Measured(rows=_rows(cells, task.keys, of_key), remarks=remarks)
+    shown = _rows([cell for some in wanted.values() for cell in some], task.keys, of_key)
+    return Measured(rows=shown, remarks=[*remarks, *_made_again(shown), f"written: {', '.join(map(str, files))}"])
+
+
+def _made_again(rows: Sequence[Row]) -> list[str]:
+    """What `--remeasure` came to."""
+    watched = [row for row in rows if "again" in row]
+    if not watched:
+        return []
+    again, disturbed, rounds = (sum(row[name] for row in watched) for name in ("again", "disturbed", "rounds"))
+    return [
+        f"of {rounds} runs {disturbed} ended on cores that others slowed by more than {LIMIT - 1:.0%}; "
+        f"{again} more had, and were made again"
+    ]
 
 
 def _wanted(compared: Comparison, work: Workload, subject: Subject, ranks: int) -> dict[str, list[Cell]]:
@@ -159,7 +171,7 @@ def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[
     return Task(
         work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in jobs},
         bounds={cell: math.prod(bounds(found).values()) for cell, found in known.items()},
-        out=compared.out, threads=work.threads or 1, cores=cores(), load=machine.load(),
+        out=compared.out, threads=work.threads or 1, cores=cores(), load=machine.load(), remeasure=compared.remeasure,
     )  # fmt: skip
 
 

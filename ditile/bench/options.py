@@ -42,6 +42,10 @@ class Comparison:
         None, "two hosts joined by a link of each of these rates, such as 100Mbit,1Gbit (needs root)", metavar="RATES"
     )
     rounds: int = option(3, "interleaved rounds that count", metavar="N")
+    remeasure: int = option(
+        0, "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
+        metavar="N",
+    )  # fmt: skip
     out: str = option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = option(False, "write no figures, which need matplotlib")
     profile: str | None = option(
@@ -55,6 +59,8 @@ class Comparison:
         if (self.plans is None) == (self.sweep is None):
             raise PlanError("give --plans 'ulysses=2; ring=2', or --sweep methods, and not both")
         check_counts(self, "ranks", "rounds")
+        if self.remeasure < 0:
+            raise ModelError(f"remeasure={self.remeasure} is not a whole number of at least 0")
         if unknown := [name for name in self.sweeps if name not in SWEEPS]:
             raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
         if self.ranks is not None and self.sweep is None:

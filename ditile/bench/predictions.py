@@ -39,6 +39,8 @@ HYBRIDS = (
     "ring=2 ulysses=2; pipefusion=2 tensor=2 patches=2"
 )
 ONE = "one rank"
+AGAIN = "4"
+"""How often a run that others disturbed is made again."""
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
@@ -85,7 +87,7 @@ def measure(folder: Path) -> list[Row]:
             _run("calibrate", "--out", str(profile))
         _run(
             "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
-            "--output", "latent", "--rounds", str(job.rounds), "--profile", str(profile), "--out", str(out),
+            "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile), "--out", str(out),
             "--plans", job.plans,
         )  # fmt: skip
         rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]

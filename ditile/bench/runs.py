@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ditile import files
 from ditile.bench.cells import ONE_RANK, Cell
 from ditile.errors import LoadError
+from ditile.gauge import LIMIT
 
 RUNS, ROWS = "runs.jsonl", "rows.jsonl"
 Run = dict[str, Any]
@@ -123,6 +124,10 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
         "seconds": seconds, "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
         "loop_s": statistics.median(run["loop"] for run in timed),
     }  # fmt: skip
+    watched = [run for run in timed if "again" in run]
+    if watched:
+        row["again"] = sum(run["again"] for run in watched)
+        row["disturbed"] = sum(run["slower"] > LIMIT for run in watched)
     least = undisturbed([run.get("pieces") for run in timed])
     if least is not None:
         row["undisturbed_s"] = least

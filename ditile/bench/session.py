@@ -28,6 +28,7 @@ from ditile.bench.runs import append
 from ditile.bench.subjects import Subject, subject_of
 from ditile.bench.turns import bar, cached, timed_loop
 from ditile.bench.worlds import Worlds, free_to_move, meet
+from ditile.gauge import Again, Gauge
 from ditile.generate import quiet
 from ditile.live import LiveBytes
 from ditile.mesh import Communicators, pick_device
@@ -36,6 +37,8 @@ from ditile.plan import Plan
 from ditile.runner import Runner, parallelize
 from ditile.transport import gather_json
 
+PAUSES = 100
+"""Tenths of a second that a run waits at most for others to leave, before it is made again."""
 UNTIMED = 2
 """Runs of a cell that are not counted: one as the others are, and one in which memory is watched."""
 SHARED = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
@@ -54,6 +57,7 @@ class Task:
         threads: of each rank.
         cores: that may be used.
         load: of the machine before the session, where it says.
+        remeasure: how often a run may be made again that others disturbed.
         title: of the progress bar.
     """
 
@@ -65,6 +69,7 @@ class Task:
     threads: int
     cores: Sequence[int] | None
     load: float | None = None
+    remeasure: int = 0
     title: str = "runs"
 
     def to_json(self) -> str:
@@ -125,6 +130,9 @@ class _World:
     rank: int = field(init=False)
     subject: Subject = field(init=False)
     device: torch.device = field(init=False)
+    slower: Gauge = field(init=False)
+    again: Again = field(init=False)
+    """Of the last run that counts."""
     whole: Any = field(init=False, default=None)
     runners: dict[str, Runner] = field(init=False, default_factory=dict)
     loop: list[float] = field(init=False, default_factory=list)
@@ -135,6 +143,7 @@ class _World:
         self.rank, self.subject = dist.get_rank(), subject_of(self.task.work)
         place = env.torchrun()
         self.device = pick_device(self.task.work.device, 0 if place is None else place.local_rank)
+        self.slower = Gauge(dist.group.WORLD, self.device)
         left = dict(self.task.todo)
         plain = list(dict.fromkeys(cell.one_rank for cell in self.cells))
         self._load()
@@ -144,10 +153,10 @@ class _World:
             for one in plain:
                 due = [cell for cell in self.cells if cell.one_rank == one and left[cell] > k]
                 if due:
-                    seconds = self._run(one)
+                    seconds = self._counted(one)
                     self._write(one, {"seconds": seconds, "loop": sum(self.loop), "pieces": [self.loop]})
                 for cell in in_turn(due, k):
-                    timed = {"one_rank_s": seconds, "one_rank_pieces": self.loop, "seconds": self._run(cell)}
+                    timed = {"one_rank_s": seconds, "one_rank_pieces": self.loop, "seconds": self._counted(cell)}
                     self._write(cell, timed | {"bound": self.task.bounds.get(cell)} | self._reported(cell))
 
     def _load(self) -> None:
@@ -168,7 +177,17 @@ class _World:
     def _warm(self, cell: Cell) -> None:
         """The runs that are not counted."""
         self._run(cell)
+        self.advance(1)
+        if self.task.remeasure:
+            self.slower()  # learns what its best is
         self._write(cell, {"memory": self._memory(cell)})
+
+    def _counted(self, cell: Cell) -> float:
+        """Seconds of a call that counts."""
+        self.again = Again(self.slower, self.task.remeasure, PAUSES)
+        seconds = self.again.measured(lambda: self._run(cell))
+        self.advance(1)
+        return seconds
 
     def _run(self, cell: Cell) -> float:
         """Seconds of a call: of the slowest rank, from when all were ready."""
@@ -180,7 +199,6 @@ class _World:
                 call()
                 self._settle()
                 seconds = time.perf_counter() - began
-        self.advance(1)
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
     def _memory(self, cell: Cell) -> list[dict[str, int]]:
@@ -253,6 +271,8 @@ class _World:
         if self.rank == 0:
             when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             about = {"world": cell.world, "when": when, "load": self.task.load}
+            if "seconds" in record and self.task.remeasure:
+                about |= {"again": self.again.made, "slower": self.again.last}
             append(self.task.out, self.task.keys[cell], record | about)
 
     def _settle(self) -> None:

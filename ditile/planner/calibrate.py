@@ -6,12 +6,11 @@ iterations of the loop cost besides their work is fitted to calls of a bundled m
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from torch.nn import functional
 
 from ditile import processor
 from ditile.feed_forward import can_fuse, linear_gelu
-from ditile.planner.profile import FUSED, Curve, Link, Profile
+from ditile.gauge import Again
+from ditile.planner.profile import FUSED, Curve, Link
 from ditile.transport import Traffic, start_shift
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -32,8 +32,6 @@ HEAD_SIZES = (16, 32, 64, 128)
 PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
 """Parts that the curves of a device are measured in."""
 LINK_PARTS = 9
-EXPECTED = 0.1
-"""What it weighs that bytes take as long in a call as in a loop: calls are off by a twentieth, that by a half."""
 LARGEST = 2**33  # operations of a call that is timed
 BUDGET = 0.03
 REPEATS = 5
@@ -46,14 +44,15 @@ class Bench:
         device, dtype: what is measured.
         done: called when a part of it is.
         group: the ranks whose links are measured; all by default.
+        again: what measures again where others disturbed it; nothing by default.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, done: Callable[[], None] = lambda: None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None, again: Again | None = None,
     ) -> None:  # fmt: skip
         self._make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.done, self.group = done, group
+        self.done, self.group, self._again = done, group, again or Again(lambda: 1.0, 0, 0)
         self._is_gpu = device.type == "cuda"
 
     def numbers(self, *shape: int) -> torch.Tensor:
@@ -78,6 +77,15 @@ class Bench:
 
         One that fills the budget by itself is made four times.
         """
+        return self._again.measured(lambda: self._shortest(call, budget))
+
+    def part(self, measure: Callable[[], float]) -> float:
+        """What a part of all that is measured comes to."""
+        found = self._again.measured(measure)
+        self.done()
+        return found
+
+    def _shortest(self, call: Callable[[], Any], budget: float) -> float:
         self.many(call, 1)
         once = self.many(call, 1)
         if once > budget:
@@ -208,14 +216,16 @@ def _between_work(bench: Bench, call: Callable[[], Any]) -> float:
         work()
         call()
 
+    def added() -> float:
+        found = []
+        for _ in range(REPEATS):
+            dist.barrier(bench.group)
+            found.append(bench.many(both, 40) - bench.many(work, 40))
+        return max(statistics.median(found), 1e-7)
+
     both()
     work()
-    found = []
-    for _ in range(REPEATS):
-        dist.barrier(bench.group)
-        found.append(bench.many(both, 40) - bench.many(work, 40))
-    bench.done()
-    return max(statistics.median(found), 1e-7)
+    return bench.part(added)
 
 
 def _share(sent: float, seconds: float, bandwidth: float) -> float:
@@ -247,13 +257,16 @@ def _shifted(bench: Bench, size: int) -> float:
 
 def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
     """Seconds of a call that all ranks make, the same number of times on each."""
+
+    def shortest() -> float:
+        found = []
+        for _ in range(REPEATS):
+            dist.barrier(bench.group)
+            found.append(bench.many(call, times))
+        return min(found)
+
     call()
-    found = []
-    for _ in range(REPEATS):
-        dist.barrier(bench.group)
-        found.append(bench.many(call, times))
-    bench.done()
-    return min(found)
+    return bench.part(shortest)
 
 
 def _overlap(bench: Bench) -> float:
@@ -280,100 +293,17 @@ def _overlap(bench: Bench) -> float:
         if work is not None:
             work.wait()
 
-    found = []
+    def share() -> float:
+        found = []
+        for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
+            dist.barrier(bench.group)
+            alone, sent, together = (bench.many(call, 5) for call in (compute, send, both))
+            found.append((alone + sent - together) / min(alone, sent))
+        return min(1.0, max(0.0, statistics.median(found)))
+
     for call in (compute, send, both):
         call()
-    for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
-        dist.barrier(bench.group)
-        alone, sent, together = (bench.many(call, 5) for call in (compute, send, both))
-        found.append((alone + sent - together) / min(alone, sent))
-    bench.done()
-    return min(1.0, max(0.0, statistics.median(found)))
-
-
-class Shared(NamedTuple):
-    """A call that all ranks make together.
-
-    Attributes:
-        took: seconds.
-        known: those of its work, without its exchanges.
-        sending: those of its exchanges' bytes, at the profile's rate.
-        exchanges: how many there are.
-    """
-
-    took: float
-    known: float
-    sending: float
-    exchanges: float
-
-
-def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
-    """The profile by which it comes closest to calls that were measured.
-
-    What a kernel costs besides its work is `kernel_s`; and all rates have one factor, for a call finds caches colder
-    than a kernel that runs over and over.
-
-    Args:
-        profile: with curves.
-        measured: of each call its seconds in the transformer, those of its work on the curves alone, its kernels.
-    """
-    terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
-    slower, kernel_s = _least_squares(terms, torch.ones(len(terms), dtype=terms.dtype))
-    return dataclasses.replace(
-        profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower),
-        attention=_scaled(profile.attention, slower),
-        pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
-    )  # fmt: skip
-
-
-def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shared]) -> Profile:
-    """The profile whose collectives start as slowly, and move bytes as slowly, as in calls that ranks make together.
-
-    In a call ranks meet at every exchange, one of them later than the other; in a loop of exchanges they are in step.
-
-    Args:
-        profile: with everything else.
-        exchanged: calls with all-to-alls; `call_s` and `collective` are fitted to them.
-        summed: calls with all-reduces; `sum_s` and `reduce`.
-    """
-    link = profile.link
-    if exchanged:
-        slower, start = _of_exchanges(exchanged)
-        link = dataclasses.replace(link, call_s=start, collective=link.collective / slower)
-    if summed:
-        slower, start = _of_exchanges(summed)
-        link = dataclasses.replace(link, sum_s=start, reduce=link.reduce / slower)
-    return dataclasses.replace(profile, link=link)
-
-
-def _of_exchanges(calls: Sequence[Shared]) -> tuple[float, float]:
-    """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides.
-
-    Two sizes hardly tell the two apart where calls differ by a few per cent from turn to turn, so what they leave open
-    goes to the start of an exchange: bytes are expected at the loop's rate.
-    """
-    terms = [[call.sending / call.took, call.exchanges / call.took] for call in calls]
-    wanted = [1 - call.known / call.took for call in calls]
-    terms, wanted = [*terms, [EXPECTED, 0.0]], [*wanted, EXPECTED]
-    return _least_squares(torch.tensor(terms, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
-
-
-def _least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest."""
-    slower, start = torch.linalg.lstsq(terms, wanted[:, None], driver="gelsd").solution.flatten().tolist()
-    if start < 0:
-        slower, start = float((terms[:, 0] * wanted).sum() / terms[:, 0].square().sum()), 0.0
-    if slower < 1:
-        slower, rest = 1.0, wanted - terms[:, 0]
-        start = max(0.0, float((terms[:, 1] * rest).sum() / terms[:, 1].square().sum()))
-    return slower, start
-
-
-def _scaled(curve: Curve, slower: float) -> Curve:
-    def divided(row: Any) -> Any:
-        return tuple(divided(rate) for rate in row) if isinstance(row, tuple) else row / slower
-
-    return dataclasses.replace(curve, rates=divided(curve.rates))
+    return bench.part(share)
 
 
 def provenance() -> str:

@@ -98,6 +98,7 @@ def test_lines_of_plans_and_caches() -> None:
         ({"plans": "ulysses=2", "links": "fast"}, "write it as 100mbit"),
         ({"plans": "ulysses=2", "links": "0gbit"}, "write it as 100mbit"),
         ({"plans": "ulysses=2", "hardware": "l40-pcie", "profile": "file"}, "give one of them"),
+        ({"plans": "ulysses=2", "remeasure": -1}, "remeasure=-1 is not a whole number of at least 0"),
     ],
 )
 def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
@@ -134,6 +135,15 @@ def test_a_row_by_hand() -> None:
     assert row["load_before"] == 0.5 and row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
     assert row["loop_s"] == 1.0 and row["predicted_loop_s"] == 1.5 and row["predicted_error"] == 0.5
     assert row["predicted_memory_bytes"] == 6 and row["predicted_memory_error"] == -0.25
+
+
+def test_runs_that_were_made_again_are_counted() -> None:
+    """Two runs took one attempt more each, and one of them was kept although the cores were slow."""
+    watched = [{"again": 0, "slower": 1.0}, {"again": 1, "slower": 1.05}, {"again": 1, "slower": 1.3}]
+    (row,) = runs.rows([run(Cell("ring=2"), 1.0, 1.0, **one) for one in watched])
+    assert (row["again"], row["disturbed"]) == (2, 1)
+    (row,) = runs.rows([run(Cell("ring=2"), 1.0, 1.0)])
+    assert "again" not in row and "disturbed" not in row
 
 
 def test_replicas_are_compared_in_pictures() -> None:

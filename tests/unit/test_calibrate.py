@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from ditile.bench import calibrate as command
+from ditile.bench import calibrate_calls as calls
 from ditile.cli import main
 from ditile.errors import PlanError
 from ditile.options import Calibrate
 from ditile.planner import calibrate
-from ditile.planner.calibrate import MESSAGES, Bench, Shared, fitted, started
+from ditile.planner.calibrate import MESSAGES, Bench
+from ditile.planner.fit import Shared, fitted, started
 from ditile.planner.hardware import profile
 from ditile.planner.profile import Link, Profile
 from tests.pool import Pool
@@ -127,9 +129,9 @@ def _shrink(patch: pytest.MonkeyPatch) -> None:
              "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16)}  # fmt: skip
     for name, value in small.items():
         patch.setattr(calibrate, name, value)
-    calls = (("shapes-pixart", 64), ("shapes-flux", 64))
-    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
-        patch.setattr(command, name, value)
+    made = (("shapes-pixart", 64), ("shapes-flux", 64))
+    for name, value in {"CALLS": made, "STEPS": 2, "ROUNDS": 1}.items():
+        patch.setattr(calls, name, value)
 
 
 def _planned(profile: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def _of_hosts(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         _shrink(patch)
         patch.setattr(dist, "send", noted)
-        patch.setattr(command, "_together", lambda dtype, device: 1.0)
+        patch.setattr(calls, "together", lambda dtype, device: 1.0)
         patch.setattr(command, "launch", lambda *args, **_: [profile("l40-pcie")])
         patch.setenv("LOCAL_RANK", str(local))
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))

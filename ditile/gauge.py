@@ -1,0 +1,98 @@
+"""Measurements made again where others kept the cores busy.
+
+What shares a physical core with a rank slows it by a third for seconds at a time; no median of a few rounds is free of
+that. A product of matrices, timed apart from what is measured, says when: it alone decides what counts, so that no
+method is favoured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ditile import processor
+from ditile.transport import gather_json
+
+LIMIT = 1.1
+"""From so many times its shortest on, a product says that somebody else is there; alone it is within 1.05."""
+PAUSE = 0.1
+SIDE, TIMES = 512, 7
+_Found = TypeVar("_Found")
+
+
+class Gauge:
+    """How much slower the cores of some ranks are now than at their best so far.
+
+    Args:
+        group: the ranks, all of which are asked at once; None for this process alone. Those for which there is no core
+            left compute nothing.
+        device: what they compute on. Only CPUs are watched: a GPU is seldom shared, and slows down when it is warm.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._least = group, math.inf
+        rank = 0 if group is None else dist.get_rank(group)
+        cores = set[int]().union(*gather_json(processor.own(), group))
+        self._watches, self._computes = device.type == "cpu", rank < max(1, len(cores) // torch.get_num_threads())
+
+    def __call__(self) -> float:
+        """How many times as long as at its shortest a product takes now, on the slowest; the same on all ranks."""
+        if not self._watches:
+            return 1.0
+        own = 1.0
+        if self._computes:
+            took = statistics.median(self._products())
+            self._least = min(self._least, took)
+            own = took / self._least
+        return float(max(gather_json(own, self._group)))
+
+    def _products(self) -> list[float]:
+        x = torch.full((SIDE, SIDE), 0.5)
+        found = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            x @ x
+            found.append(time.perf_counter() - began)
+        return found
+
+
+class Again:
+    """Measures again what was disturbed, within bounds.
+
+    Args:
+        slower: how many times as long as at its best the machine takes now; the same on all ranks.
+        times: how often in all something may be measured again.
+        pauses: and how many tenths of a second in all may be waited for the others to leave.
+
+    Attributes:
+        made: how often something was measured again.
+        last: how much slower the machine was after the last measurement.
+    """
+
+    def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
+        self._slower, self._times, self._pauses = slower, times, pauses
+        self.made, self.last = 0, 1.0
+
+    def measured(self, measure: Callable[[], _Found]) -> _Found:
+        """What a measurement gives, after which the machine is as fast as at its best; or else the last that may be."""
+        found = measure()
+        if self._times == 0:
+            return found
+        self.last = self._slower()
+        while self.last > LIMIT and self.made < self._times:
+            self.made += 1
+            self._wait()
+            found = measure()
+            self.last = self._slower()
+        return found
+
+    def _wait(self) -> None:
+        while self._pauses > 0 and self._slower() > LIMIT:
+            self._pauses -= 1
+            time.sleep(PAUSE)
