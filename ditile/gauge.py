@@ -37,9 +37,11 @@ class Gauge:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._least = group, math.inf
-        rank = 0 if group is None else dist.get_rank(group)
-        cores = set[int]().union(*gather_json(processor.own(), group))
-        self._watches, self._computes = device.type == "cpu", rank < max(1, len(cores) // torch.get_num_threads())
+        self._watches = device.type == "cpu"
+        if self._watches:
+            rank = 0 if group is None else dist.get_rank(group)
+            cores = set[int]().union(*gather_json(processor.own(), group))
+            self._computes = rank < max(1, len(cores) // torch.get_num_threads())
 
     def __call__(self) -> float:
         """How many times as long as at its shortest a product takes now, on the slowest; the same on all ranks."""
