@@ -87,14 +87,17 @@ class Again:
         if self._times == 0:
             return found
         self.last = self._slower()
-        while self.last > LIMIT and self.made < self._times:
+        while self.last > LIMIT and self.made < self._times and self._others_left():
             self.made += 1
-            self._wait()
             found = measure()
             self.last = self._slower()
         return found
 
-    def _wait(self) -> None:
-        while self._pauses > 0 and self._slower() > LIMIT:
+    def _others_left(self) -> bool:
+        """Waits for it, while it may."""
+        while self._slower() > LIMIT:
+            if self._pauses == 0:
+                return False
             self._pauses -= 1
             time.sleep(PAUSE)
+        return True

@@ -33,9 +33,10 @@ from ditile.planner.calibrate import Bench
 from ditile.planner.profile import Link, Profile
 from ditile.transport import gather_json
 
-AGAIN, PAUSES, LEARNING = 30, 100, 20
-"""How often in all one rank measures again what others disturbed, and so do all at once; tenths of a second that each
-waits for these to leave; products that say what the machine's best is."""
+ON_CURVES, ON_LINKS, IN_CALLS = (40, 50), (10, 30), (12, 50)
+"""How often what others disturbed is measured again, and the tenths of a second that these are waited for, in all."""
+LEARNING = 20
+"""Products that say what the machine's best is."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 
@@ -147,8 +148,8 @@ def one(dtype: str) -> Profile:
     quiet()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
-    again = _again(None, device)
-    bench = Bench(device, getattr(torch, dtype), env.advance, again=again)
+    slower = _gauge(None, device)
+    bench = Bench(device, getattr(torch, dtype), env.advance, again=Again(slower, *ON_CURVES))
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory()
     profile = Profile(
@@ -157,15 +158,15 @@ def one(dtype: str) -> Profile:
         head=curves.heads(bench), pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0,
         link=NO_LINK, idle_bytes=0 if is_gpu else idle,
     )  # fmt: skip
-    return calls.called(profile, dtype, again)
+    return calls.called(profile, dtype, Again(slower, *IN_CALLS))
 
 
-def _again(group: dist.ProcessGroup | None, device: torch.device) -> Again:
-    """What measures again, of ranks that all ask."""
+def _gauge(group: dist.ProcessGroup | None, device: torch.device) -> Gauge:
+    """One that knows the best of ranks which all ask."""
     slower = Gauge(group, device)
     for _ in range(LEARNING):
         slower()
-    return Again(slower, AGAIN, PAUSES)
+    return slower
 
 
 class Joined(NamedTuple):
@@ -198,7 +199,7 @@ def joined(dtype: str, jobs: Sequence[calls.Job], hosts: Sequence[Sequence[int]]
     link = link_of(dtype, device, hosts[0]) if len(hosts[0]) > 1 else interlink or NO_LINK
     staged = len(hosts[0]) == 1 or any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
     together = 1.0 if staged else calls.together(dtype, device)
-    again = _again(dist.group.WORLD, device)
+    again = Again(_gauge(dist.group.WORLD, device), *IN_CALLS)
     return Joined(link, interlink, together, [calls.shared(dtype, job, again) for job in jobs])
 
 
@@ -208,7 +209,7 @@ def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
     on = device if "nccl" in dist.get_backend() else torch.device("cpu")
     found = NO_LINK
     if dist.get_rank() in ranks:
-        again = _again(group or dist.group.WORLD, device)
+        again = Again(_gauge(group or dist.group.WORLD, device), *ON_LINKS)
         found = curves.link(Bench(on, getattr(torch, dtype), env.advance, group, again))
     dist.barrier()
     return found

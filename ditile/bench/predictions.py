@@ -87,8 +87,8 @@ def measure(folder: Path) -> list[Row]:
             _run("calibrate", "--out", str(profile))
         _run(
             "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
-            "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile), "--out", str(out),
-            "--plans", job.plans,
+            "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile),
+            "--out", str(out), "--plans", job.plans,
         )  # fmt: skip
         rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
         one = next(row for row in rows if row["plan"] == ONE_RANK)
