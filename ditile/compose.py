@@ -192,8 +192,10 @@ class Composition:
         """Small products are slow, and those of a patch are small."""
         if not self.plan.async_ulysses:  # it has q, k and v travel while the next is made
             project_at_once(stack, seat.attentions(), self.device)
-        if self.plan.attends_to_stale_keys:
-            fuse_gelu(stack, seat.block, self.device, current)
+        if self.plan.token_ranks > 1:
+            fuse_gelu(stack, seat.block, self.device, lambda: True)
+        elif self.plan.attends_to_stale_keys:
+            fuse_gelu(stack, seat.block, self.device, lambda: current().is_stale(current().micro.step))
 
     def _exchange(self, current: Callable[[], Generation]) -> Exchange:
         axis, traffic = self.mesh["ulysses"], self.mesh.traffic

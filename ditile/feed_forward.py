@@ -1,7 +1,8 @@
 """One kernel for a linear layer and the GELU behind it, on CPUs: apart, GELU takes half as long as the product does.
 
-oneDNN's kernel rounds otherwise than torch's two do, by units of the last place. So it runs only in steps whose keys
-are stale, as their picture is not the plain pipeline's to the bit in any case; every other step keeps torch's.
+oneDNN's kernel rounds otherwise than torch's two do, by units of the last place. So it runs only where the picture is
+not the plain pipeline's to the bit in any case: in steps whose keys are stale, and where ranks share out tokens, whose
+products have other shapes. Every other step keeps torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
-from ditile.generation import Generation
 from ditile.overrides import override
 from ditile.projections import plain_on
 
@@ -31,18 +31,18 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
     return out
 
 
-def fuse_gelu(stack: ExitStack, block: nn.Module, device: torch.device, current: Callable[[], Generation]) -> None:
-    """Makes one kernel of each linear layer of a block and the GELU behind it, in stale steps, until it is closed.
+def fuse_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may: Callable[[], bool]) -> None:
+    """Makes one kernel of each linear layer of a block and the GELU behind it, where it may, until it is closed.
 
     Args:
         stack: undoes it.
         block: its modules are looked through.
         device: where it runs; nothing is done on other ones than CPUs.
-        current: the generation under way.
+        may: whether it may round otherwise now.
     """
     for owner, name, linear, activation, place in _pairs(block):
         if plain_on(linear, device) and can_fuse(device, linear.weight.dtype):
-            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, current)
+            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, may)
             override(stack, linear, "forward", fused.product)
             override(stack, activation, place, fused.activation)
 
@@ -55,15 +55,15 @@ class FusedGELU:
         linear: the layer.
         activation: what it is followed by.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
-        current: the generation under way.
+        may: whether it may round otherwise now.
     """
 
     def __init__(
         self, owner: nn.Module, name: str, linear: nn.Linear, activation: Callable[[Tensor], Tensor], approximate: str,
-        current: Callable[[], Generation],
+        may: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._owner, self._name, self._linear, self._approximate = owner, name, linear, approximate
-        self._product, self._activation, self._current = linear.forward, activation, current
+        self._product, self._activation, self._may_round = linear.forward, activation, may
         self._made: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ class FusedGELU:
         return x
 
     def _may(self, x: Tensor) -> bool:
-        now, free = self._current(), not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        free = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         is_one = x.dtype == torch.float32 and x.numel() > 0 and getattr(self._owner, self._name) is self._linear
-        return now.is_stale(now.micro.step) and is_one and free
+        return self._may_round() and is_one and free
 
 
 def _pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:

@@ -33,25 +33,29 @@ class Gauge:
         group: the ranks, all of which are asked at once; None for this process alone. Those for which there is no core
             left compute nothing.
         device: what they compute on. Only CPUs are watched: a GPU is seldom shared, and slows down when it is warm.
+
+    Attributes:
+        watches: whether it does.
+        best_s: the shortest that a product took on this rank; infinite before the first.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._least = group, math.inf
-        self._watches = device.type == "cpu"
-        if self._watches:
+        self._group, self.best_s = group, math.inf
+        self.watches = device.type == "cpu"
+        if self.watches:
             rank = 0 if group is None else dist.get_rank(group)
             cores = set[int]().union(*gather_json(processor.own(), group))
             self._computes = rank < max(1, len(cores) // torch.get_num_threads())
 
     def __call__(self) -> float:
         """How many times as long as at its shortest a product takes now, on the slowest; the same on all ranks."""
-        if not self._watches:
+        if not self.watches:
             return 1.0
         own = 1.0
         if self._computes:
             took = statistics.median(self._products())
-            self._least = min(self._least, took)
-            own = took / self._least
+            self.best_s = min(self.best_s, took)
+            own = took / self.best_s
         return float(max(gather_json(own, self._group)))
 
     def _products(self) -> list[float]:
@@ -75,23 +79,32 @@ class Again:
     Attributes:
         made: how often something was measured again.
         last: how much slower the machine was after the last measurement.
+        seconds, disturbed_s: of all measurements that count, and of those after which the machine was slower.
     """
 
     def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
         self._slower, self._times, self._pauses = slower, times, pauses
         self.made, self.last = 0, 1.0
+        self.seconds = self.disturbed_s = 0.0
 
     def measured(self, measure: Callable[[], _Found]) -> _Found:
         """What a measurement gives, after which the machine is as fast as at its best; or else the last that may be."""
-        found = measure()
         if self._times == 0:
-            return found
-        self.last = self._slower()
+            return measure()
+        found, seconds = self._measured(measure)
         while self.last > LIMIT and self.made < self._times and self._others_left():
             self.made += 1
-            found = measure()
-            self.last = self._slower()
+            found, seconds = self._measured(measure)
+        self.seconds += seconds
+        self.disturbed_s += seconds if self.last > LIMIT else 0.0
         return found
+
+    def _measured(self, measure: Callable[[], _Found]) -> tuple[_Found, float]:
+        began = time.perf_counter()
+        found = measure()
+        seconds = time.perf_counter() - began
+        self.last = self._slower()
+        return found, seconds
 
     def _others_left(self) -> bool:
         """Waits for it, while it may."""
@@ -101,3 +114,8 @@ class Again:
             self._pauses -= 1
             time.sleep(PAUSE)
         return True
+
+
+def disturbed(*every: Again) -> float:
+    """The share of the seconds of what counts after which the machine was slower than at its best."""
+    return sum(again.disturbed_s for again in every) / max(sum(again.seconds for again in every), 1e-9)

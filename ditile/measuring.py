@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 
 from ditile import env
 from ditile.bench.evaluate_options import Evaluate, Judge, Session
@@ -12,6 +13,9 @@ from ditile.console import console, print_both, writes
 from ditile.flags import collect
 from ditile.load import find
 from ditile.options import Ask, Calibrate
+
+BUSY = 0.1
+"""Share of a calibration from which on a user is told that others disturbed it."""
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -82,4 +86,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
         importlib.import_module("ditile.mesh").part()
     if path is not None:
         print(path)
+        from ditile.planner.profile import Profile
+
+        if (share := Profile.read(path).disturbed) > BUSY:
+            print(f"note: others slowed the cores in {share:.0%} of what was timed; do it again when they are gone",
+                  file=sys.stderr)  # fmt: skip
     return 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ditile import env, files
 from ditile.bench import calibrate_calls as calls
 from ditile.errors import PlanError
-from ditile.gauge import Again, Gauge
+from ditile.gauge import Again, Gauge, disturbed
 from ditile.generate import quiet
 from ditile.launch import launch
 from ditile.mesh import Communicators, join_torchrun, pick_device
@@ -120,7 +120,9 @@ def _jobs(ranks: int, *, runs_ahead: bool) -> list[calls.Job]:
 
 def _together_with(alone: Profile, jobs: Sequence[calls.Job], measured: Joined) -> Profile:
     """The profile with what all ranks measured together."""
-    found = dataclasses.replace(alone, link=measured.link, together=measured.together)
+    found = dataclasses.replace(
+        alone, link=measured.link, together=measured.together, disturbed=max(alone.disturbed, measured.disturbed)
+    )
     sums, exchanges = list[fit.Shared](), list[fit.Shared]()
     for job, of_job in zip(jobs, measured.times, strict=True):
         for plan, share in zip(job.plans, of_job, strict=True):
@@ -149,7 +151,8 @@ def one(dtype: str) -> Profile:
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
     slower = _gauge(None, device)
-    bench = Bench(device, getattr(torch, dtype), env.advance, again=Again(slower, *ON_CURVES))
+    on_curves, in_calls = Again(slower, *ON_CURVES), Again(slower, *IN_CALLS)
+    bench = Bench(device, getattr(torch, dtype), env.advance, again=on_curves)
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else _host_memory()
     profile = Profile(
@@ -158,7 +161,10 @@ def one(dtype: str) -> Profile:
         head=curves.heads(bench), pointwise=curves.pointwise(bench), kernel_s=0.0, runs_ahead=is_gpu, micro_s=0.0,
         link=NO_LINK, idle_bytes=0 if is_gpu else idle,
     )  # fmt: skip
-    return calls.called(profile, dtype, Again(slower, *IN_CALLS))
+    found = calls.called(profile, dtype, in_calls)
+    if slower.watches:
+        found = dataclasses.replace(found, product_s=slower.best_s, disturbed=disturbed(on_curves, in_calls))
+    return found
 
 
 def _gauge(group: dist.ProcessGroup | None, device: torch.device) -> Gauge:
@@ -176,12 +182,14 @@ class Joined(NamedTuple):
         link, interlink: what joins those of a host, and the first ones of several; the same if each has one.
         together: how much slower they compute together, if shared calls do not say it.
         times: of each shared call under each plan.
+        disturbed: the share of these that others slowed.
     """
 
     link: Link
     interlink: Link | None
     together: float
     times: list[list[float]]
+    disturbed: float
 
 
 def joined(dtype: str, jobs: Sequence[calls.Job], hosts: Sequence[Sequence[int]] | None = None) -> Joined:
@@ -200,7 +208,8 @@ def joined(dtype: str, jobs: Sequence[calls.Job], hosts: Sequence[Sequence[int]]
     staged = len(hosts[0]) == 1 or any(plan.pipefusion > 1 for job in jobs for plan in job.plans)
     together = 1.0 if staged else calls.together(dtype, device)
     again = Again(_gauge(dist.group.WORLD, device), *IN_CALLS)
-    return Joined(link, interlink, together, [calls.shared(dtype, job, again) for job in jobs])
+    times = [calls.shared(dtype, job, again) for job in jobs]
+    return Joined(link, interlink, together, times, disturbed(again))
 
 
 def link_of(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:

@@ -128,6 +128,7 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
     if watched:
         row["again"] = sum(run["again"] for run in watched)
         row["disturbed"] = sum(run["slower"] > LIMIT for run in watched)
+        row["product_s"] = min(run["product_s"] for run in watched)
     least = undisturbed([run.get("pieces") for run in timed])
     if least is not None:
         row["undisturbed_s"] = least

@@ -271,8 +271,8 @@ class _World:
         if self.rank == 0:
             when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             about = {"world": cell.world, "when": when, "load": self.task.load}
-            if "seconds" in record and self.task.remeasure:
-                about |= {"again": self.again.made, "slower": self.again.last}
+            if "seconds" in record and self.task.remeasure and self.slower.watches:
+                about |= {"again": self.again.made, "slower": self.again.last, "product_s": self.slower.best_s}
             append(self.task.out, self.task.keys[cell], record | about)
 
     def _settle(self) -> None:

@@ -104,6 +104,8 @@ class Profile:
         interlink: between hosts; None if there was one.
         devices: ranks that compute at once on a host.
         together: how many times as long work takes while all of them do.
+        product_s: of the shortest product by which `gauge` sees whether others are there; 0 if none was timed.
+        disturbed: share of what was timed although others slowed the cores, of one rank or of all, the larger one.
     """
 
     name: str
@@ -122,6 +124,8 @@ class Profile:
     devices: int = 8
     together: float = 1.0
     head: Curve = Curve((64.0,), (1.0,))
+    product_s: float = 0.0
+    disturbed: float = 0.0
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -61,7 +61,7 @@ def divided(pipe: Any, **plan: Any) -> Iterator[Runner]:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Steps with stale keys compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
+    """All steps compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "fuse_gelu", lambda *_: None)
         yield

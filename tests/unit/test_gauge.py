@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditile import gauge
-from ditile.gauge import LIMIT, Again, Gauge
+from ditile.gauge import LIMIT, Again, Gauge, disturbed
 from tests.pool import Pool
 
 SLOW = 2 * LIMIT
@@ -41,6 +41,7 @@ def measured(slower: list[float], times: int, pauses: int) -> tuple[list[int], A
 )
 def test_what_was_disturbed_is_measured_again(slower: list[float], found: int, made: int) -> None:
     values, again, left = measured(slower, 2, 9)
+    assert disturbed(again) == (1.0 if slower[-1] > LIMIT else 0.0) and again.seconds > 0
     assert (values, again.made, again.last) == ([found], made, slower[-1]) and not list(left)
 
 
@@ -61,6 +62,7 @@ def test_slower_is_against_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> N
     for seconds, wanted in ((2.0, 1.0), (3.0, 1.5), (1.0, 1.0), (3.0, 3.0)):
         monkeypatch.setattr(slower, "_products", lambda seconds=seconds: [9 * seconds, seconds, 0.0])
         assert slower() == wanted
+    assert slower.best_s == 1.0
 
 
 def test_gpus_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
