@@ -77,16 +77,17 @@ class Ulysses:
         batch, _, _, size = tensors[0].shape
         runs, lengths = self._heads(tensors)[self._axis.index], self._lengths(tokens)
         heads = [len(run) for run in runs]
-        (received,) = pending.wait()
         if batch == 1:
+            (received,) = pending.wait()
             return list(received.view(1, sum(lengths), sum(heads), size).split(heads, dim=2))
-        whole = received.new_empty((batch, sum(heads), sum(lengths), size)).transpose(1, 2)
-        travelled = received.split(self._travelling([n * sum(heads) * size for n in lengths], batch))
-        for rank, (part, into) in enumerate(zip(travelled, whole.split(lengths, dim=1), strict=True)):
-            if rank == self._axis.index:
-                _fill(into, tensors, runs)
-            else:
-                into.copy_(part.view(into.shape))
+        whole = tensors[0].new_empty((batch, sum(heads), sum(lengths), size)).transpose(1, 2)
+        parts = whole.split(lengths, dim=1)
+        _fill(parts[self._axis.index], tensors, runs)  # while the others travel
+        (received,) = pending.wait()
+        sizes = self._travelling([n * sum(heads) * size for n in lengths], batch)
+        for part, travelled in zip(parts, received.split(sizes), strict=True):
+            if travelled.numel():
+                part.copy_(travelled.view(part.shape))
         return list(whole.split(heads, dim=2))
 
     def _travelling(self, sizes: Sequence[int], batch: int) -> list[int]:
