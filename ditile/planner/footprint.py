@@ -54,11 +54,13 @@ class Footprint:
 
     Attributes:
         moments: none of which exceeds another in every kind.
+        fused: the same where GELU is one kernel with the product in front of it.
         attending: the same of those at which attention is computed.
         kept: of each block, what is remembered of it for a whole generation.
     """
 
     moments: tuple[Held, ...]
+    fused: tuple[Held, ...]
     attending: tuple[Held, ...]
     kept: tuple[Held, ...]
 
@@ -71,7 +73,8 @@ class Footprint:
             )
 
         kept = tuple(Held(*(x / ranks for x in held)) for held in self.kept)
-        return Footprint(tuple(map(share, self.moments)), tuple(map(share, self.attending)), kept)
+        moments, fused, attending = (tuple(map(share, held)) for held in (self.moments, self.fused, self.attending))
+        return Footprint(moments, fused, attending, kept)
 
 
 class Watch(Storages):
@@ -83,13 +86,20 @@ class Watch(Storages):
 
     def __init__(self, held: Callable[[Tensor], Held]) -> None:
         super().__init__(self._count)
-        self._held, self._now = held, Held()
-        self._moments, self._attending = set[Held](), set[Held]()
+        self._held, self._now, self._is_gelu = held, Held(), False
+        self._fused, self._gelu, self._attending = set[Held](), set[Held](), set[Held]()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        self._is_gelu = func is torch.ops.aten.gelu.default
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, tensor: Tensor) -> Callable[[], None]:
         held = self._held(tensor)
         self._now += held
-        self._moments.add(self._now)
+        (self._gelu if self._is_gelu else self._fused).add(self._now)
 
         def ended() -> None:
             self._now -= held
@@ -102,7 +112,9 @@ class Watch(Storages):
 
     def footprint(self, kept: Sequence[Held]) -> Footprint:
         """What was seen."""
-        return Footprint(tuple(undominated(self._moments)), tuple(undominated(self._attending)), tuple(kept))
+        every = (self._fused | self._gelu, self._fused, self._attending)
+        moments, fused, attending = (tuple(undominated(held)) for held in every)
+        return Footprint(moments, fused, attending, tuple(kept))
 
 
 def of_decoder(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ditile import cost
@@ -11,7 +12,7 @@ from ditile.blocks.stages import held
 from ditile.cost import Job, Place
 from ditile.generation import Micro
 from ditile.planner.footprint import Footprint
-from ditile.planner.profile import Profile
+from ditile.planner.profile import FUSED, Profile
 from ditile.planner.subject import Subject
 
 STEPPED = 6
@@ -59,7 +60,7 @@ def needed(subject: Subject, job: Job, profile: Profile, rank: int = 0, words: i
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return Bytes(
         weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.key_bytes(job, rank),
-        activations=_activations(subject, job, rank, words), decode=_decode(subject, job, place, rank),
+        activations=_activations(subject, job, profile, rank, words), decode=_decode(subject, job, place, rank),
         idle=profile.idle_bytes,
     )  # fmt: skip
 
@@ -72,10 +73,12 @@ def peak(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
     return max(needed(subject, job, profile, stage * step, words).total for stage in {0, heaviest, last})
 
 
-def _activations(subject: Subject, job: Job, rank: int, words: int) -> int:
+def _activations(subject: Subject, job: Job, profile: Profile, rank: int, words: int) -> int:
     """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
     plan, place, schedule = job.plan, job.place(rank), job.schedule
     found = subject.footprint(plan.tensor)
+    if plan.token_ranks > 1 and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
+        found = replace(found, moments=found.fused)
     row = job.own(place.data).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
     micros = {micro.patch: micro for micro in (schedule.micro_of(step, 0) for step in steps)}
@@ -125,8 +128,8 @@ def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
 def _exchanged(job: Job) -> float:
     """Numbers of a token that an exchange around attention adds to what is held then."""
     plan, channels = job.plan, job.shape.channels
-    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and, where there is no store, in order
-        return (9 if plan.num_patches == 1 else 6) * channels
+    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and in order: a store has keys and values so
+        return (9 if plan.num_patches == 1 else 5) * channels
     return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
 
 
