@@ -192,7 +192,7 @@ class Composition:
         """Small products are slow, and those of a patch are small."""
         if not self.plan.async_ulysses:  # it has q, k and v travel while the next is made
             project_at_once(stack, seat.attentions(), self.device)
-        if self.plan.token_ranks > 1:
+        if self.plan.rounds_otherwise:
             fuse_gelu(stack, seat.block, self.device, lambda: True)
         elif self.plan.attends_to_stale_keys:
             fuse_gelu(stack, seat.block, self.device, lambda: current().is_stale(current().micro.step))

@@ -21,6 +21,8 @@ from ditile.transport import gather_json
 
 LIMIT = 1.1
 """From so many times its shortest on, a product says that somebody else is there; alone it is within 1.05."""
+BUSY = 0.1
+"""Share of the seconds from which on what was measured is no measure of this machine."""
 PAUSE = 0.1
 SIDE, TIMES = 512, 7
 _Found = TypeVar("_Found")
@@ -36,7 +38,7 @@ class Gauge:
 
     Attributes:
         watches: whether it does.
-        best_s: the shortest that a product took on this rank; infinite before the first.
+        best_s: the shortest that a product took on this rank, the median of some in a row; infinite before the first.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

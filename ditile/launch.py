@@ -168,7 +168,7 @@ def keep_to_own_cores(number: int, world: int, threads: int) -> None:
     """
     cores = processor.cores()
     if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
-        own = sorted(os.sched_getaffinity(0))[number * threads : (number + 1) * threads]
+        own = processor.own()[number * threads : (number + 1) * threads]
         os.sched_setaffinity(0, own)
 
 

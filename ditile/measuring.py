@@ -14,9 +14,6 @@ from ditile.flags import collect
 from ditile.load import find
 from ditile.options import Ask, Calibrate
 
-BUSY = 0.1
-"""Share of a calibration from which on a user is told that others disturbed it."""
-
 
 def bench(arguments: argparse.Namespace) -> int:
     """`ditile bench`."""
@@ -86,6 +83,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         importlib.import_module("ditile.mesh").part()
     if path is not None:
         print(path)
+        from ditile.gauge import BUSY
         from ditile.planner.profile import Profile
 
         if (share := Profile.read(path).disturbed) > BUSY:

@@ -206,6 +206,11 @@ class Plan:
         """Ranks that share out the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
+    @property
+    def rounds_otherwise(self) -> bool:
+        """Whether every step rounds otherwise than in one process: products of shared-out tokens have other shapes."""
+        return self.token_ranks > 1
+
     @classmethod
     def auto(cls, model: str = "shapes-pixart", **asked: Any) -> Plan:
         """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.

@@ -150,6 +150,7 @@ def terms_of_link(job: Job, plan: Plan, profile: Profile, took: float) -> fit.Sh
 
 
 def together(dtype: str, device: torch.device) -> float:
+    """How many times as long a call takes while all ranks make it, on rank 0; where no shared calls say it."""
     model, size = CALLS[1]
     pipe: Any = load(model, dtype=dtype)
     pipe.to(device)
@@ -164,14 +165,14 @@ def together(dtype: str, device: torch.device) -> float:
         return time.perf_counter() - began
 
     seconds()
-    alone, crowded = [], []
+    alone, beside = [], []
     for _ in range(RUNS):
         dist.barrier()
         alone += [seconds()] if dist.get_rank() == 0 else []
         dist.barrier()
-        crowded.append(seconds())
+        beside.append(seconds())
         env.advance()
-    return max(1.0, statistics.median(crowded) / statistics.median(alone)) if alone else 1.0
+    return max(1.0, statistics.median(beside) / statistics.median(alone)) if alone else 1.0
 
 
 def _call(model: str, size: int, steps: int = STEPS) -> dict[str, Any]:

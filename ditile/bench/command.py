@@ -107,9 +107,9 @@ def _made_again(rows: Sequence[Row]) -> list[str]:
     watched = [row for row in rows if "again" in row]
     if not watched:
         return []
-    again, disturbed, rounds = (sum(row[name] for row in watched) for name in ("again", "disturbed", "rounds"))
+    again, disturbed = (sum(row[name] for row in watched) for name in ("again", "disturbed"))
     return [
-        f"of {rounds} runs {disturbed} ended on cores that others slowed by more than {LIMIT - 1:.0%}; "
+        f"{disturbed} runs ended on cores that others slowed by more than {LIMIT - 1:.0%}; "
         f"{again} more had, and were made again"
     ]
 

@@ -2,10 +2,10 @@
 
     python -m ditile.bench.predictions --out predictions.json
 
-Forty minutes on two cores, seven calibrations included. A run that was interrupted goes on where
-it stopped (`ditile bench` does, in the folder `predictions`). An error is that of the seconds of the denoising loop,
-the median of its rounds; that of the speed-up over one rank, measured in turn with the plans, is free of what the
-machine's speed did since it was calibrated.
+Forty minutes on two cores that nobody else uses, seven calibrations included; what others disturbed is measured again.
+A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder `predictions`). An error is that
+of the seconds of the denoising loop, the median of its rounds; that of the speed-up over one rank, measured in turn
+with the plans, is free of what the machine's speed did since it was calibrated.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.table import Table
 from ditile import files
 from ditile.bench.cells import ONE_RANK
 from ditile.bench.runs import ROWS
+from ditile.gauge import BUSY
 from ditile.planner.profile import Profile
 
 CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
@@ -42,7 +43,8 @@ HYBRIDS = (
 ONE = "one rank"
 AGAIN, CALIBRATIONS = "4", 3
 """How often a run that others disturbed is made again; calibrations of a job, if these were disturbed."""
-BUSY, ALIKE = 0.1, 1.05
+ALIKE = 1.05
+"""So many times as long at most does the shortest product take of two goes of one machine."""
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
@@ -97,6 +99,9 @@ def measure(folder: Path) -> list[Row]:
             if is_of(Profile.read(profile), rows):
                 break
             profile.unlink()
+        else:
+            what = f"the machine was another, or disturbed, in {CALIBRATIONS} calibrations; the last one counts"
+            print(f"note: {job.name}: {what}", file=sys.stderr)
         one = next(row for row in rows if row["plan"] == ONE_RANK)
         found += [_short(job, row, one) for row in rows]
     return found

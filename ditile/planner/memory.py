@@ -77,7 +77,7 @@ def _activations(subject: Subject, job: Job, profile: Profile, rank: int, words:
     """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
     plan, place, schedule = job.plan, job.place(rank), job.schedule
     found = subject.footprint(plan.tensor)
-    if plan.token_ranks > 1 and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
+    if plan.rounds_otherwise and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
         found = replace(found, moments=found.fused)
     row = job.own(place.data).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
@@ -128,7 +128,7 @@ def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
 def _exchanged(job: Job) -> float:
     """Numbers of a token that an exchange around attention adds to what is held then."""
     plan, channels = job.plan, job.shape.channels
-    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and in order: a store has keys and values so
+    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and in order; with a store it is fitted
         return (9 if plan.num_patches == 1 else 5) * channels
     return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
 

@@ -127,7 +127,7 @@ class Ops:
         self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._crowd = crowd(basis.profile, self._host)
-        self._fuses, self._rounds = FUSED in basis.profile.pointwise, job.plan.token_ranks > 1
+        self._fuses = FUSED in basis.profile.pointwise
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -255,7 +255,7 @@ class Ops:
             rows=rows, image=image, text=text or self._words, image_keys=keys.image,
             text_keys=keys.text or self._basis.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
             share=line / (image + text) if line else 1.0,
-            fused=self._fuses and (self._rounds or self.schedule.is_stale(micro.step)),
+            fused=self._fuses and (plan.rounds_otherwise or self.schedule.is_stale(micro.step)),
         )  # fmt: skip
 
     @property

@@ -154,6 +154,9 @@ def test_the_command_writes_what_plan_reads(
     assert (found.name, found.devices, found.interlink) == ("here", 1, None)
     assert found.micro_s > 0 and found.matmul.at(64, 128) > 1e6
     assert 0 < found.product_s < 1 and 0 <= found.disturbed <= 1
+    monkeypatch.setattr(command, "disturbed", lambda *_: 0.5)
+    assert main(["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]) == 0
+    assert "others slowed the cores in 50% of what was timed" in capsys.readouterr().err
     answer = _planned(out, capsys)
     assert answer["hardware"] == "here" and answer["plans"][0]["latency_s"] > 0
     assert main(["plan", "--profile", str(out), "--hosts", "2", "--devices", "2"]) == 2

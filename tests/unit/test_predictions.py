@@ -79,6 +79,25 @@ def test_a_job_is_calibrated_again_where_others_were_there(tmp_path: Path, monke
     assert not list(machines)
 
 
+def test_a_machine_that_is_never_quiet_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(predictions, "JOBS", predictions.JOBS[:1])
+    monkeypatch.setattr(predictions, "is_of", lambda *_: False)
+    monkeypatch.setattr(predictions.Profile, "read", lambda path: None)
+    (tmp_path / predictions.JOBS[0].name.replace(" ", "-")).mkdir()
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out = Path(words[words.index("--out") + 1])
+        text = "".join(json.dumps(one) + "\n" for one in ROWS)
+        (out / "rows.jsonl" if words[3] == "bench" else out).write_text(text)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(predictions.subprocess, "run", run)
+    assert len(predictions.measure(tmp_path)) == len(ROWS)
+    assert "or disturbed, in 3 calibrations; the last one counts" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictions.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 2))
     with pytest.raises(SystemExit, match="ditile calibrate ended with exit code 2"):
