@@ -372,6 +372,7 @@ class Loop:
     def _end_step(self, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
         assert self._latents is not None
+        self._patch_schedulers().count_along(self._scheduler)
         last = step == self._schedule.steps - 1
         wanted = self._hooks.wants_latents(step)
         self._synced = step if wanted else self._synced

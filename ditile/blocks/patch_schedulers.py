@@ -39,6 +39,11 @@ class PatchSchedulers:
         self._saved: list[Tensor] = []
         self._shadowed: Any = None
 
+    def count_along(self, scheduler: Any) -> None:
+        """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
+        if "_step_index" in vars(scheduler):
+            scheduler._step_index = self._copies[0]._step_index
+
     def scale(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
         tiny = x.new_zeros(1)
