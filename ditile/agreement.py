@@ -32,13 +32,14 @@ class LoopClock:
         plan: its patches.
         images: that this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
         begin: called when the first call of a generation comes, with the steps.
+        end: called after its last step: the decoder has the memory then.
     """
 
     def __init__(
         self, current: Callable[[], Generation], steps: Callable[[], int], plan: Plan,
-        images: Callable[[], int | None], begin: Callable[[int], None],
+        images: Callable[[], int | None], begin: Callable[[int], None], end: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._current, self._steps, self._images, self._begin = current, steps, images, begin
+        self._current, self._steps, self._images, self._begin, self._end = current, steps, images, begin, end
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
         self._seen: Generation | None = None
@@ -62,6 +63,11 @@ class LoopClock:
 
     def end_call(self, model: object) -> None:
         """The runner counts the calls."""
+
+    def over(self) -> None:
+        """The loop is over."""
+        self._seen = None
+        self._end()
 
 
 def _has_text(now: Generation) -> bool:

@@ -7,6 +7,7 @@ After either, what was remembered as constant is made anew: it may have changed 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,13 +70,19 @@ class StepEnd:
         stock = self._pipe.progress_bar
 
         @contextmanager
-        def progress_bar(iterable: Any = None, total: int | None = None) -> Any:
+        def shown(total: int | None) -> Iterator[_SilentBar]:
             if self._mesh.rank != 0:
                 yield _SilentBar()
                 return
-            with stock(total=total) as bar:
-                self._bar, self._total = bar, total or self._steps
+            with stock(total=total) as self._bar:
                 yield _SilentBar()
+
+        def each(iterable: Collection[Any]) -> Iterator[Any]:
+            with shown(len(iterable)):
+                yield from iterable
+
+        def progress_bar(iterable: Any = None, total: int | None = None) -> Any:
+            return shown(total) if iterable is None else each(iterable)
 
         override(stack, self._pipe, "progress_bar", progress_bar)
         return Hooks(self._begun, self._ended, self._wants_latents, self._progress)

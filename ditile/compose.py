@@ -179,7 +179,8 @@ class Composition:
         with ExitStack() as stack:
             for cache in self.caches:
                 images = (lambda: None) if stale else (lambda: loop.images)
-                clock = LoopClock(loop.current, lambda: loop.steps, self.plan, images, cache.begin)
+                clock = LoopClock(loop.current, lambda: loop.steps, self.plan, images, cache.begin, cache.end)
+                loop.when_over.append(clock.over)
                 stack.enter_context(cache.lent(clock, agreement))
             clean = False
             try:

@@ -87,6 +87,7 @@ class SharedBatch:
         self._predictions: dict[int, Tensor] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._trailing: list[int] = []
+        self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
 
     def branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
@@ -159,6 +160,13 @@ class SharedBatch:
         every = Rows.whole(batch.shape[0], self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
+        before = self._num_branches.setdefault(branch, every.num_branches)
+        if every.num_branches != before and now.is_stale(step):
+            raise StateError(
+                f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
+                "stale keys belong to branches; keep guidance on for the whole run, or use warmup equal to the steps"
+            )
+        self._num_branches[branch] = every.num_branches
         if self._by_calls and every.num_branches > 1:
             raise self._other_calls(now, every.num_branches * (branch + 1))
         rows = replace(every, images=self._data.images)

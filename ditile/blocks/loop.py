@@ -7,17 +7,19 @@ each asynchronous one M times. `scheduler.step` steps the current patch alone. W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ditile.blocks.patch_schedulers import PatchSchedulers, first, replace_first
+from ditile.blocks.patch_schedulers import PatchSchedulers, first, roles, with_latents
 from ditile.blocks.pipefusion import PipeFusion
 from ditile.blocks.schedule import Kind, Schedule
+from ditile.blocks.timesteps import StepTimesteps
 from ditile.blocks.votes import Votes
 from ditile.drift import Drift
 from ditile.errors import StateError
@@ -32,38 +34,6 @@ from ditile.trace import Trace
 from ditile.transport import Ballot, broadcast
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
-
-
-class StepTimesteps(Tensor):
-    """A scheduler's timesteps that iterate in micro-steps; an open slice `[k:]` counts in steps and does so too.
-
-    Everything else (length, other indexing, arithmetic) is that of the plain tensor.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    loop: Loop
-
-    @classmethod
-    def of(cls, plain: Tensor, loop: Loop) -> StepTimesteps:
-        """Wraps plain timesteps."""
-        timesteps = plain.as_subclass(cls)
-        timesteps.loop = loop
-        return timesteps
-
-    def plain(self) -> Tensor:
-        """The timesteps as an ordinary tensor."""
-        return self.as_subclass(Tensor)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain().clone()
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part = self.plain()[index]
-        is_open = isinstance(index, slice) and index.stop is None and index.step in (None, 1)
-        return StepTimesteps.of(part, self.loop) if is_open else part
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return self.loop.drive(self.plain().unbind(0))
 
 
 @dataclass(slots=True)
@@ -95,6 +65,9 @@ class Loop:
         batch: which images and calls are this rank's.
         latent_dim: the dimension of the latents that patches cut.
         trace: records each op.
+
+    Attributes:
+        when_over: called after the last step.
     """
 
     def __init__(
@@ -104,6 +77,7 @@ class Loop:
         self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
         self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
         self._voters = mesh.everyone if mesh["data"].size > 1 else mesh.control  # replicas meet at the end
+        self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
         self._latents: Tensor | None = None
         self._copies: PatchSchedulers | None = None
@@ -175,12 +149,15 @@ class Loop:
         self.drop()
         stock(*args, **kwargs)
         self._plain = self._scheduler.timesteps
-        self._scheduler.timesteps = StepTimesteps.of(self._plain, self)
+        self._scheduler.timesteps = StepTimesteps.of(self._plain, self.drive)
 
     # One iteration of the pipeline's loop
 
     def drive(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
-        """Yields the timestep of each micro-step, and does between them what the schedule says."""
+        """Yields the timestep of each micro-step, and does between them what the schedule says.
+
+        A pipeline that asks for the second one without having called the model only looks through them.
+        """
         schedule = Schedule.of(self._plan if not self._batch.idle else Plan(), len(timesteps))
         self._batch.begin()
         self._drift = Drift(self._mesh["cfg"].index) if schedule.adaptive else None
@@ -204,6 +181,10 @@ class Loop:
             self._begin_step(step)
             for micro in self._schedule.micros(step):
                 yield from self._micro(micro, timesteps[step])
+                if not self._stepped:
+                    self._finish(stopped=False)
+                    yield from timesteps[1:]
+                    return
                 if self._votes is not None:
                     self._votes.cast()
             generation.memory.end_step()
@@ -240,6 +221,8 @@ class Loop:
             yield timestep
             wanted = self._note_interrupt()
             if not self._stepped and not wanted:
+                if micro == next(iter(self._schedule.micros(0))) and not self._generation.branch:
+                    return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
     def _before(self, micro: Micro) -> None:
@@ -277,6 +260,8 @@ class Loop:
             self._pipe._interrupt = True
         self._pipefusion.end(clean=True)
         self._generation = None
+        for done in self.when_over:
+            done()
         self._batch.end()
 
     # The scheduler
@@ -286,24 +271,36 @@ class Loop:
         patches = self._schedule.patches_of(self.current().micro) if self._steps_patches else range(1)
         return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
-    def _step(
-        self, stock: Callable[..., Any], model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if args:
-            raise StateError("scheduler.step got more than three positional arguments; pass the others by name")
+    def _step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+        call |= call.pop("kwargs", {})
+        model_output, timestep, sample = (call.pop(name) for name in roles(stock))
         now = self.current()
         self._batch.check(model_output, sample)
         self._adopt(sample)
         if self._steps_patches:
-            result = self._step_patches(model_output, timestep, kwargs)
+            result = self._step_patches(model_output, timestep, call)
         else:
-            result = self._shadow(model_output, timestep, kwargs)
+            result = self._shadow(model_output, timestep, call)
         assert self._latents is not None
+        last = now.micro.step == self._schedule.steps - 1
         if self._schedule.closes(now.micro):
             self._end_step(now.micro.step, timestep)
         now.end_micro()
         self._stepped = True
-        return replace_first(result, self._latents)
+        whole = functools.partial(self._whole, last=last)
+        return with_latents(result, self._latents, whole, keep=not self._is_cut and self._mesh["data"].size == 1)
+
+    def _whole(self, made: Sequence[Any], *, last: bool) -> list[Any]:
+        """What a step made besides latents: of all images after the last step, before it of this replica's."""
+        if self._is_cut and made:
+            raise StateError(
+                f"{type(self._pipe).__name__} takes more than latents from {type(self._scheduler).__name__}, which "
+                "has made it of one patch here; use a plan without pipefusion and patches"
+            )
+        assert self._latents is not None
+        own = [self._latents if self._batch.idle else one for one in made]
+        return [self._batch.gathered(one) if last and isinstance(one, Tensor) else one for one in own]
 
     def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         now = self.current()

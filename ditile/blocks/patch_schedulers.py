@@ -8,7 +8,8 @@ draws.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from ditile import rng
 from ditile.errors import StateError
 
 Span = tuple[int, slice]
+ROLES = ("model_output", "timestep", "sample")
 
 
 class PatchSchedulers:
@@ -68,7 +70,7 @@ class PatchSchedulers:
             saved = rng.states(generators)
             corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
-            self._shadowed = scheduler.step(prediction[corner], timestep, sample[corner], **call)
+            self._shadowed = _stepped(scheduler, prediction[corner], timestep, sample[corner], call)
             rng.restore(generators, saved)
         return self._shadowed
 
@@ -93,11 +95,11 @@ class PatchSchedulers:
         if self._stochastic is None:
             probe = copy.deepcopy(self._copies[patch])
             for _ in range(self._probes):
-                probe.step(part[0], timestep, part[1], **call)
+                _stepped(probe, part[0], timestep, part[1], call)
             self._stochastic = rng.moved(generators, before)
             rng.restore(generators, before)
         if not self._stochastic:
-            result = self._copies[patch].step(part[0], timestep, part[1], **call)
+            result = _stepped(self._copies[patch], part[0], timestep, part[1], call)
             if rng.moved(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
@@ -107,8 +109,19 @@ class PatchSchedulers:
         if patch == 0:
             self._saved = before
         rng.restore(generators, self._saved)
-        result = self._copies[patch].step(prediction.clone(), timestep, sample.clone(), **call)
+        result = _stepped(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
         return _narrow(first(result), span), result
+
+
+def _stepped(scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]) -> Any:
+    given = zip(roles(scheduler.step), (prediction, timestep, sample), strict=True)
+    return scheduler.step(**dict(given), **call)
+
+
+def roles(step: Callable[..., Any]) -> Sequence[str]:
+    """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
+    names = list(inspect.signature(step).parameters)
+    return ROLES if set(ROLES) <= set(names) else names[:3]
 
 
 def _narrow(x: Tensor, span: Span) -> Tensor:
@@ -126,9 +139,32 @@ def first(result: Any) -> Tensor:
     return found
 
 
-def replace_first(result: Any, sample: Tensor) -> Any:
-    """A scheduler's result with another sample in it, and nothing else."""
-    return (sample,) if isinstance(result, tuple) else type(result)(prev_sample=sample)
+class StepResult(tuple[Any, ...]):
+    """The results of a scheduler's step: the new latents first, as nearly all pipelines index it.
+
+    The others are made of what this rank stepped. A few pipelines unpack them, and get what `whole` makes of them then.
+    """
+
+    whole: Callable[[Sequence[Any]], Sequence[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self[0], *self.whole(self[1:])))
+
+
+def with_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]], *, keep: bool) -> Any:
+    """A scheduler's result with other latents in it.
+
+    Args:
+        result: tuple or output object.
+        latents: of all images.
+        whole: what else the step made, whole, from what it made here.
+        keep: whether that is the same.
+    """
+    if not isinstance(result, tuple):
+        return type(result)(**{**(result if keep else {}), "prev_sample": latents})
+    made = StepResult((latents, *result[1:]))
+    made.whole = whole
+    return made
 
 
 def _clone(scheduler: Any, attributes: Mapping[str, Any]) -> Any:

@@ -246,7 +246,7 @@ class PipeFusion:
             length = 0 if state.text is None else state.text.shape[1]
             self._plan.check_rows(self._grid.rows)
             now.layouts[now.branch] = Layout.of(self._grid, self._patches, length, self._joint)
-        self._widths[now.branch] = state.image.shape[2]
+        self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
         if self._is_crews():
             assert self.crew is not None
             self._start = self._trace.now()
@@ -314,6 +314,11 @@ class PipeFusion:
             if part.text:
                 assert state.text is not None
                 message = torch.cat([state.text, message], dim=1)
+            if message.dtype != self._dtype:
+                raise StateError(
+                    f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
+                    "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
+                )
             self._outbox.send(message)
 
     def _computed(self) -> None:

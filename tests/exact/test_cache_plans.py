@@ -5,6 +5,7 @@ In float64, with a threshold in a gap of the differences that one process measur
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ditile import caching
+from ditile.generation import Generation
 from ditile.plan import Plan
 from ditile.runner import parallelize
+from ditile.steps.cached import cached
 from ditile.steps.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from tests.exact.cases import MAKE, call_of
 from tests.pool import Pool
@@ -112,3 +115,25 @@ def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
             assert steps == skipped[key] or (plan.cfg > 1 and not steps), f"rank {rank}, {key}"
             seen |= {key} if steps else set()
     assert seen or isinstance(case.config, DBPruneConfig) or plan.data > 1
+
+
+def at_the_decode() -> None:
+    pipe, held = MAKE["flux"](), []
+    caching.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2))
+    decode = pipe.vae.decode
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        alive = [one for one in gc.get_objects() if isinstance(one, Generation)]
+        held.append((len(alive), cached(pipe.transformer).bytes))
+        return decode(*args, **kwargs)
+
+    pipe.vae.decode = seen
+    runner = parallelize(pipe, Plan(pipefusion=2, patches=2))
+    runner(**call_of("flux", output_type="pt"))
+    assert held == [(0, 0)]
+    assert all(report.kept_bytes for report in caching.summary(pipe, logging=False)), "and what it was is still told"
+
+
+def test_nothing_is_remembered_while_the_picture_is_decoded(pool: Pool) -> None:
+    """A failure means that keys of all layers are in memory where it is needed most."""
+    pool.run(at_the_decode, 2)

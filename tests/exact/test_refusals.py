@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from diffusers import (
     DiffusionPipeline,
@@ -30,7 +31,7 @@ from ditile.plan import Plan
 from ditile.runner import parallelize
 from tests import tiny
 from tests.exact.cases import MAKE, divided, run, same
-from tests.pool import Pool
+from tests.pool import CaseError, Pool
 
 STALE = {"patches": 3, "warmup": 1}
 
@@ -210,3 +211,15 @@ def called_differently() -> None:
 def test_what_one_rank_cannot_do_no_rank_does(pool: Pool) -> None:
     """A failure means that the other ranks hang, or make a picture of two prompts."""
     pool.run(called_differently, 2)
+
+
+def mixed() -> None:
+    pipe = tiny.pixart()
+    with divided(pipe, pipefusion=2, patches=2) as runner, torch.autocast("cpu", torch.bfloat16):
+        run(runner, "pixart sigma")
+
+
+def test_stages_that_change_the_dtype(pool: Pool) -> None:
+    """A failure means that the next stage takes half of a message for the whole."""
+    with pytest.raises(CaseError, match="StateError: blocks made torch.float32 of torch.bfloat16.*autocast"):
+        pool.run(mixed, 2)

@@ -78,7 +78,8 @@ def test_pieces_with_shared_tokens(pool: Pool, also: dict[str, int]) -> None:
         close(got[rank][1], serial[rank][1], f"{also} rank {rank}")
 
 
-def guidance_ends(plan: dict[str, Any]) -> None:
+def guidance_ends(plan: dict[str, Any]) -> Any:
+    """With the first step, as by diffusers' `SD3CFGCutoffCallback`."""
     pipe, tensors = MAKE["sd3.5 medium"](), ["prompt_embeds", "pooled_prompt_embeds"]
 
     def end(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -86,15 +87,30 @@ def guidance_ends(plan: dict[str, Any]) -> None:
             pipe._guidance_scale = 0.0
         return {name: given[name][-1:] for name in tensors}
 
-    runner = parallelize(pipe, Plan(pipefusion=2, warmup=99, **plan))
-    run(runner, "sd3.5 medium", callback_on_step_end=end, callback_on_step_end_tensor_inputs=tensors)
+    call = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": tensors}
+    return run(parallelize(pipe, Plan(**plan)) if plan else pipe, "sd3.5 medium", **call)
 
 
 @pytest.mark.parametrize("plan", [PIPELINED, {}, {"patches": 1}], ids=str)
 def test_rows_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
     """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows."""
     with pytest.raises(CaseError, match="StateError: the batch changed from 2 to 1 rows"):
-        pool.run(guidance_ends, 2, plan)
+        pool.run(guidance_ends, 2, {"pipefusion": 2, "warmup": 99} | plan)
+
+
+@pytest.mark.parametrize("axis", ["pipefusion", "distrifusion"])
+def test_branches_that_change_in_mid_run_are_refused(pool: Pool, axis: str) -> None:
+    """Each half of cfg has one row before and after. A failure means that one attends to keys of no prompt with one."""
+    with pytest.raises(CaseError, match="StateError: the batch changed from 2 to 1 branches of guidance in step 1"):
+        pool.run(guidance_ends, 4, {"cfg": 2, axis: 2, "warmup": 1})
+
+
+def test_branches_may_change_where_nothing_is_stale(pool: Pool) -> None:
+    """A failure means that the halves of cfg go on with other rows than the pipeline."""
+    (wanted,) = pool.run(guidance_ends, 1, {})
+    for plan in ({"cfg": 2}, {"cfg": 2, "distrifusion": 2, "warmup": 99}):
+        for got in pool.run(guidance_ends, Plan(**plan).world, plan):
+            close(got, wanted, plan)
 
 
 SEQUENCE, ALONE = {"warmup_mode": "sequence"}, {"warmup_mode": "separate"}
