@@ -15,7 +15,7 @@ class KeyMask(NamedTuple):
 
     Attributes:
         rows: for each rank along ring, of the keys of its whole ulysses line: boolean or additive
-            `[B or 1, own heads or 1, 1, keys]`.
+            `[B or 1, own heads or 1, 1, keys]`. Where this rank has all tokens it is the mask as it was given.
     """
 
     rows: tuple[Tensor, ...]

@@ -46,10 +46,10 @@ class Keys(Protocol):
 
 
 class Masks(Protocol):
-    """Collects the masks of the keys of all ranks that share out the tokens."""
+    """Makes a layer's mask that of the keys of all ranks that share out the tokens."""
 
-    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
-        """From `mask`, that of this rank's keys `[B or 1, N or 1, 1, keys]`, which was made of what was `given`.
+    def gather(self, mask: Tensor, batch: int, tokens: Tokens, heads: int | None) -> KeyMask:
+        """From what a layer was given for `batch` rows: of this rank's keys, or of all of them in sequence.
 
         Of the heads only this rank's are kept; all, if their number is None.
         """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ditile.generation import Generation, Tokens
-from ditile.keymask import Extra, KeyMask, of_keys, refuse_masks
+from ditile.keymask import Extra, KeyMask, refuse_masks
 from ditile.layout import joined
 from ditile.memory import AgeChecks
 from ditile.opaque import Hidden
@@ -90,7 +90,7 @@ class AttentionCore:
         return self.over(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
 
     def _masked(self, mask: Tensor, batch: int, tokens: Tokens, heads: int) -> KeyMask:
-        return self._masks.gather(of_keys(mask, batch)[..., tokens.real], mask, tokens, heads)
+        return self._masks.gather(mask, batch, tokens, heads)
 
 
 class NoExchange:
@@ -108,11 +108,12 @@ class NoExchange:
 
 
 class OwnMasks:
-    """This rank has all keys."""
+    """This rank has all keys and queries: a mask may tell these apart."""
 
-    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+    def gather(self, mask: Tensor, batch: int, tokens: Tokens, heads: int | None) -> KeyMask:
         """Nothing."""
-        return KeyMask((mask,))
+        is_flat = mask.ndim == 2 and mask.shape[0] in (1, batch)
+        return KeyMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real],))
 
 
 class FreshKeys:

@@ -48,6 +48,9 @@ class Redirect(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         refuse_order(dropout_p, is_causal)
+        if query.ndim == 3:  # every row and head is one: as many heads of one row
+            mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            return self._attend(query[None], key[None], value[None], mask, scale=scale)[0]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self._core(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 

@@ -99,7 +99,7 @@ class Splits:
         self.calls += 1
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         self.masks = tuple(value for name, value in tensors.items() if "mask" in name)
-        self._whole = {value.shape[1]: name for name, value in tensors.items() if value.ndim == 3}
+        self._whole = {value.shape[1]: name for name, value in reversed(tensors.items()) if value.ndim == 3}
 
     def split(self, x: Tensor, cut: Cut, name: str) -> Tensor:
         """This rank's share of a tensor; all of one that has other dimensions than the table expects."""
@@ -140,6 +140,17 @@ class Splits:
             self._known[key] = self._sequences(tuple(self._lengths))
         return self._known[key].get(length)
 
+    def refuse_forgotten(self, length: int) -> None:
+        """Raises `PlanError` if so many tokens, which are not split, are a share and a whole sequence behind it."""
+        key = (tuple(self._lengths), tuple(self._whole))
+        for share_of, tokens in self._known.get(key, {}).items():
+            name = self._whole.get(length - share_of)
+            if name is not None and length - share_of not in self._lengths and length not in self._whole:
+                raise PlanError(
+                    f"attention has {length} tokens here, as many as {share_of} of {tokens.length} that are split and "
+                    f"{name} together, which every rank has whole; split it too, as it takes part in joint attention"
+                )
+
     def _note(self, length: int, name: str) -> None:
         ranks = self.axis.size
         if length < ranks:
@@ -161,10 +172,16 @@ class Splits:
             sums.append((*lengths, *lengths))
         made = [self._joint(some) for some in sums]
         for one, other in combinations(made, 2):
-            if one.lengths != other.lengths and any(a == b for a, b in zip(one.lengths, other.lengths, strict=True)):
+            if one.runs != other.runs and any(a == b for a, b in zip(one.lengths, other.lengths, strict=True)):
+                alike = one.length == other.length  # as of text and image one by one, and of a mask of both at once
+                advice = (
+                    "split the parts of a joint one, each by itself"
+                    if alike
+                    else "use another size, prompt length or number of ranks"
+                )
                 raise PlanError(
                     f"sequences of {one.length} and {other.length} tokens cannot be told apart by the shares of "
-                    f"{self.axis.size} ranks; use another size, prompt length or number of ranks"
+                    f"{self.axis.size} ranks; {advice}"
                 )
         for one in made:
             for whole, name in self._whole.items():

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ditile.errors import ModelError
 from ditile.generation import Tokens
-from ditile.keymask import KeyMask
+from ditile.keymask import KeyMask, of_keys
 from ditile.layout import share
 from ditile.mesh import Axis
 from ditile.transport import Traffic, start_gather
@@ -49,34 +50,54 @@ class GatheredMasks:
         self._source = source
         self._known: dict[Hashable, Remembered] = {}
 
-    def gather(self, mask: Tensor, given: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+    def gather(self, mask: Tensor, batch: int, tokens: Tokens, heads: int | None) -> KeyMask:
         """That of the keys of all ranks.
 
         Args:
-            mask: `[B or 1, N or 1, 1, own keys]`.
-            given: the tensor that it was made of.
+            mask: as the layer was given it, of this rank's keys, dummies among them, or of all keys in sequence.
+            batch: rows of the keys.
             tokens: whose keys.
             heads: how many there are, to keep this rank's; None keeps all.
+
+        Raises:
+            ModelError: if it tells queries apart, or is of another number of keys.
         """
-        source = self._source(given)
+        flat, own = of_keys(mask, batch), tokens.lengths[tokens.index] + tokens.dummies
+        if flat.shape[-1] != own and not _is_of_all(flat, tokens):
+            raise ModelError(
+                f"an attention mask of {flat.shape[-1]} keys came with {own} keys of {tokens.length} on this rank; "
+                "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
+            )
+        source = self._source(mask)
         if source is None:
-            return self._gathered(mask, tokens, heads)
-        key = (tokens.runs, mask.shape, heads, *map(id, source))
+            return self._of_all(flat, tokens, heads)
+        key = (tokens.runs, flat.shape, heads, *map(id, source))
         if key not in self._known:
             if len(self._known) >= KEPT:
                 self._known.clear()
-            self._known[key] = Remembered(source, self._gathered(mask, tokens, heads))
+            self._known[key] = Remembered(source, self._of_all(flat, tokens, heads))
         return self._known[key].mask
 
-    def _gathered(self, mask: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+    def _of_all(self, mask: Tensor, tokens: Tokens, heads: int | None) -> KeyMask:
+        """Of `[B or 1, N or 1, 1, keys]`; one of all keys is cut and nothing travels."""
         if mask.stride(1) == 0:
             mask = mask[:, :1]
-        flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every backend sends booleans
-        shapes = [(*mask.shape[:3], length) for length in tokens.lengths]
-        parts = start_gather(flat, shapes, self._group, self._traffic, KIND).wait()
+        if _is_of_all(mask, tokens):
+            parts = [torch.cat([mask[..., run.start : run.stop] for run in runs], dim=-1) for runs in tokens.runs]
+        else:
+            parts = self._gathered(mask[..., tokens.real], tokens)
         if heads is not None and mask.shape[1] > 1:
             own = share(range(heads), self._ulysses.size, self._ulysses.index)
             parts = [part[:, own.start : own.stop] for part in parts]
         inside = self._ulysses.size
-        rows = (torch.cat(parts[k : k + inside], dim=-1) for k in range(0, len(parts), inside))
-        return KeyMask(tuple(row.to(mask.dtype) for row in rows))
+        return KeyMask(tuple(torch.cat(parts[k : k + inside], dim=-1) for k in range(0, len(parts), inside)))
+
+    def _gathered(self, mask: Tensor, tokens: Tokens) -> list[Tensor]:
+        flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every backend sends booleans
+        shapes = [(*mask.shape[:3], length) for length in tokens.lengths]
+        return [part.to(mask.dtype) for part in start_gather(flat, shapes, self._group, self._traffic, KIND).wait()]
+
+
+def _is_of_all(mask: Tensor, tokens: Tokens) -> bool:
+    """Whether it is of all keys; where one rank has them all, ranks would not agree on that."""
+    return mask.shape[-1] == tokens.length != max(tokens.lengths)

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ditile.errors import ModelError
 from ditile.generation import Tokens
-from ditile.keymask import of_keys
 from ditile.seams import Kernel, Make
 from ditile.tokens.cp_plan import Splits
 from ditile.tokens.masks import GatheredMasks
@@ -75,11 +75,18 @@ class PlannedAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         of_q, of_k = self._splits.tokens(q.shape[1]), self._splits.tokens(k.shape[1])
         if of_k is None:
+            if of_q is None:
+                self._splits.refuse_forgotten(k.shape[1])
             return self._kernel(q, k, v, mask=mask, scale=scale)
         self._source.turn()
+        if mask is not None and mask.shape[-1] == of_k.length and len(of_k.runs[0]) > 1:
+            raise ModelError(
+                f"an attention mask of all {of_k.length} keys of a joint sequence, and cp_plan does not say in which "
+                "order they are; split what it is made of, or run this model with ulysses=1 and ring=1"
+            )
         if of_q is of_k:
             return self._over(of_k, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
         if mask is not None:
-            mask = self._masks.gather(of_keys(mask, q.shape[0]), mask, of_k, None).whole()
+            mask = self._masks.gather(mask, q.shape[0], of_k, None).whole()
         k, v = torch.cat(self._splits.collect(torch.stack([k, v]), of_k, 2), dim=2)
         return self._kernel(q, k, v, mask=mask, scale=scale)

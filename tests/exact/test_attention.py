@@ -17,11 +17,13 @@ from ditile.errors import ModelError
 from ditile.generation import Tokens
 from ditile.keymask import Extra, KeyMask, of_keys, refuse_masks
 from ditile.layout import share
-from ditile.mesh import build
+from ditile.mesh import Axis, build
 from ditile.plan import Plan
 from ditile.tokens.masks import GatheredMasks
 from ditile.tokens.ring import RingKeys, merge
 from ditile.tokens.ulysses import Ulysses
+from ditile.transport import Traffic
+from tests.exact.cases import MAKE, different, divided, run
 from tests.exact.test_tokens import close
 from tests.pool import Pool
 
@@ -63,9 +65,13 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         whole = mask_of(kind, heads)
         core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
         mask = None if whole is None else whole[..., mine]
-        got = core.over(tokens, [lambda x=x: x[:, mine] for x in (q, k, v)], mask=mask, scale=0.3)  # type: ignore[misc]
+        makes = [lambda x=x: x[:, mine] for x in (q, k, v)]  # type: ignore[misc]
+        got = core.over(tokens, makes, mask=mask, scale=0.3)
         wanted = NATIVE(q, k, v, mask=None if whole is None else of_keys(whole, BATCH), scale=0.3)
         found.append((got, wanted[:, mine]))
+        sent = dict(mesh.traffic.calls)
+        assert torch.equal(core.over(tokens, makes, mask=whole, scale=0.3), got), "one of all keys is cut"
+        assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"
     return found
 
 
@@ -90,7 +96,7 @@ def gathers() -> list[int]:
     tokens = Tokens(runs, mesh.rank, 5, range(5), 0, False)
     first, second = (torch.ones(1, 1, 1, len(runs[mesh.rank][0]), dtype=torch.bool) for _ in range(2))
     for mask in (first, first, second, first):
-        masks.gather(mask, mask, tokens, 4)
+        masks.gather(mask, 1, tokens, 4)
         calls.append(mesh.traffic.calls["masks"])
     return calls
 
@@ -106,6 +112,35 @@ def test_masks_that_cannot_be_cut(shape: tuple[int, ...]) -> None:
     """A failure means that a mask of queries is cut as if it were one of keys."""
     with pytest.raises(ModelError, match="tells queries apart"):
         of_keys(torch.ones(shape, dtype=torch.bool), 2)
+
+
+@pytest.mark.parametrize("keys", [1, 4, 6, 46])
+def test_masks_of_other_keys(keys: int) -> None:
+    """A failure means that ranks send each other messages that do not fit: an error of torch's, or a hang."""
+    masks = GatheredMasks(Axis("sequence", (0, 1), 0, object()), Axis(), Traffic())  # type: ignore[arg-type]
+    tokens = Tokens(((range(5),), (range(5, 10),)), 0, 10, range(10), 0, False)
+    with pytest.raises(ModelError, match=f"mask of {keys} keys came with 5 keys of 10 on this rank; give one of all"):
+        masks.gather(torch.ones(1, keys, dtype=torch.bool), 1, tokens, 4)
+
+
+def masked_words(plans: list[dict[str, int]]) -> None:
+    """FLUX told to leave out half of its 12 words, in a picture of 48 tokens."""
+    mask = torch.ones(1, 1, 1, 60, dtype=torch.bool)
+    mask[..., 6:12] = False
+    pipe, call = MAKE["flux"](), {"joint_attention_kwargs": {"attention_mask": mask}}
+    plain = run(pipe, "flux", **call)
+    different(plain, run(pipe, "flux"), "the mask")
+    for plan in plans:
+        if "tensor" in plan:  # this rank has all queries, which such a mask may tell apart
+            call["joint_attention_kwargs"]["attention_mask"] = mask.expand(1, 1, 60, 60).clone()
+        with divided(pipe, **plan) as runner:
+            close(run(runner, "flux", **call), plain, plan)
+
+
+@pytest.mark.parametrize("plans", [[{"ulysses": 2}, {"ring": 2}, {"tensor": 2}], [{"ulysses": 3}]], ids=str)
+def test_a_mask_of_the_whole_sequence(pool: Pool, plans: list[dict[str, int]]) -> None:
+    """As a user gives it. A failure means that every rank takes it for one of its own keys."""
+    pool.run(masked_words, Plan(**plans[0]).world, plans)
 
 
 def test_stale_keys_take_no_mask() -> None:

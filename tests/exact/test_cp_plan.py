@@ -13,12 +13,16 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
 from ditile.errors import ModelError, PlanError
+from ditile.mesh import Axis
 from ditile.models import families, planned
 from ditile.plan import Plan
 from ditile.runner import parallelize
+from ditile.tokens.cp_plan import Cut, Splits
+from ditile.transport import Traffic
 from tests import tiny
 from tests.exact.planned import MAKE, PIXART_PLAN, PLANS, denoising, wan_pipeline
 from tests.exact.test_tokens import close
@@ -112,6 +116,31 @@ def test_a_users_table(pool: Pool) -> None:
     check(pool.run(own_table, 2), TWO, "PixArt with a table")
 
 
+class ThreeDimensions(AttnProcessor2_0):  # type: ignore[misc]
+    """A user's, which has rows and heads in one dimension, as older ones had."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, **_: Any) -> Tensor:
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        made = attn.to_q(hidden_states), attn.to_k(keys), attn.to_v(keys)
+        q, k, v = (attn.head_to_batch_dim(x) for x in made)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        out = attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(out)))
+        found: Tensor = out / attn.rescale_output_factor
+        return found
+
+
+def three_dimensions() -> list[Tensor]:
+    pipe = tiny.pixart()
+    for block in pipe.transformer.transformer_blocks:
+        block.attn1.set_processor(ThreeDimensions())
+    return pictures(pipe, PIXART, TWO, PIXART_PLAN)
+
+
+def test_attention_in_three_dimensions(pool: Pool) -> None:
+    """A failure means that heads are taken for tokens, so that every rank sees its own tokens alone."""
+    check(pool.run(three_dimensions, 2), TWO, "heads among rows")
+
+
 def users_backend() -> tuple[int, int]:
     """How often the backend that the user set is asked, in one call of one transformer, plain and divided."""
     calls, stock = [0], registry._backends[AttentionBackendName._NATIVE_MATH]
@@ -171,6 +200,10 @@ def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any], table: 
 
 
 INPUT = ContextParallelInput(split_dim=1, expected_dims=3)
+TEXT_FORGOTTEN = {
+    "": {"hidden_states": INPUT, "img_ids": ContextParallelInput(split_dim=1, expected_dims=3)},
+    "proj_out": PLANS["lumina2"]["norm_out"],
+}
 LONE = {"layers.0": {"hidden_states": INPUT}}
 UNKNOWN = {"layers.0": {"x": INPUT}, "norm_out": PLANS["lumina2"]["norm_out"]}
 
@@ -191,6 +224,7 @@ UNKNOWN = {"layers.0": {"x": INPUT}, "norm_out": PLANS["lumina2"]["norm_out"]}
         ("qwen", (5, 7, 1), {"ring": 2}, None, ("1 token(s)", "2 ranks")),
         ("flux2", (3, 3, 8), {"ring": 2}, None, ("cannot be told apart",)),
         ("wan", (5, 7, 18), {"ring": 2}, None, ("18 tokens on every rank",)),
+        ("flux2", (4, 4, 6), {"ring": 2}, TEXT_FORGOTTEN, ("14 tokens here, as many as 8 of 16", "split it too")),
     ],
 )  # fmt: skip
 def test_refusals(
@@ -200,3 +234,16 @@ def test_refusals(
     for message in pool.run(refused, 2, name, size, plan, table):
         assert all(word in message for word in words), message
         assert "\n" not in message
+
+
+def test_a_joint_sequence_that_is_split_as_one() -> None:
+    """Its mask, or its positions: of two ranks the first has half of all, and not half of the image and half of the
+    text. A failure means that a mask lies on other keys than its own."""
+    splits = Splits(Axis("sequence", (0, 1), 0, object()), Traffic(), uneven=True)  # type: ignore[arg-type]
+    splits.begin_call({})
+    for length in (16, 6):
+        splits.split(torch.empty(1, length), Cut(1, None, False), "x")
+    assert splits.tokens(11) is not None, "image and text"
+    splits.split(torch.empty(1, 22), Cut(1, None, False), "mask")
+    with pytest.raises(PlanError, match="sequences of 22 and 22 tokens cannot be told apart.*each by itself"):
+        splits.tokens(11)
