@@ -95,9 +95,9 @@ class Groups:
     def of(cls, plan: Plan, mesh: Mesh, device: torch.device) -> Groups:
         """Makes them; all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
-        lines = (("cfg", *within), within, ("pipefusion",))
-        rows, calls, stages = (line(names, plan, mesh.rank, backend="gloo") for names in lines)
-        starts = line(("pipefusion",), plan, mesh.rank)
+        lines = {"rows": ("cfg", *within), "calls": within, "decisions": ("pipefusion",)}
+        rows, calls, stages = (line(name, axes, plan, mesh, backend="gloo") for name, axes in lines.items())
+        starts = line("starts", ("pipefusion",), plan, mesh)
         if starts is not None:
             meet(starts, device, pairs=True)
         return cls(rows, calls, stages, starts)

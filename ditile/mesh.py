@@ -66,6 +66,7 @@ class Mesh:
         control: a CPU group of the ranks of one image, for headers, votes and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
+        groups: makes its groups, and has made them.
         shared: whether other meshes have the same groups.
     """
 
@@ -79,6 +80,7 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    groups: Communicators = field(default_factory=lambda: Communicators())
     shared: bool = False
 
     def __getitem__(self, name: str) -> Axis:
@@ -99,11 +101,8 @@ class Mesh:
 
         All ranks must be done with them.
         """
-        if self.shared:
-            return
-        for group in _each((*self._of_lines(), *self.links, self.latents, self.control, self.everyone)):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        if not self.shared:
+            self.groups.close()
 
     def _of_lines(self) -> list[dist.ProcessGroup]:
         return _each(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
@@ -155,6 +154,13 @@ class Communicators:
                 self._groups[key] = gloo.new_group(ranks, _timeout(), backend)
         return self._groups[key]
 
+    def close(self) -> None:
+        """Gives all of them back. All ranks must be done with them."""
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup):  # torch gives others a number
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
 
 def _timeout() -> datetime.timedelta | None:
     """That of the group of all ranks: torch would give a group within it one of its own, of 30 minutes for gloo's.
@@ -203,7 +209,7 @@ def build(plan: Plan, groups: Communicators | None = None, device: torch.device 
         links=_links(plan, rank, axes["pipefusion"], made),
         latents=_line("latents", ("pipefusion",), plan, rank, made).group,
         control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
-        everyone=made.of("everyone", range(world), "gloo"), shared=groups is not None,
+        everyone=made.of("everyone", range(world), "gloo"), groups=made, shared=groups is not None,
     )  # fmt: skip
 
 
@@ -290,11 +296,21 @@ def has_one_queue() -> bool:
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def line(names: Sequence[str], plan: Plan, rank: int, *, backend: str | None = None) -> dist.ProcessGroup | None:
-    """A new group of the ranks along some axes; None where this rank is alone on them. All ranks must call it."""
+def line(
+    purpose: str, names: Sequence[str], plan: Plan, mesh: Mesh, *, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A group of its own for the ranks along some axes; None where this rank is alone on them. All ranks must call it.
+
+    Args:
+        purpose: what it is for; meshes that share their groups share it.
+        names: the axes.
+        plan: their degrees.
+        mesh: has it, and gives it back when it is closed.
+        backend: None for that of the group of all ranks.
+    """
     if all(getattr(plan, name) == 1 for name in names):
         return None
-    return _line("+".join(names), names, plan, rank, Communicators(), backend=backend).group
+    return _line(purpose, names, plan, mesh.rank, mesh.groups, backend=backend).group
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

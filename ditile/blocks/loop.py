@@ -205,6 +205,7 @@ class Loop:
             self._mesh.traffic.count("control", 8)
         if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
+            self._generation.keeps_keys = self._schedule.keeps_keys
         if self._votes is not None and self._votes.begin_step(step) and step >= self._schedule.warmup:
             self._schedule = replace(self._schedule, again=self._schedule.again | {step})
             self._generation.is_stale = self._schedule.is_stale

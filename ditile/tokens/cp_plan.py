@@ -135,15 +135,11 @@ class Splits:
         Raises:
             PlanError: if sequences of this call cannot be told apart.
         """
-        key = (tuple(self._lengths), tuple(self._whole))
-        if key not in self._known:
-            self._known[key] = self._sequences(tuple(self._lengths))
-        return self._known[key].get(length)
+        return self._sequences().get(length)
 
     def refuse_forgotten(self, length: int) -> None:
         """Raises `PlanError` if so many tokens, which are not split, are a share and a whole sequence behind it."""
-        key = (tuple(self._lengths), tuple(self._whole))
-        for share_of, tokens in self._known.get(key, {}).items():
+        for share_of, tokens in self._sequences().items():
             name = self._whole.get(length - share_of)
             if name is not None and length - share_of not in self._lengths and length not in self._whole:
                 raise PlanError(
@@ -165,8 +161,14 @@ class Splits:
             )
         self._lengths[length] = name
 
-    def _sequences(self, lengths: tuple[int, ...]) -> dict[int, Tokens]:
-        """Every sequence, and every joint one, by what this rank has of it."""
+    def _sequences(self) -> dict[int, Tokens]:
+        """Every sequence of this call so far, and every joint one, by what this rank has of it."""
+        key = (tuple(self._lengths), tuple(self._whole))
+        if key not in self._known:
+            self._known[key] = self._told_apart(tuple(self._lengths))
+        return self._known[key]
+
+    def _told_apart(self, lengths: tuple[int, ...]) -> dict[int, Tokens]:
         sums = [some for count in range(1, len(lengths) + 1) for some in combinations(lengths, count)]
         if len(lengths) == 1:
             sums.append((*lengths, *lengths))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ditile import caching
@@ -137,3 +138,20 @@ def at_the_decode() -> None:
 def test_nothing_is_remembered_while_the_picture_is_decoded(pool: Pool) -> None:
     """A failure means that keys of all layers are in memory where it is needed most."""
     pool.run(at_the_decode, 2)
+
+
+def groups_left() -> tuple[int, int]:
+    pipe, groups = MAKE["pixart sigma"](), dist.distributed_c10d._world.pg_map
+    caching.enable_cache(pipe, NO_PROBE)
+    before = len(groups)
+    runner = parallelize(pipe, Plan(pipefusion=2, ulysses=2), keep_weights=True)
+    runner(**call_of("pixart sigma"))
+    during = len(groups)
+    runner.restore()
+    return during - before, len(groups) - before
+
+
+def test_restore_gives_the_groups_of_caches_back(pool: Pool) -> None:
+    """A failure means that each runner leaves threads behind, and communicators on GPUs."""
+    for during, after in pool.run(groups_left, 4):
+        assert during > 0 and after == 0

@@ -261,9 +261,7 @@ def peers_of_decisions() -> list[tuple[str, int]]:
     plan = Plan(pipefusion=2)
     mesh = build(plan)
     with batches() as sent:
-        groups = agreement.Groups.of(plan, mesh, torch.device("cpu"))
-    for group in (groups.stages, groups.starts):
-        dist.destroy_process_group(group)
+        agreement.Groups.of(plan, mesh, torch.device("cpu"))
     mesh.close()
     return sent
 
@@ -313,7 +311,7 @@ def timeouts() -> list[datetime.timedelta]:
     plan = Plan(cfg=2, ulysses=2)
     mesh = build(plan)
     made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
-    made.append(line(("cfg",), plan, mesh.rank, backend="gloo"))
+    made.append(line("decisions", ("cfg",), plan, mesh, backend="gloo"))
     every: list[Any] = [dist.group.WORLD, *made]
     found = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
     mesh.close()
