@@ -65,7 +65,7 @@ class Runner:
         self.devices, self._held = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: str | None = None
         self._decisions: Groups | None = None
-        self._call: dict[str, Any] = {}
+        self._last: Shape | None = None  # the call itself may hold images and embeddings
         self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
 
@@ -99,7 +99,6 @@ class Runner:
         call |= call.pop("kwargs", {})
         self._assert_alike(call, self._refuse(call))
         self._check_call(call)
-        self._call = dict(call)  # callbacks are put into the other
         self._running = True
         try:
             return self._run(call, output)
@@ -165,7 +164,7 @@ class Runner:
         """The last call, or before it the pipeline's default one, as numbers for `ditile.cost`; None without a spec."""
         if not self._parts.spec.blocks:
             return None
-        parts, shape = self._parts, self._shape(self._call)
+        parts, shape = self._parts, self._last or self._shape({})
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
         return Job(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
@@ -220,7 +219,7 @@ class Runner:
         if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
-        own = shape.shared_out(self.plan)
+        self._last, own = shape, shape.shared_out(self.plan)
         advice = self.plan.advice(Schedule.of(self.plan, shape.steps, own.batch).bound(own.calls))
         if advice != self._advised and advice is not None and self.mesh.rank == 0:
             LOG.warning(advice)
