@@ -16,7 +16,9 @@ from torch import nn
 from ditile.encoder_place import FREED, place_in
 from ditile.errors import ModelError
 from ditile.hollow import is_hollow
+from ditile.opaque import uncompiled
 from ditile.overrides import override
+from ditile.seats import LOADED
 
 LOG = logging.getLogger(__name__)
 
@@ -29,11 +31,13 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
-        ModelError: if the pipeline has no loader for LoRAs.
+        ModelError: if the pipeline has no loader for LoRAs, or was loaded for a plan that cuts its weights.
     """
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    for part in parts.values():
+        _check_uncut(uncompiled(part))
     sieve = _Sieve(pipe, parts)
     with ExitStack() as stack:
         override(stack, pipe, "lora_state_dict", sieve.state_dict)
@@ -43,6 +47,16 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         if place_in(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register(parts[name], adapter_name)
+
+
+def _check_uncut(part: nn.Module) -> None:
+    """A LoRA's factors are whole: peft would not fit them to a share of a weight, or fill that up with zeros."""
+    loaded = vars(part).get(LOADED)
+    if loaded is not None and loaded.shard[1] > 1:
+        raise ModelError(
+            f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
+            "whole weights; load the pipeline without a plan, then the LoRA, then call parallelize"
+        )
 
 
 class _NothingHereError(Exception):

@@ -31,7 +31,7 @@ from ditile.rows import join_rows, take_rows
 from ditile.shape import Weights
 from ditile.spec import BlockIO, ModelSpec, View
 
-_LOADED = "_loaded_by_ditile"
+LOADED = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""
 
 
@@ -153,11 +153,11 @@ class Seats:
     @property
     def loaded(self) -> Loaded | None:
         """What was read of the transformer; None if it was read whole, or is a runner's already."""
-        return vars(self.transformer).get(_LOADED)
+        return vars(self.transformer).get(LOADED)
 
     @loaded.setter
     def loaded(self, loaded: Loaded) -> None:
-        vars(self.transformer)[_LOADED] = loaded
+        vars(self.transformer)[LOADED] = loaded
 
     def is_cut(self) -> bool:
         """Whether some block is hollow."""
@@ -189,7 +189,7 @@ class Seats:
                 f"of this {name} blocks {_span(loaded.owned)}, shard {loaded.shard[0]} of {loaded.shard[1]}, were "
                 f"loaded, and here the plan needs {_span(owned)}, shard {shard[0]} of {shard[1]}; load it for this plan"
             )
-        del vars(self.transformer)[_LOADED]
+        del vars(self.transformer)[LOADED]
         return loaded.weights
 
     def refuse(self, blocks: range) -> str | None:

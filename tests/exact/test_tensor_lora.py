@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
+import ditile
 from ditile.errors import ModelError, StateError
 from ditile.mesh import Axis
+from ditile.plan import Plan
+from ditile.runner import parallelize
 from ditile.transport import Traffic
 from ditile.weights.tensor import shard, table_of
-from tests.exact.cases import MAKE
-from tests.exact.loras import edits, folder_of, load
+from tests import tiny
+from tests.exact.cases import MAKE, run
+from tests.exact.loras import edits, folder_of, load, write
 from tests.exact.tensors import SCHEMES, error, forward, inputs, sharded
 from tests.pool import Pool
 
@@ -91,6 +97,38 @@ def test_what_needs_whole_weights_is_refused(pool: Pool, tmp_path: Path) -> None
         )
         assert "FluxTransformer2DModel.load_lora_adapter needs whole weights" in adapter
         assert "FluxTransformer2DModel.save_pretrained needs whole weights" in saved
+
+
+PLAN = Plan(tensor=2)
+
+
+def into_a_share(model: Path, loras: Path) -> tuple[list[str], Tensor]:
+    """What is said to LoRAs for a pipeline that was loaded for a plan, and the picture of one that was loaded whole."""
+    pipe, said = tiny.quiet(ditile.load(str(model), plan=PLAN)), []
+    for adapter in ("one", "narrow"):
+        with pytest.raises(ModelError) as caught:
+            ditile.load_lora(pipe, loras, weight_name=f"{adapter}.safetensors", adapter_name=adapter)
+        said.append(str(caught.value))
+    assert not hasattr(pipe.transformer, "peft_config"), "it was touched"
+    parallelize(pipe, PLAN)
+    whole: Any = tiny.quiet(ditile.load(str(model)))
+    ditile.load_lora(whole, loras, weight_name="one.safetensors", adapter_name="one")
+    return said, run(parallelize(whole, PLAN), "flux")
+
+
+def test_a_pipeline_that_was_loaded_for_the_plan_takes_no_lora(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a traceback from inside another library or, of the narrow one, a weight that zeros were added to."""
+    plain = MAKE["flux"]()
+    plain.save_pretrained(tmp_path / "model")
+    write("flux", tmp_path, "one", 1)
+    write("flux", tmp_path, "narrow", 3, within="single_transformer_blocks.0.proj_out")
+    load("one")(plain, tmp_path)
+    wanted = run(plain, "flux")
+    for said, picture in pool.run(into_a_share, 2, tmp_path / "model", tmp_path):
+        for line in said:
+            assert "of this FluxTransformer2DModel only a share for tensor=2 was loaded" in line
+            assert "load the pipeline without a plan, then the LoRA, then call parallelize" in line
+        assert error(picture, wanted) < TOLERANCE
 
 
 def test_an_adapter_that_is_no_plain_lora_is_refused() -> None:
