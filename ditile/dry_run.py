@@ -17,6 +17,7 @@ from ditile.models.block_lists import block_lists
 from ditile.options import Generate
 from ditile.plan import Plan
 from ditile.planner.subject import Subject
+from ditile.returned import check_pictures
 from ditile.steps.build import cached_transformer
 from ditile.table import describe
 
@@ -44,6 +45,7 @@ def report(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> str:
 def planned(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> Job:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
     subject, base = Subject.of(wanted.model, find(wanted.model, weights=False)), defaults(wanted.model)
+    check_pictures(subject.pipeline)
     taken(subject.pipeline if wanted.image is None else class_from_image(subject.pipeline), wanted, base)
     return job_of(subject, plan, planned_call(wanted, base), configs)
 

@@ -19,13 +19,14 @@ from ditile.cache_options import Cache
 from ditile.errors import DitileError, ModelError
 from ditile.flags import flag
 from ditile.image_to_image import image_to_image
-from ditile.load import defaults, load
+from ditile.load import defaults, find, load
 from ditile.mesh import join_torchrun
 from ditile.options import Generate, Run
 from ditile.outcome import MEASURED, Outcome, left_out, medians, summed
 from ditile.plan import Plan
 from ditile.prompts import Line, request
 from ditile.prompts import lines as all_lines
+from ditile.returned import check_pictures, class_of, refusals
 from ditile.shape import check_size
 from ditile.transport import gather_json
 
@@ -127,7 +128,8 @@ def _drawn(runner: Runner, make: Callable[[], dict[str, Any]], cache: Cache) -> 
     """Calls a runner with arguments that are made anew for each call: once, or as often as --perf wants."""
     reports = []
     for _ in range(1 + MEASURED if cache.perf else 1):
-        result = runner(**make(), output="first")
+        with refusals(runner.pipe):
+            result = runner(**make(), output="first")
         reports.append(runner.reports())
     saved = ditile.summary(runner, logging=False) if cache.configs()["cache_config"] is not None else []
     if not cache.perf:
@@ -139,6 +141,7 @@ def _prepared(wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Any
     quiet()
     if run.threads is not None:
         _set_threads(run.threads)
+    check_pictures(class_of(find(wanted.model)))
     whole = cache.lora is not None and plan.tensor > 1  # whose factors are cut with the weights
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if whole else plan)
     if wanted.image is not None:
@@ -284,11 +287,15 @@ def _flag(argument: str) -> str:
     return flag(names.get(argument, argument))
 
 
-def _check_size(pipe: DiffusionPipeline, call: dict[str, Any]) -> None:
-    config = getattr(getattr(pipe, "transformer", None), "config", None)
-    unit = getattr(pipe, "vae_scale_factor", 1) * getattr(config, "patch_size", 1)
-    unit *= 2 if hasattr(pipe, "_pack_latents") else 1
-    check_size(call, unit)
+def _check_size(pipe: Any, call: dict[str, Any]) -> None:
+    """Where there is a `ModelSpec`, which knows a token's side; other pipelines check themselves: see `refusals`."""
+    from ditile.models import specs
+
+    transformer, known = getattr(pipe, "transformer", None), specs()
+    for cls in type(transformer).__mro__:
+        if cls in known:
+            check_size(call, pipe.vae_scale_factor * known[cls].latent_per_token(transformer.config))
+            return
 
 
 def _check_strength(call: dict[str, Any], known: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
 
 import ditile
@@ -19,6 +20,9 @@ from ditile import ModelError, Plan, cli, generate
 from ditile.dry_run import report
 from ditile.load import ASSETS
 from ditile.options import Generate
+from ditile.returned import refusals
+from tests import tiny
+from tests.exact import planned
 from tests.surface.test_cli import ROOT, opened, refused
 
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
@@ -136,3 +140,55 @@ assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "importe
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and says in done.stdout, done.stderr
+
+
+def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
+    return generate.arguments(pipe, Generate(prompt="a circle", height=height, width=width), {})
+
+
+def test_a_size_is_checked_where_a_token_is_known() -> None:
+    """A failure: a size of Qwen-Image's own list is refused, a patch size of three numbers ends in a traceback, or a
+    size that patches cannot divide is taken."""
+    qwen = QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, planned.qwen(2, 2, 4)[0])
+    for height, width in ((1328, 1328), (1472, 1104)):
+        assert asked(qwen, height, width)["height"] == height
+    assert asked(planned.wan_pipeline()[0], 480, 832)["width"] == 832
+    for make in tiny.FAMILIES.values():  # whose VAEs have half the side, and tokens half of that
+        assert asked(make(), 64, 36)["width"] == 36
+        with pytest.raises(ModelError, match="width=34 is not a multiple of 4, a token of this model; try width=32"):
+            asked(make(), 64, 34)
+
+
+@pytest.mark.parametrize("words", [(), ("--prompts-file", "prompts.txt")])
+def test_what_the_pipeline_itself_refuses_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """A failure: a traceback for a size, where only the pipeline knows which ones will do."""
+    tiny.stable_diffusion().save_pretrained("model")
+    Path("prompts.txt").write_text("a circle")
+    size = ("--steps", "1", "--height", "66", "--width", "64")
+    assert cli.main(["generate", *(words or ["a circle"]), "--model", "model", *size]) == 2
+    said = capsys.readouterr().err
+    why = "`height` and `width` have to be divisible by 8 but are 66 and 64."
+    assert said.splitlines()[-1] == f"ditile: StableDiffusionPipeline refuses this call: {why}"
+    assert "Traceback" not in said and not list(Path().glob("*.png"))
+
+
+def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
+    """A failure: a bug, of which the traceback is wanted, is told as if the user had made it."""
+    pipe = tiny.stable_diffusion()
+    for bug in (lambda: int("x"), lambda: pipe.image_processor.postprocess("x")):
+        with pytest.raises(ValueError) as caught, refusals(pipe):
+            bug()
+        assert not isinstance(caught.value, ModelError)
+
+
+@pytest.mark.parametrize("words", [("--steps", "2"), ("--dry-run",)])
+def test_a_pipeline_of_videos_is_refused_before_it_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A failure: minutes of denoising, and then an error because there is no picture."""
+    planned.wan_pipeline()[0].save_pretrained("model")
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = refused(capsys, "generate", "a circle", "--model", "model", *words)
+    assert "WanPipeline returns frames, and only pictures are written here; in Python, ditile.parallelize" in line

@@ -1,0 +1,63 @@
+"""What a pipeline's call returns, as its class tells before anything is loaded, and what the call itself says no to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ditile.errors import DitileError, ModelError
+
+
+def class_of(source: Path | str) -> type | None:
+    """The class of the pipeline in a folder or on the hub; None where it cannot be seen, which loading will say."""
+    import diffusers
+
+    try:
+        name = diffusers.DiffusionPipeline.load_config(source).get("_class_name")
+    except OSError:
+        return None
+    return getattr(diffusers, name, None) if isinstance(name, str) else None
+
+
+def check_pictures(pipeline: type | None) -> None:
+    """Raises `ModelError` if the results of a class of pipelines are known to be no pictures."""
+    names = [] if pipeline is None else _fields(pipeline)
+    if pipeline is not None and names and "images" not in names:
+        raise ModelError(
+            f"{pipeline.__name__} returns {names[0]}, and only pictures are written here; in Python, "
+            "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
+        )
+
+
+@contextlib.contextmanager
+def refusals(pipe: Any) -> Iterator[None]:
+    """Makes a `ModelError` of a `ValueError` that the pipeline's own code raises, as of a size; others are bugs."""
+    try:
+        yield
+    except DitileError:
+        raise
+    except ValueError as error:
+        if _where(error) not in {cls.__module__ for cls in type(pipe).__mro__}:
+            raise
+        raise ModelError(f"{type(pipe).__name__} refuses this call: {' '.join(str(error).split())}") from error
+
+
+def _fields(pipeline: type) -> list[str]:
+    """The fields of all classes of results in the module of a pipeline."""
+    from diffusers.utils import BaseOutput
+
+    beside = vars(sys.modules[pipeline.__module__]).values()
+    kinds = [kind for kind in beside if isinstance(kind, type) and issubclass(kind, BaseOutput)]
+    return [field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
+
+
+def _where(error: BaseException) -> str:
+    """The module of the code that raised an error."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return "" if place is None else str(place.tb_frame.f_globals.get("__name__"))
