@@ -291,7 +291,8 @@ def _check_size(pipe: Any, call: dict[str, Any]) -> None:
     """Where there is a `ModelSpec`, which knows a token's side; other pipelines check themselves: see `refusals`."""
     from ditile.models import specs
 
-    transformer, known = getattr(pipe, "transformer", None), specs()
+    transformer: Any = getattr(pipe, "transformer", None)
+    known = specs()
     for cls in type(transformer).__mro__:
         if cls in known:
             check_size(call, pipe.vae_scale_factor * known[cls].latent_per_token(transformer.config))

@@ -48,10 +48,10 @@ def refusals(pipe: Any) -> Iterator[None]:
 
 def _fields(pipeline: type) -> list[str]:
     """The fields of all classes of results in the module of a pipeline."""
-    from diffusers.utils import BaseOutput
+    from diffusers.utils.outputs import BaseOutput
 
     beside = vars(sys.modules[pipeline.__module__]).values()
-    kinds = [kind for kind in beside if isinstance(kind, type) and issubclass(kind, BaseOutput)]
+    kinds: list[Any] = [kind for kind in beside if isinstance(kind, type) and issubclass(kind, BaseOutput)]
     return [field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
 
 
