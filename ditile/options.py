@@ -18,6 +18,9 @@ from ditile.plan import TEXT_AFTER
 MOST_DEVICES, MOST_STEPS = 1024, 1000
 """Of which a plan is searched for: more divisors, and more steps than schedulers have timesteps, take minutes."""
 
+GUIDANCE = "how strongly the prompt guides; as the model has it by default"
+TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generate:
@@ -33,10 +36,8 @@ class Generate:
     )
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
-    guidance: float | None = option(None, "how strongly the prompt guides; as the model has it by default", metavar="X")
-    true_cfg: float | None = option(
-        None, "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev", metavar="X"
-    )
+    guidance: float | None = option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
     negative_prompt: str | None = option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
     seed: int | None = option(
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
@@ -57,10 +58,7 @@ class Generate:
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
         check_counts(self, "steps", "height", "width", "num_images")
-        for name in ("guidance", "true_cfg"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ModelError(f"{name}={value} is no finite number; try {name}=3.5")
+        check_finite(self, "guidance", "true_cfg")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:
@@ -152,6 +150,8 @@ class Proof:
 
     model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     steps: int = option(6, "denoising steps, at least 3", metavar="N")
+    guidance: float | None = option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
     height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
     prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
@@ -164,6 +164,7 @@ class Proof:
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "height", "width", "threads")
+        check_finite(self, "guidance", "true_cfg")
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
         check_stall_timeout(self.stall_timeout)
@@ -283,6 +284,14 @@ def check_counts(options: Any, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ModelError(f"{name}={value} is not a whole number of at least 1")
+
+
+def check_finite(options: Any, *names: str) -> None:
+    """Raises `ModelError` unless these fields are None or finite numbers."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not math.isfinite(value):
+            raise ModelError(f"{name}={value} is no finite number; try {name}=3.5")
 
 
 def check_writable(name: str, path: Path) -> None:

@@ -41,6 +41,7 @@ from ditile.mesh import join_torchrun, pick_device
 from ditile.models import model_of
 from ditile.options import Generate, Proof
 from ditile.plan import AUTO, Plan
+from ditile.returned import refusals
 from ditile.runner import LOG, Runner, parallelize
 from ditile.transport import gather_json
 
@@ -88,7 +89,8 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
 
     Args:
         make: makes the pipeline, alike on every rank: what this rank needs for a plan or, for None, the whole.
-        call: makes the arguments of a call of a pipeline, with new generators each time.
+        call: makes the arguments of a call of a pipeline, with new generators each time, that have it return tensors;
+            the first of its results (`images`, `frames`) is compared.
         plan: what is to be proven.
         steps: of the calls, at least 3.
         device: this rank's; by default its GPU, else the CPU.
@@ -98,7 +100,7 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
     plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
     exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
-    checks = [_exact(runner, runner(**call(runner.pipe)).images, plain)]
+    checks = [_exact(runner, runner(**call(runner.pipe))[0], plain)]
     del runner
     _tidy()
     ages = AgeChecks()
@@ -123,19 +125,25 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
 
 def _exact(runner: Runner, got: Tensor, plain: Tensor | None) -> Check:
     """Rank 0 compares; the others must have what it has."""
-    allowed = ROUNDING[got.dtype]
     difference = _difference(got, plain) if plain is not None else 0.0
-    everyone = gather_json([difference, _digest(got)], runner.mesh.everyone)
-    difference, alike = everyone[0][0], len({digest for _, digest in everyone}) == 1
+    everyone = gather_json([difference, _digest(got), _rounding(runner, got)], runner.mesh.everyone)
+    difference, alike = everyone[0][0], len({digest for _, digest, _ in everyone}) == 1
+    allowed = max(rounding for _, _, rounding in everyone)
     found = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
     found += f" (rounding: {allowed:.0e})" if difference else ""
     found += "" if alike else "; ranks differ from each other"
     return Check("warmup = steps equals one rank", difference <= allowed and alike, found)
 
 
+def _rounding(runner: Runner, got: Tensor) -> float:
+    """What the coarsest type allows: that of the latents, or of the model's weights, which some loops keep finer."""
+    kinds = {got.dtype} | {parameter.dtype for parameter in model_of(runner.pipe).parameters()}
+    return max(rounding for kind, rounding in ROUNDING.items() if kind in kinds)
+
+
 def _result(runner: Runner, call: Call, plain: Tensor | None) -> tuple[str, float]:
     """A call's result, of which no tensor is left: its digest, and on rank 0 how far it is from the plain one."""
-    got = runner(**call(runner.pipe)).images
+    got = runner(**call(runner.pipe))[0]
     return _digest(got), _difference(got, plain) if plain is not None else 0.0
 
 
@@ -247,7 +255,8 @@ class _Waits:
 
 def _wanted(proof: Proof) -> Generate:
     return Generate(
-        prompt=proof.prompt, model=proof.model, steps=proof.steps, height=proof.height, width=proof.width
+        prompt=proof.prompt, model=proof.model, steps=proof.steps, guidance=proof.guidance, true_cfg=proof.true_cfg,
+        height=proof.height, width=proof.width,
     )  # fmt: skip
 
 
@@ -255,7 +264,8 @@ def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
     model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
     pipe.to(device)
-    latents: Tensor = pipe(**call(pipe)).images.cpu()
+    with refusals(pipe):
+        latents: Tensor = pipe(**call(pipe))[0].cpu()
     del pipe
     _tidy()
     return latents

@@ -116,6 +116,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--out-dir", "d"), "is for a file of prompts"),
         (("verify", "--steps", "2"), "nothing to be stale"),
         (("verify", "--height", "0"), "height=0"),
+        (("verify", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
         (("verify", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
         (("verify", "--ulysses", "0"), "ulysses=0"),
         (("verify", "--ulysess", "2"), "did you mean --ulysses?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from ditile.bench import verify
 from ditile.bench.verdict import Check, Verdict, as_table
 from ditile.bench.verify import prove
 from ditile.errors import StateError
+from ditile.options import Proof
 from ditile.plan import Plan
 from ditile.runner import Runner
 from tests import tiny
+from tests.exact import planned
 from tests.exact.cases import MAKE, call_of
 from tests.pool import Pool
 
@@ -60,6 +63,76 @@ def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
     if set(plan) == {"pipefusion", "patches"}:
         assert checks[0].says == "bit for bit"
     assert f"{ranks} rank(s) on cpu" in where and torch.__version__ in where
+
+
+def of_half(plan: dict[str, Any]) -> list[Check]:
+    """A model in bfloat16 whose loop keeps the latents in float32, as Sana's does."""
+    call = planned.denoising("flux2", 4, 6, 9)[1] | {"num_inference_steps": STEPS}
+
+    def make(_: Plan | None) -> Any:
+        pipe = planned.denoising("flux2", 4, 6, 9)[0]
+        pipe.transformer.to(torch.bfloat16)
+        pipe.transformer.register_forward_pre_hook(lambda _, args, given: (args, halved(given)), with_kwargs=True)
+        pipe.transformer.register_forward_hook(lambda _, args, out: tuple(x.float() for x in out))
+        return pipe
+
+    return prove(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
+
+
+def halved(given: dict[str, Any]) -> dict[str, Any]:
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return given | {name: value.bfloat16() for name, value in tensors.items()}
+
+
+def test_latents_that_are_finer_than_the_model(pool: Pool) -> None:
+    """A failure: a plan is crossed for what the model's own type rounds."""
+    for checks in pool.run(of_half, 2, {"ring": 2}):
+        assert checks[0].ok and "(rounding: 5e-02)" in checks[0].says, checks[0]
+        assert float(checks[0].says.split()[2]) > verify.ROUNDING[torch.float32]
+
+
+def of_video() -> list[Check]:
+    def make(_: Plan | None) -> Any:
+        pipe = planned.wan_pipeline()[0]
+        pipe.register_modules(transformer_2=None)
+        pipe.register_to_config(boundary_ratio=None)
+        return pipe
+
+    call = planned.wan_pipeline()[1]
+    seed = torch.Generator().manual_seed
+    return prove(make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu")[0]
+
+
+def test_frames_are_proven_too(pool: Pool) -> None:
+    """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
+    for checks in pool.run(of_video, 2):
+        assert Verdict("a video", checks).ok and checks[0].says == "bit for bit", checks
+
+
+def test_branches_of_true_guidance_are_proven(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A failure: what the refusal advises is not there, or does nothing."""
+    tiny.flux(guidance=True).save_pretrained(tmp_path)
+    words = ("verify", "--model", str(tmp_path), "--cfg", "2", "--steps", "3", "--height", "32", "--width", "24")
+    assert cli.main([*words, "--threads", "1"]) == 2
+    assert "this call has 1; raise guidance_scale" in capsys.readouterr().err
+    assert cli.main([*words, "--threads", "1", "--guidance", "3", "--true-cfg", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "✓ │ proven" in out and "bit for bit" in out and "cfg=2" in out
+
+
+def test_guidance_is_passed_on() -> None:
+    proof = Proof(guidance=3.0, true_cfg=2.0)
+    wanted = verify._wanted(proof)
+    assert (wanted.guidance, wanted.true_cfg) == (3.0, 2.0)
+    assert (Proof().guidance, Proof().true_cfg) == (None, None)
+
+
+def test_a_size_that_the_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A failure: a traceback."""
+    tiny.stable_diffusion().save_pretrained(tmp_path)
+    assert cli.main(["verify", "--model", str(tmp_path), "--height", "66", "--width", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "StableDiffusionPipeline refuses this call: `height` and `width`" in said and "Traceback" not in said
 
 
 def test_one_rank_is_proven_too(pool: Pool) -> None:
