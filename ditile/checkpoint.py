@@ -17,6 +17,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from ditile import env
 from ditile.errors import LoadError
 
 MAPPED = 64 * 2**20
@@ -105,6 +106,7 @@ class Checkpoint:
                         read += sum(piece.numel() * piece.element_size() for piece in found.pieces)
                         _place(module, name, found.copied(_dtype(name, found.pieces[0], dtype, keep_fp32)))
                         del found  # the last view of the mapping, which ends with it
+                        env.advance()
         return read
 
 

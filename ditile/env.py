@@ -2,7 +2,7 @@
 
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
 DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
-                        any byte but NUL does
+                        a full stop does
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, gone when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`

@@ -23,6 +23,7 @@ import math
 import multiprocessing.spawn
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ from ditile.supervise import (
     HEARTBEAT,
     PLAIN,
     PROGRESS,
+    READING,
     STACK_SIGNAL,
     Failure,
     Limits,
@@ -51,6 +53,9 @@ from ditile.supervise import (
 )
 
 _PR_SET_PDEATHSIG = 1
+PATIENCE = datetime.timedelta(days=30)
+"""How long ranks wait for each other: as long as any of them makes progress, and one may load for hours. The parent
+ends a run in which none does, and has every stack."""
 
 
 def launch(
@@ -72,7 +77,7 @@ def launch(
         threads: torch threads of each rank; the cores are shared out by default.
         stall_timeout: seconds without progress of any rank after which the run is ended.
         progress: called here as `progress(rank, reports)` whenever a rank has reported progress, with how often it has
-            since it was called last: once a micro-step while a runner runs.
+            since it was called last: once a micro-step while a runner runs, once a tensor while a model is read.
         limits: the other time limits; its `stall` gives way to `stall_timeout`.
 
     Raises:
@@ -100,7 +105,7 @@ def launch(
     with unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
         try:
             for number in range(ranks):
-                serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {times.stall}, {prepare})"
+                serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from ditile.launch import serve; {serve}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
                 environ = functools.partial(env.for_rank, number, ranks, threads, directory)
@@ -110,7 +115,7 @@ def launch(
             end(started, times)
 
 
-def serve(number: int, world: int, threads: int, directory: str, stall: float, prepare: dict[str, Any]) -> None:
+def serve(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
     """The whole life of a rank; `launch` starts it, with the numbers of its three pipes as last words."""
     control, report, pulse = map(int, sys.argv[-3:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -127,10 +132,10 @@ def serve(number: int, world: int, threads: int, directory: str, stall: float, p
         try:
             env.hush_torchao()  # once said by the parent is enough; the script's imports come next
             multiprocessing.spawn.prepare(prepare)
-            _join(number, world, threads, directory, stall)
-            os.write(pulse, PROGRESS)
-            fn, args = pickle.loads(job)
+            _join(number, world, threads, directory)
+            fn, args = pickle.loads(job)  # which imports what it needs
             del job
+            os.write(pulse, PROGRESS)
             outcome = pickle.dumps(Returned(fn(*args)), pickle.HIGHEST_PROTOCOL)
         except BaseException as error:  # SystemExit too: whatever ends a rank must be reported
             outcome = pickle.dumps(_failure(error))
@@ -142,7 +147,7 @@ def serve(number: int, world: int, threads: int, directory: str, stall: float, p
         faulthandler.disable()
 
 
-def _join(number: int, world: int, threads: int, directory: str, stall: float) -> None:
+def _join(number: int, world: int, threads: int, directory: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -153,12 +158,11 @@ def _join(number: int, world: int, threads: int, directory: str, stall: float) -
         keep_to_own_cores(number, world, threads)
     torch.set_num_threads(threads)
     mesh.make_current(device)
-    limit = datetime.timedelta(seconds=stall + 60)  # the parent notices first, with every stack
     with env.connecting():
         store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
-        store.set_timeout(limit)
+        store.set_timeout(PATIENCE)
         backend = gpus.backend(store, number, world, device)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PATIENCE)
 
 
 def keep_to_own_cores(number: int, world: int, threads: int) -> None:
@@ -187,9 +191,17 @@ def _obey(control: int, dismissed: threading.Event) -> None:
 
 
 def _beat(pulse: int) -> NoReturn:
+    read = _read_from_disk()
     while True:
-        os.write(pulse, HEARTBEAT)
+        before, read = read, _read_from_disk()
+        os.write(pulse, READING if read > before else HEARTBEAT)
         time.sleep(1)
+
+
+def _read_from_disk() -> int:
+    """How often this process has so far: page faults that waited for a disk, a network's too, and blocks."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_majflt + used.ru_inblock
 
 
 def _failure(error: BaseException) -> Failure:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import DitileError, LoadError, ModelError
+from ditile.hub import fetching
 from ditile.plan import Plan, checked_plan
 
 if TYPE_CHECKING:
@@ -90,10 +92,11 @@ def load(
     wanted = dtype_of(source, dtype)
     rank = 0 if plan is None else _rank_of(plan)
     try:
-        own = {} if plan is None else _own(source, plan, rank, wanted, variant)
-        pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
-            source, dtype=wanted, use_safetensors=True, variant=variant, **own
-        )
+        with fetching(source) if isinstance(source, str) else nullcontext():
+            own = {} if plan is None else _own(source, plan, rank, wanted, variant)
+            pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
+                source, dtype=wanted, use_safetensors=True, variant=variant, **own
+            )
     except safetensors.SafetensorError as error:
         raise LoadError(f"model {name!r} has a corrupt safetensors file: {_line(error)}") from error
     except OSError as error:

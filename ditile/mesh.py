@@ -377,7 +377,8 @@ def join(place: env.Torchrun, timeout: float = STALL, device: torch.device | Non
     except RuntimeError as error:
         raise JoinError(
             f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "
-            "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them"
+            "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; where one "
+            f"needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
         ) from error
 
 

@@ -4,7 +4,8 @@ A rank is one process, in a session of its own, with three anonymous pipes:
 
     control   to the rank: its job, then one byte that lets it leave; its end (the parent died) ends it
     report    from the rank: one frame, what it returned or how it failed
-    pulse     from the rank: a NUL every second says that it lives, any other byte that it makes progress
+    pulse     from the rank: a NUL every second says that it lives, `READING` that it has read from a disk too, any
+              other byte that it makes progress
 
 The parent never waits on one pipe alone: a rank that is stopped in the middle of a frame holds up nobody.
 """
@@ -32,6 +33,8 @@ STACK_SIGNAL = signal.SIGUSR1
 """What makes a rank write the Python stacks of its threads into its stack file."""
 
 HEARTBEAT = b"\0"
+READING = b"\1"
+"""A heartbeat of a rank that has read from a disk: weights lie in mapped files until they are first used."""
 PROGRESS = b"."
 LEAVE = b"!"
 HEADER = 8
@@ -51,7 +54,7 @@ class Limits:
     """How long each thing may take, in seconds."""
 
     stall: float = 600.0
-    """no rank reports progress; at least `start` while one is starting"""
+    """no rank reports progress or reads from a disk; at least `start` while one is starting"""
     silence: float = 10.0
     """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
     start: float = 120.0
@@ -216,9 +219,11 @@ class Rank:
     def _feel(self, progress: Callable[[int, int], None] | None) -> bool:
         data = os.read(self._pulse, 1 << 16)
         self.heard = time.monotonic()
-        if reports := len(data) - data.count(HEARTBEAT):
+        if data.strip(HEARTBEAT):
+            self.moved = self.heard
+        if reports := len(data) - data.count(HEARTBEAT) - data.count(READING):
             reports -= not self.started  # the first says that it has started
-            self.moved, self.started = self.heard, True
+            self.started = True
             if progress and reports:
                 progress(self.number, reports)
         return bool(data)

@@ -27,14 +27,16 @@ from typing import Any
 
 import diffusers
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ditile
-from ditile import cost, env
+from ditile import cost, env, gloo
 from ditile.amounts import amount
 from ditile.bench.verdict import Check, Verdict
 from ditile.blocks.schedule import Schedule
 from ditile.generate import arguments, quiet
+from ditile.launch import PATIENCE
 from ditile.load import defaults, load
 from ditile.memory import AgeChecks
 from ditile.mesh import join_torchrun, pick_device
@@ -64,11 +66,10 @@ def verify(proof: Proof, plan: Plan) -> Verdict:
         LOG.setLevel(logging.ERROR)  # these few steps are not those that a user means to run
         if proof.threads is not None:
             torch.set_num_threads(proof.threads)
+        join_torchrun(proof.stall_timeout)
 
         def make(plan: Plan | None) -> Any:
             pipe: Any = load(proof.model, dtype=proof.dtype, plan=plan)
-            if plan is not None:
-                join_torchrun(proof.stall_timeout)
             pipe.set_progress_bar_config(disable=True)
             return pipe
 
@@ -97,7 +98,8 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
     """
     place = env.torchrun()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
-    plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
+    with _awaited():
+        plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
     exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
     checks = [_exact(runner, runner(**call(runner.pipe))[0], plain)]
@@ -269,6 +271,20 @@ def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
     del pipe
     _tidy()
     return latents
+
+
+@contextlib.contextmanager
+def _awaited() -> Iterator[None]:
+    """At its end ranks wait for the slowest, however long it takes: the first fetches and runs a whole model."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    everyone = gloo.new_group(range(dist.get_world_size()), PATIENCE, "gloo")
+    try:
+        yield
+    finally:  # of one that fails too, so that the others find out what it did
+        dist.barrier(everyone)
+        dist.destroy_process_group(everyone)
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:

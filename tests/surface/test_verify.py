@@ -17,7 +17,8 @@ from ditile import cli, cost
 from ditile.bench import verify
 from ditile.bench.verdict import Check, Verdict, as_table
 from ditile.bench.verify import prove
-from ditile.errors import StateError
+from ditile.errors import JoinError, StateError
+from ditile.launch import PATIENCE
 from ditile.options import Proof
 from ditile.plan import Plan
 from ditile.runner import Runner
@@ -133,6 +134,41 @@ def test_a_size_that_the_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixt
     assert cli.main(["verify", "--model", str(tmp_path), "--height", "66", "--width", "64"]) == 2
     said = capsys.readouterr().err
     assert "StableDiffusionPipeline refuses this call: `height` and `width`" in said and "Traceback" not in said
+
+
+def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that the others give up on it while it fetches, and blame the network."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(dist, "rendezvous", refused)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it loads first"))
+    with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
+        verify.verify(Proof(threads=1), Plan(pipefusion=2))
+
+
+def awaited(fails: bool) -> float:
+    """How long ranks wait for the first; it runs the model meanwhile, or does not come so far."""
+    limits: list[float] = []
+    barrier = dist.barrier
+
+    def noted(group: Any) -> None:
+        limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        barrier(group)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError), verify._awaited():
+        patch.setattr(dist, "barrier", noted)
+        if fails and dist.get_rank() == 0:
+            raise ZeroDivisionError
+    return limits[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_wait_for_the_first_as_long_as_it_takes(pool: Pool, fails: bool) -> None:
+    assert pool.run(awaited, 2, fails) == [PATIENCE.total_seconds()] * 2
 
 
 def test_one_rank_is_proven_too(pool: Pool) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ditile import agreement, env, gloo, gpus, runner, transport
 from ditile.cli import main
 from ditile.errors import PlanError, StateError
+from ditile.launch import PATIENCE
 from ditile.launch import _join as join_launched
 from ditile.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines, pick_device
 from ditile.plan import DEGREES, Plan
@@ -151,7 +152,7 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
         if starter == "torchrun":
             join(env.Torchrun(number, len(ranks), local_rank), 90)
         else:
-            join_launched(number, len(ranks), 1, str(tmp_path), 30)
+            join_launched(number, len(ranks), 1, str(tmp_path))
 
     monkeypatch.setattr(env, "connecting", nullcontext)  # the descriptors of a process are those of all its threads
     monkeypatch.setitem(join_launched.__globals__, "keep_to_own_cores", lambda *_: None)
@@ -167,7 +168,8 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
     monkeypatch.setattr(dist, "init_process_group", connected)
     with ThreadPoolExecutor(len(ranks)) as threads, caplog.at_level("WARNING", "ditile"):
         list(threads.map(rank, range(len(ranks)), timeout=20))
-    assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), 90))
+    limit = 90 if starter == "torchrun" else PATIENCE.total_seconds()  # `launch` ends those that stall
+    assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), limit))
     assert " ".join(current[number] for number in range(len(ranks))) == devices
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ([warning] if warning else [])
 
@@ -283,7 +285,8 @@ def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool
 @pytest.mark.parametrize(
     "words",
     [
-        ("generate", "a red circle", "--pipefusion", "2"), ("verify", "--pipefusion", "2"),
+        ("generate", "a red circle", "--pipefusion", "2"), ("generate", "a red circle", "--plan", "auto"),
+        ("verify", "--pipefusion", "2"),
         ("evaluate", "--plans", "pipefusion=2", "--caches", "none", "--num", "1"),
         ("bench", "--plans", "pipefusion=2", "--no-figures"),
     ],
