@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -191,11 +191,22 @@ def _named(text: str, wanted: Generate, run: Run, given: Plan) -> Plan:
     from ditile.answer import answer
 
     asked = {name: getattr(wanted, name) for name in ("model", "height", "width", "steps", "guidance", "num_images")}
-    place = env.torchrun()
-    found = answer(Ask(devices=None if place is None else place.world, **asked), all_devices=place is not None)
-    if writes():
+
+    def fastest(hosts: int) -> str:
+        place = env.torchrun()
+        ask = Ask(devices=None if place is None else place.world, hosts=hosts, **asked)
+        found = answer(ask, all_devices=place is not None)
         console(stderr=run.json == "-").print(found.choice(), soft_wrap=True)
-    return found.found.prices[0].plan
+        return str(found.found.prices[0].plan)
+
+    return Plan.parse(_decided(fastest, run))
+
+
+def _decided(decide: Callable[[int], Any], run: Run) -> Any:
+    """What is decided by what lies on a host, for a number of hosts: under torchrun by rank 0, for all."""
+    if env.torchrun() is None:
+        return decide(1)
+    return importlib.import_module("ditile.first").decided(decide, run.stall_timeout)
 
 
 def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:
@@ -207,15 +218,19 @@ def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache
     if plan != Plan() or cache.configs()["cache_config"] is not None:
         given = f"plan '{plan}'" if plan != Plan() else "cache"
         raise PlanError(f"a budget picks plan and cache, and a {given} is given too; leave one of them out")
-    found, place = stored(wanted.model, budget.evaluation), env.torchrun()
-    rows = [row for row in found["settings"] if place is None or row["world"] == place.world]
-    ranks = place.world if place is not None else budget.world or _devices()
-    row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks)
-    if writes():
+
+    def picked(hosts: int) -> tuple[str, str]:
+        found, place = stored(wanted.model, budget.evaluation), env.torchrun()
+        rows = [row for row in found["settings"] if place is None or row["world"] == place.world]
+        ranks = place.world if place is not None else budget.world or _devices()
+        row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks)
         where = found.get("measured", {}).get("machine", "another machine")
         console(stderr=run.json == "-").print(f"picked: {described(row)}, as evaluated on {where}", soft_wrap=True)
+        return row["plan"], row["cache"]
+
+    of_plan, of_cache = _decided(picked, run)
     others = {name: getattr(cache, name) for name in cache.given}
-    return Plan.parse(row["plan"]), Cache(**others | {"cache_line": row["cache"]})
+    return Plan.parse(of_plan), Cache(**others | {"cache_line": of_cache})
 
 
 def _devices() -> int:
@@ -272,6 +287,8 @@ def _on_rank(name: str, *args: Any) -> Any:
 
 def _dry_run(wanted: Generate, plan: Plan, cache: Cache) -> int:
     print(_planned("report", wanted, plan, cache))
+    if env.torchrun() is not None:
+        importlib.import_module("ditile.mesh").part()
     return 0
 
 

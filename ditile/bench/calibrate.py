@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ditile import env, files
 from ditile.bench import calibrate_calls as calls
 from ditile.errors import PlanError
+from ditile.first import by_host
 from ditile.gauge import Again, Gauge, disturbed
 from ditile.generate import quiet
 from ditile.launch import launch
@@ -31,7 +32,6 @@ from ditile.planner import calibrate as curves
 from ditile.planner import fit
 from ditile.planner.calibrate import Bench
 from ditile.planner.profile import Link, Profile
-from ditile.transport import gather_json
 
 ON_CURVES, ON_LINKS, IN_CALLS = (40, 50), (10, 30), (12, 50)
 """How often what others disturbed is measured again, and the tenths of a second that these are waited for, in all."""
@@ -103,14 +103,6 @@ def _alone(wanted: Calibrate, ranks: int) -> Profile:
 
 def _dtype(wanted: Calibrate) -> str:
     return wanted.dtype or ("bfloat16" if torch.cuda.device_count() else "float32")
-
-
-def by_host() -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, as torchrun counts them: one host after the other."""
-    place = env.torchrun()
-    assert place is not None
-    found = gather_json(place.rank - place.local_rank, dist.group.WORLD)
-    return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
 
 
 def _jobs(ranks: int, *, runs_ahead: bool) -> list[calls.Job]:

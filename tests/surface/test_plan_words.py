@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from ditile.cli import main
 from ditile.errors import PlanError
 from ditile.options import Ask
 from ditile.plan import Plan
-from ditile.planner.hardware import profile
+from ditile.planner.hardware import joined, profile
 from ditile.planner.profile import Curve, Profile
+from tests.pool import Pool
 
 PROMPT = ("generate", "a red circle", "--dry-run")
 
@@ -71,6 +74,66 @@ def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.
 
     found = answer(Ask(devices=3), all_devices=True).found
     assert found.prices and all(price.plan.world == 3 for price in found.prices)
+
+
+def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, str, str]:
+    """Exit code and what is said by one of torchrun's ranks: its host has a profile of its own, or none."""
+    rank, out, err = torch.distributed.get_rank(), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("DITILE_PROFILE", profiles[rank])
+        patch.setenv("LOCAL_RANK", str(local[rank]))
+        patch.setattr("ditile.mesh.part", lambda: None)  # the pool has yet to use the group
+        patch.setattr("ditile.first.part", lambda: None)
+        return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
+
+
+def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: Profile, tmp_path: Path) -> None:
+    """Two hosts, of which the second was not measured, and a link between them that is hardly one. A failure means
+    ranks that draw by different plans and wait for ever, or a plan for one host."""
+    plans = {}
+    for rate in ("400Gbit", "1Mbit"):
+        path = tmp_path / f"{rate}.json"
+        path.write_text(joined(measured, rate).to_json())
+        words = (str(path), str(tmp_path / "none.json")), (0, 0), "--plan", "auto"
+        (code, first, _), (other_code, second, _) = pool.run(on_a_host, 2, *words)
+        assert (code, other_code) == (0, 0)
+        said, _, report = first.partition("\n")
+        assert said.startswith("planned: ") and "planned: " not in second and report == second
+        plans[rate] = float(said.partition("predicted ")[2].split()[0])
+    assert plans["1Mbit"] > plans["400Gbit"]
+
+
+@pytest.mark.parametrize(
+    ("local", "said"),
+    [
+        ((0, 0), "ditile: hosts=2 are joined by a link; say which"),
+        ((0, 1, 0), "ditile: the hosts have 2, 1 ranks, and plans are found for as many on each"),
+    ],
+)
+def test_what_the_first_host_refuses_all_do(
+    pool: Pool, measured: Profile, tmp_path: Path, local: tuple[int, ...], said: str
+) -> None:
+    """A failure means one rank that ends and others that wait for it."""
+    path = str(tmp_path / "machine.json")
+    answers = pool.run(on_a_host, len(local), (path,) * len(local), local, "--plan", "auto")
+    assert {code for code, _, _ in answers} == {2} and len({err for _, _, err in answers}) == 1
+    assert answers[0][2].startswith(said) and answers[0][2].count("\n") == 1
+
+
+def on_a_host_with_a_folder(folders: list[str]) -> tuple[int, str, str]:
+    words = ("--model", "shapes-pixart", "--min-psnr", "30", "--evaluation", folders[torch.distributed.get_rank()])
+    return on_a_host(["none"] * 2, [0, 0], *words)
+
+
+def test_an_evaluation_is_that_of_the_first_host(pool: Pool, tmp_path: Path) -> None:
+    row = {"plan": "ulysses=2", "cache": "F=1 R=1", "world": 2, "psnr": 33.0, "seconds": 0.5, "latency_ratio": 0.5}
+    (tmp_path / FILE).write_text(json.dumps({"model": "shapes-pixart", "settings": [row]}))
+    folders = [str(tmp_path), str(tmp_path / "none")]
+    (code, first, _), (other_code, second, _) = pool.run(on_a_host_with_a_folder, 2, folders)
+    said, _, report = first.partition("\n")
+    assert (code, other_code) == (0, 0) and said.startswith("picked: ulysses=2, cache F=1 R=1") and report == second
+    for code, _, err in pool.run(on_a_host_with_a_folder, 2, folders[::-1]):
+        assert code == 2 and "cannot be read" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
