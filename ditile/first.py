@@ -41,7 +41,7 @@ def decided(decide: Callable[[int], Any], timeout: float) -> Any:
     if "refused" in answer:
         part()
         kind, message = answer["refused"]
-        raise getattr(errors, kind)(message)
+        raise getattr(errors, kind, DitileError)(message)
     return answer["decided"]
 
 
