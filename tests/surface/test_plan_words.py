@@ -106,7 +106,7 @@ def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: P
 @pytest.mark.parametrize(
     ("local", "said"),
     [
-        ((0, 0), "ditile: hosts=2 are joined by a link; say which"),
+        ((0, 0), "ditile: hosts=2 are joined by a link; measure it"),
         ((0, 1, 0), "ditile: the hosts have 2, 1 ranks, and plans are found for as many on each"),
     ],
 )
