@@ -48,8 +48,8 @@ def machine(ask: Ask) -> Profile:
     found = Profile.read(path) if ask.profile is not None or path.exists() else None
     if ask.hosts > 1 and ask.interlink is None and (found is None or found.interlink is None):
         raise PlanError(
-            f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of them, "
-            "or have `ditile plan` told which, such as --interlink 10Gbit"
+            f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "
+            "them, or tell `ditile plan` which, such as --interlink 10Gbit"
         )
     if found is None:
         raise PlanError(
