@@ -367,7 +367,7 @@ def test_one_plan_is_priced() -> None:
         (["--hardware", "l40-pcie", "--cache", "F=1 R=0.1"], "decides by what it measures; say which share"),
         (["--hardware", "l40-pcie", "--memory", "many"], "memory='many' is no amount; write 48GB or 40GiB"),
         (["--hardware", "l40-pcie", "--devices", "0"], "devices=0 is not a whole number of at least 1"),
-        (["--hosts", "2"], "hosts=2 are joined by a link; say which, such as --interlink 10Gbit"),
+        (["--hosts", "2"], "hosts=2 are joined by a link; measure it with `ditile calibrate`"),
         (["--hardware", "l40-pcie", "--price", "pipefusion=99"], "pipefusion=99 exceeds the 12 blocks of"),
         (["--hardware", "l40-pcie", "--model", "flux.1-def"], "published models that can be planned for: flux.1-dev"),
     ],
