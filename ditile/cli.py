@@ -206,7 +206,7 @@ def _decided(decide: Callable[[int], Any], run: Run) -> Any:
     """What is decided by what lies on a host, for a number of hosts: under torchrun by rank 0, for all."""
     if env.torchrun() is None:
         return decide(1)
-    return importlib.import_module("ditile.first").decided(decide, run.stall_timeout)
+    return importlib.import_module("ditile.first_rank").decided(decide, run.stall_timeout)
 
 
 def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ditile import env, files
 from ditile.bench import calibrate_calls as calls
 from ditile.errors import PlanError
-from ditile.first import by_host
+from ditile.first_rank import by_host
 from ditile.gauge import Again, Gauge, disturbed
 from ditile.generate import quiet
 from ditile.launch import launch

@@ -83,7 +83,7 @@ def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, 
         patch.setenv("DITILE_PROFILE", profiles[rank])
         patch.setenv("LOCAL_RANK", str(local[rank]))
         patch.setattr("ditile.mesh.part", lambda: None)  # the pool has yet to use the group
-        patch.setattr("ditile.first.part", lambda: None)
+        patch.setattr("ditile.first_rank.part", lambda: None)
         return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
 
 
