@@ -87,6 +87,8 @@ class Loop:
     def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
         """Overrides the scheduler of a pipeline until the stack is closed."""
         self._pipe, self._hooks = pipe, hooks
+        self._call = inspect.signature(self._scheduler.step)
+        self._roles = roles(self._call)
         mine: dict[str, Callable[..., Any]] = {
             "set_timesteps": self._set_timesteps,
             "step": self._step,
@@ -273,9 +275,9 @@ class Loop:
         return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
     def _step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+        call = dict(self._call.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
-        model_output, timestep, sample = (call.pop(name) for name in roles(stock))
+        model_output, timestep, sample = (call.pop(name) for name in self._roles)
         now = self.current()
         self._batch.check(model_output, sample)
         self._adopt(sample)
@@ -385,5 +387,7 @@ class Loop:
     def _patch_schedulers(self) -> PatchSchedulers:
         if self._copies is None:
             patches = self._plan.num_patches if self._steps_patches else 1
-            self._copies = PatchSchedulers(self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps))
+            self._copies = PatchSchedulers(
+                self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps), self._roles
+            )  # fmt: skip
         return self._copies

@@ -30,14 +30,18 @@ class PatchSchedulers:
         timesteps: the plain timesteps.
         patches: M, or 1 where no patch is stepped.
         steps: how many steps will be made.
+        names: what its `step` calls the prediction, the timestep and the latents.
     """
 
-    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
+    def __init__(
+        self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int, names: Sequence[str]
+    ) -> None:  # fmt: skip
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
         self._copies = [_clone(scheduler, kept) for _ in range(patches)]
         self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
         self._stochastic: bool | None = None
+        self._names = names
         self._saved: list[Tensor] = []
         self._shadowed: Any = None
 
@@ -70,7 +74,7 @@ class PatchSchedulers:
             saved = rng.states(generators)
             corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
-            self._shadowed = _stepped(scheduler, prediction[corner], timestep, sample[corner], call)
+            self._shadowed = self._stepped(scheduler, prediction[corner], timestep, sample[corner], call)
             rng.restore(generators, saved)
         return self._shadowed
 
@@ -95,11 +99,11 @@ class PatchSchedulers:
         if self._stochastic is None:
             probe = copy.deepcopy(self._copies[patch])
             for _ in range(self._probes):
-                _stepped(probe, part[0], timestep, part[1], call)
+                self._stepped(probe, part[0], timestep, part[1], call)
             self._stochastic = rng.moved(generators, before)
             rng.restore(generators, before)
         if not self._stochastic:
-            result = _stepped(self._copies[patch], part[0], timestep, part[1], call)
+            result = self._stepped(self._copies[patch], part[0], timestep, part[1], call)
             if rng.moved(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
@@ -109,18 +113,18 @@ class PatchSchedulers:
         if patch == 0:
             self._saved = before
         rng.restore(generators, self._saved)
-        result = _stepped(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
+        result = self._stepped(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
         return _narrow(first(result), span), result
 
+    def _stepped(
+        self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]
+    ) -> Any:
+        return scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **call)
 
-def _stepped(scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]) -> Any:
-    given = zip(roles(scheduler.step), (prediction, timestep, sample), strict=True)
-    return scheduler.step(**dict(given), **call)
 
-
-def roles(step: Callable[..., Any]) -> Sequence[str]:
+def roles(step: inspect.Signature) -> Sequence[str]:
     """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
-    names = list(inspect.signature(step).parameters)
+    names = list(step.parameters)
     return ROLES if set(ROLES) <= set(names) else names[:3]
 
 
