@@ -160,7 +160,7 @@ def test_the_command_writes_what_plan_reads(
     answer = _planned(out, capsys)
     assert answer["hardware"] == "here" and answer["plans"][0]["latency_s"] > 0
     assert main(["plan", "--profile", str(out), "--hosts", "2", "--devices", "2"]) == 2
-    assert "or measure it with `ditile calibrate` under torchrun" in capsys.readouterr().err
+    assert "measure it with `ditile calibrate` under torchrun" in capsys.readouterr().err
 
 
 def _of_hosts(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
