@@ -289,14 +289,12 @@ def _flag(argument: str) -> str:
 
 def _check_size(pipe: Any, call: dict[str, Any]) -> None:
     """Where there is a `ModelSpec`, which knows a token's side; other pipelines check themselves: see `refusals`."""
-    from ditile.models import specs
+    from ditile.models import known_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
-    known = specs()
-    for cls in type(transformer).__mro__:
-        if cls in known:
-            check_size(call, pipe.vae_scale_factor * known[cls].latent_per_token(transformer.config))
-            return
+    spec = known_spec(transformer)
+    if spec is not None:
+        check_size(call, pipe.vae_scale_factor * spec.latent_per_token(transformer.config))
 
 
 def _check_strength(call: dict[str, Any], known: Any) -> None:

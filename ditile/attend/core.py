@@ -76,7 +76,7 @@ class AttentionCore:
             return made
 
         query, key, value = self._exchange.to_heads([real(make) for make in makes], tokens)
-        known = None if mask is None else self._masked(mask, query.shape[0], tokens, heads)
+        known = None if mask is None else self._masks.gather(mask, query.shape[0], tokens, heads)
         has_heads = query.shape[2] > 0  # there may be more ranks than heads
         out = self._keys.attend(query, key, value, tokens, Extra(known, scale)) if has_heads else query
         out = self._exchange.to_tokens(out, tokens, heads)
@@ -88,9 +88,6 @@ class AttentionCore:
     def _made(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None) -> Tensor:
         tokens = self._current().tokens(joint=self._joint)
         return self.over(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
-
-    def _masked(self, mask: Tensor, batch: int, tokens: Tokens, heads: int) -> KeyMask:
-        return self._masks.gather(mask, batch, tokens, heads)
 
 
 class NoExchange:

@@ -160,7 +160,7 @@ class SharedBatch:
         every = Rows.whole(batch.shape[0], self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
-        before = self._num_branches.setdefault(branch, every.num_branches)
+        before = self._num_branches.get(branch, every.num_branches)
         if every.num_branches != before and now.is_stale(step):
             raise StateError(
                 f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "

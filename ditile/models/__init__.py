@@ -74,15 +74,20 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     _SPECS[transformer] = spec
 
 
+def known_spec(transformer: object) -> ModelSpec | None:
+    """The table of a transformer, by its class or the nearest of its bases; None if there is none."""
+    return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
+
+
 def spec_of(transformer: nn.Module) -> ModelSpec:
     """The table of a transformer, by its class or the nearest of its bases.
 
     Raises:
         ModelError: if there is none.
     """
-    for cls in type(transformer).__mro__:
-        if cls in _SPECS:
-            return _SPECS[cls]
+    found = known_spec(transformer)
+    if found is not None:
+        return found
     name = type(transformer).__name__
     inside = [type(module).__name__ for module in transformer.modules() if type(module) in _SPECS]
     if inside:
@@ -156,7 +161,7 @@ def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
             f"cfg={plan.cfg}: {type(pipe).__name__} tells branches of guidance apart inside attention; use data instead"
         )
     if plan.divides_the_batch_alone:
-        return next((_SPECS[cls] for cls in type(model).__mro__ if cls in _SPECS), UNKNOWN)
+        return known_spec(model) or UNKNOWN
     if "pag_scale" in _call_parameters(pipe) and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{type(pipe).__name__} puts an attention of its own into the transformer while it runs, which would see "
@@ -188,7 +193,7 @@ def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None
         if not isinstance(transformer, nn.Module):
             continue
         transformer = uncompiled(transformer)
-        known = any(cls in _SPECS for cls in type(transformer).__mro__)
+        known = known_spec(transformer) is not None
         table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
         if table is not None:
             found[name] = table
