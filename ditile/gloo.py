@@ -14,13 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditile.transport import meet
+
 NAME = "gloo_on_one_loop"
 
 
 def new_group(ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None) -> dist.ProcessGroup:
     """A group of some ranks; all ranks must call it.
 
-    Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own.
+    Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own. Gloo's ranks have all
+    connected when it returns: one that gave the group back at once would else close it on those that still connect.
 
     Args:
         ranks: in order.
@@ -31,6 +34,8 @@ def new_group(ranks: Sequence[int], timeout: datetime.timedelta | None, backend:
     if _is_gloo(backend) and (devices := _devices()):
         own = {"backend": _registered(), "pg_options": _options(devices, timeout)}
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **own)
+    if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
+        meet(group, torch.device("cpu"))
     return group
 
 

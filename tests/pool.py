@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -88,6 +90,7 @@ class Pool:
         self._started = self._cases = 0
 
     def __enter__(self) -> Pool:
+        self._port, self._store = _serve()
         self._directory = tempfile.TemporaryDirectory(prefix="ditile-pool-")
         return self
 
@@ -105,17 +108,15 @@ class Pool:
             raise ValueError(f"ranks={ranks}: the pool has 1 to {MOST}")
         workers, done = self._ready(ranks), False
         self._cases += 1
-        store = Path(self._directory.name, f"store-{self._cases}")
         call = pickle.dumps((fn, args))
         try:
             for rank, worker in enumerate(workers):
-                worker.jobs.send_bytes(pickle.dumps(Case(rank, ranks, str(store), timeout, call)))
+                worker.jobs.send_bytes(pickle.dumps(Case(self._cases, rank, ranks, self._port, timeout, call)))
             answers = self._gather(workers, time.monotonic() + timeout)
             failed = {rank: answer.traceback for rank, answer in sorted(answers.items()) if not answer.ok}
             hung = {rank: workers[rank].stack() for rank in range(ranks) if rank not in answers}
             done = not failed and not hung
         finally:  # a test that was interrupted leaves no half-run case to the next one
-            store.unlink(missing_ok=True)
             if not done:
                 self._replace(ranks)
         if not done:
@@ -153,9 +154,10 @@ class Pool:
 class Case(NamedTuple):
     """What a worker is sent."""
 
+    number: int
     rank: int
     world: int
-    store: str
+    port: int
     timeout: float
     call: bytes
 
@@ -166,6 +168,27 @@ class Answer(NamedTuple):
     ok: bool
     value: bytes = b""
     traceback: str = ""
+
+
+def _serve() -> tuple[int, Any]:
+    """The store by which the ranks of all cases find each other, on the loopback interface alone: its port, and it.
+
+    A file costs 10 ms more for each group: those who wait for it look that often.
+    """
+    import torch.distributed as dist
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    return port, store
+
+
+@functools.cache
+def _join(port: int) -> Any:
+    """A worker's connection to it, made once: that costs more than a case."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _answer(end: Any, worker: Worker) -> Answer:
@@ -206,7 +229,7 @@ def _run(case: Case) -> Answer:
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(case.store, case.world),  # type: ignore[attr-defined]
+            store=dist.PrefixStore(str(case.number), _join(case.port)),
             rank=case.rank,
             world_size=case.world,
             timeout=datetime.timedelta(seconds=case.timeout + 60),  # the pool notices first
