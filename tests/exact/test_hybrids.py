@@ -164,26 +164,26 @@ def drawn(pipe: Any, job: Job) -> list[Tensor]:
 
 
 class Drawn:
-    """What every rank gets of every job; the jobs of one world share a process group."""
+    """What every rank gets of every job, each drawn once; those of a hybrid and one world share a process group."""
 
-    def __init__(self, pool: Pool, loras: dict[str, Path], rows: list[Hybrid]) -> None:
+    def __init__(self, pool: Pool, loras: dict[str, Path]) -> None:
         self._pool, self._loras = pool, loras
-        self._jobs = dict.fromkeys(job for row in rows for job in Jobs.of(row))
         self._found: dict[Job, list[list[Tensor]]] = {}
 
-    def __getitem__(self, wanted: Job) -> list[list[Tensor]]:
-        if wanted not in self._found:
-            jobs = [job for job in self._jobs if job.world == wanted.world]
-            answers = self._pool.run(draw, wanted.world, jobs, self._loras, timeout=600.0)
-            self._found |= {job: list(of_ranks) for job, of_ranks in zip(jobs, zip(*answers, strict=True), strict=True)}
-        return self._found[wanted]
+    def of(self, jobs: Jobs) -> Iterator[list[list[Tensor]]]:
+        """By rank, of each job."""
+        missing = [job for job in dict.fromkeys(jobs) if job not in self._found]
+        for world in {job.world for job in missing}:
+            here = [job for job in missing if job.world == world]
+            answers = self._pool.run(draw, world, here, self._loras, timeout=600.0)
+            self._found |= {job: list(of_ranks) for job, of_ranks in zip(here, zip(*answers, strict=True), strict=True)}
+        return (self._found[job] for job in jobs)
 
 
 @pytest.fixture(scope="module")
-def drawn_by(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+def drawn_by(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     names = {row.name for row in HYBRIDS if row.also == "lora"}
-    loras = {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in names}
-    yield Drawn(pool, loras, HYBRIDS)
+    return Drawn(pool, {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in names})
 
 
 def close(of_ranks: list[list[Tensor]], wanted: list[Tensor], what: Any) -> None:
@@ -211,17 +211,17 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
     axis: the axis. The stale picture is far from the plain one, so that keys of the wrong step are seen.
     """
     jobs = Jobs.of(row)
-    wanted = drawn_by[jobs.alone][0]
-    close(drawn_by[jobs.hybrid], wanted, row)
+    hybrid, stale, _, plain = drawn_by.of(jobs)
+    close(hybrid, stale[0], row)
     if jobs.is_stale:
-        assert distance(wanted[0], drawn_by[jobs.plain][0][0]) > 100 * TOLERANCE
+        assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).world <= 4], ids=names)
 def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""
-    jobs = Jobs.of(row)
-    close(drawn_by[jobs.warm], drawn_by[jobs.plain][0], row)
+    _, _, warm, plain = drawn_by.of(Jobs.of(row))
+    close(warm, plain[0], row)
 
 
 def test_the_table_is_a_matrix() -> None:

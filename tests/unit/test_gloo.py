@@ -1,8 +1,10 @@
-"""Groups of gloo that share one event loop."""
+"""Groups of gloo: on one event loop, and there when all of their ranks have connected."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +52,25 @@ def without_devices() -> list[object]:
 def test_a_group_whose_device_is_not_told_has_one_of_its_own(pool: Pool) -> None:
     """As under TORCH_DISTRIBUTED_DEBUG=DETAIL. A failure means a run that ends in an AttributeError."""
     assert pool.run(without_devices, 2) == [["gloo", 2.0]] * 2
+
+
+def connects(late: float) -> tuple[float, float]:
+    """When this rank has connected to the other, rank 1 later than rank 0, and when it has the group."""
+    made, connected = dist.new_group, []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        group = made(*args, **kwargs)
+        time.sleep(late * dist.get_rank())
+        connected.append(time.monotonic())
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", slow)
+        gloo.new_group([0, 1], None, "gloo")
+    return connected[0], time.monotonic()
+
+
+def test_no_rank_has_a_group_before_all_have_connected(pool: Pool) -> None:
+    """A failure means that one which gives it back at once can close it on others: "Connection closed by peer"."""
+    (_, first), (last, _) = pool.run(connects, 2, 0.3)
+    assert first >= last, "seconds of one clock"

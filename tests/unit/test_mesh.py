@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -326,28 +325,6 @@ def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
     """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
     for everyone, *others in pool.run(timeouts, 4):
         assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
-
-
-def connects(late: float) -> tuple[float, float]:
-    """When this rank has connected to the other, rank 1 later than rank 0, and when it has the group."""
-    made, connected = dist.new_group, []
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        group = made(*args, **kwargs)
-        time.sleep(late * dist.get_rank())
-        connected.append(time.monotonic())
-        return group
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", slow)
-        gloo.new_group([0, 1], None, "gloo")
-    return connected[0], time.monotonic()
-
-
-def test_no_rank_has_a_group_before_all_have_connected(pool: Pool) -> None:
-    """A failure means that one which gives it back at once can close it on others: "Connection closed by peer"."""
-    (_, first), (last, _) = pool.run(connects, 2, 0.3)
-    assert first >= last, "seconds of one clock"
 
 
 def test_axes_are_the_degrees() -> None:
