@@ -56,7 +56,9 @@ def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _joined() -> Link:
-    return calibrate.link(Bench(torch.device("cpu"), torch.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        _shrink(patch)
+        return calibrate.link(Bench(torch.device("cpu"), torch.float32))
 
 
 def test_links_are_of_these_ranks(pool: Pool) -> None:
@@ -124,7 +126,7 @@ def test_messages_have_their_bytes_in_any_type(pool: Pool, dtype: str) -> None:
 
 
 def _shrink(patch: pytest.MonkeyPatch) -> None:
-    """All that is measured, in a second."""
+    """All that is measured, in a second, also beside others."""
     small = {"ROWS": (1, 64), "WIDTHS": (128,), "LENGTHS": (16, 64), "SIZES": (2**12, 2**14), "REPEATS": 2,
              "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16)}  # fmt: skip
     for name, value in small.items():
@@ -132,6 +134,8 @@ def _shrink(patch: pytest.MonkeyPatch) -> None:
     made = (("shapes-pixart", 64), ("shapes-flux", 64))
     for name, value in {"CALLS": made, "STEPS": 2, "ROUNDS": 1}.items():
         patch.setattr(calls, name, value)
+    for name in ("ON_CURVES", "IN_CALLS", "ON_LINKS"):
+        patch.setattr(command, name, (1, 1))
 
 
 def _planned(profile: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
