@@ -81,8 +81,8 @@ def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> li
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
     if task.todo and (task.load or 0.0) > processor.cores() / 2:
         remarks.append(
-            f"others kept this machine busy (load {task.load:.1f} on {processor.cores()} cores): two ranks get more "
-            "of it than one, and rounds differ; measure again when it is quiet"
+            f"this machine was busy before (load {task.load:.1f} on {processor.cores()} cores): if others did that and "
+            "went on, two ranks got more of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
 
