@@ -7,8 +7,9 @@ After either, what was remembered as constant is made anew: it may have changed 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class StepEnd:
             with stock(total=total) as self._bar:
                 yield _SilentBar()
 
-        def each(iterable: Collection[Any]) -> Iterator[Any]:
-            with shown(len(iterable)):
+        def each(iterable: Iterable[Any]) -> Iterator[Any]:
+            with shown(length_hint(iterable)):  # 0 of a generator, whose bar tells steps alone
                 yield from iterable
 
         def progress_bar(iterable: Any = None, total: int | None = None) -> Any:

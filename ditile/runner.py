@@ -68,6 +68,8 @@ class Runner:
         self._last: Shape | None = None  # the call itself may hold images and embeddings
         self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
+        parameters = self._signature.parameters.values()
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
 
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
@@ -96,7 +98,7 @@ class Runner:
         if output not in ("all", "first"):
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
-        call |= call.pop("kwargs", {})
+        call |= call.pop(self._rest, {})
         self._assert_alike(call, self._refuse(call))
         self._check_call(call)
         self._running = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,14 +72,27 @@ def sd3_inpaint() -> Made:
     return painted(pipe, max_sequence_length=12, guidance_scale=3.0, **SIZE)
 
 
-def bar_that_is_iterated() -> Made:
+class Counted(DiTPipeline):
+    """Its bar is given an iterator, whose length nobody knows."""
+
+    def __call__(self, **call: Any) -> Any:
+        stock = self.progress_bar
+        with mock.patch.object(self, "progress_bar", lambda iterable: stock(t for t in iterable)):
+            return super().__call__(**call)
+
+
+def bar_that_is_iterated(kind: type[DiTPipeline] = DiTPipeline) -> Made:
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
         patch_size=2, num_embeds_ada_norm=1000,
     )  # fmt: skip
-    pipe = DiTPipeline(tiny.randomise(transformer, gain=1.0), tiny.vae(), DDIMScheduler(beta_end=0.004))
+    pipe = kind(tiny.randomise(transformer, gain=1.0), tiny.vae(), DDIMScheduler(beta_end=0.004))
     return pipe, {"class_labels": [1, 2], "guidance_scale": 1.0, "output_type": "np"}
+
+
+def bar_of_unknown_length() -> Made:
+    return bar_that_is_iterated(Counted)
 
 
 def results_unpacked() -> Made:
@@ -123,6 +137,7 @@ LOOPS: dict[Callable[[], Made], list[dict[str, Any]]] = {
     flux_inpaint: [{}, {"data": 2}],
     sd3_inpaint: [{}, {"data": 2}, {"cfg": 2}],
     bar_that_is_iterated: [{}, {"data": 2}],
+    bar_of_unknown_length: [{}, {"data": 2}],
     results_unpacked: [{}, {"data": 2}],
     arguments_between: [{}, {"data": 2}, {"cfg": 2}],
     left_early: [{}, {"data": 2}, {"cfg": 2}],
