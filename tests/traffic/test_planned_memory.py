@@ -61,6 +61,6 @@ def test_memory_is_what_was_foretold(pool: Pool, family: str, plan: str) -> None
     if family == "flux" and "cfg" in plan:
         pytest.skip("embedded guidance has no branches to share out")
     ranks = Plan.parse(plan).world
-    found = pool.run(measured, ranks, family, plan, 512)
+    found = pool.run(measured, ranks, family, plan, 384)
     most, foretold = (max(numbers) for numbers in zip(*found, strict=True))
     assert abs(foretold / most - 1) <= 0.1, f"{family}, {plan}: {most / 1e6:.1f} MB, foretold {foretold / 1e6:.1f} MB"
