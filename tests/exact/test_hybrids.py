@@ -164,13 +164,13 @@ def drawn(pipe: Any, job: Job) -> list[Tensor]:
 
 
 class Drawn:
-    """What every rank gets of every job, each drawn once; those of a hybrid and one world share a process group."""
+    """What every rank gets of a job, drawn when it is first asked for; of those together, one world's share a group."""
 
     def __init__(self, pool: Pool, loras: dict[str, Path]) -> None:
         self._pool, self._loras = pool, loras
         self._found: dict[Job, list[list[Tensor]]] = {}
 
-    def of(self, jobs: Jobs) -> Iterator[list[list[Tensor]]]:
+    def of(self, *jobs: Job) -> Iterator[list[list[Tensor]]]:
         """By rank, of each job."""
         missing = [job for job in dict.fromkeys(jobs) if job not in self._found]
         for world in {job.world for job in missing}:
@@ -211,7 +211,7 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
     axis: the axis. The stale picture is far from the plain one, so that keys of the wrong step are seen.
     """
     jobs = Jobs.of(row)
-    hybrid, stale, _, plain = drawn_by.of(jobs)
+    hybrid, stale, plain = drawn_by.of(jobs.hybrid, jobs.alone, jobs.plain)
     close(hybrid, stale[0], row)
     if jobs.is_stale:
         assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
@@ -220,7 +220,8 @@ def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
 @pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).world <= 4], ids=names)
 def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""
-    _, _, warm, plain = drawn_by.of(Jobs.of(row))
+    jobs = Jobs.of(row)
+    warm, plain = drawn_by.of(jobs.warm, jobs.plain)
     close(warm, plain[0], row)
 
 
