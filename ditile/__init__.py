@@ -17,6 +17,7 @@ from ditile.load import load
 from ditile.plan import Plan
 
 if TYPE_CHECKING:
+    from ditile.answer import plan_for
     from ditile.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.compile_configs import set_compile_configs
     from ditile.lora import load_lora
@@ -73,6 +74,7 @@ __all__ = [
     "load_configs",
     "load_lora",
     "parallelize",
+    "plan_for",
     "quantize",
     "refresh_context",
     "register",
@@ -103,6 +105,7 @@ _LAZY = {
     "load_configs": "ditile.steps.config_file",
     "load_lora": "ditile.lora",
     "parallelize": "ditile.runner",
+    "plan_for": "ditile.answer",
     "quantize": "ditile.quantization",
     "refresh_context": "ditile.caching",
     "register": "ditile.models",

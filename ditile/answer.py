@@ -165,14 +165,25 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
     return Answer(ask.model, profile.name, devices, found, subject.uncounted)
 
 
-def best(model: str, *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any) -> Plan:
-    """The first plan of the answer, or with `min_psnr` that of an evaluation without caches; see `Plan.auto`.
+def plan_for(
+    model: str = "shapes-pixart", *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any
+) -> Plan:
+    """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
 
-    It is said on standard error, by the first rank alone.
+    The first rank says it in one line on standard error.
+
+    Args:
+        model: a published model, a bundled one, a folder or a hub id.
+        min_psnr: in dB: instead, the fastest plan without a cache that was evaluated (`ditile evaluate`) with at least
+            that; `devices` and `max_latency` are its upper bounds.
+        evaluation: the folder of that evaluation; the one that comes with the model by default.
+        asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others of
+            `ditile plan`.
 
     Raises:
-        PlanError: if a word of the question is not known; and those of `answer` and `choose`.
-        LoadError: if there is no such evaluation.
+        PlanError: if the machine was not measured and none is named, no plan fits it or the quality, or a word of the
+            question is not known.
+        ModelError, LoadError: if the model cannot be planned for, or was not evaluated.
     """
     if min_psnr is not None:
         if others := sorted(set(asked) - {"devices", "max_latency"}):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib
 import json
 import os
 import secrets
@@ -28,7 +27,7 @@ from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.flags import add_arguments, collect, names, normalise
 from ditile.launch import launch
 from ditile.load import bundled, defaults, find
-from ditile.measuring import bench, calibrate, evaluate, plan
+from ditile.measuring import bench, calibrate, evaluate, leave_torchrun, plan
 from ditile.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
 from ditile.plan import AUTO, Plan
 
@@ -206,7 +205,9 @@ def _decided(decide: Callable[[int], Any], run: Run) -> Any:
     """What is decided by what lies on a host, for a number of hosts: under torchrun by rank 0, for all."""
     if env.torchrun() is None:
         return decide(1)
-    return importlib.import_module("ditile.first_rank").decided(decide, run.stall_timeout)
+    from ditile.first_rank import decided
+
+    return decided(decide, run.stall_timeout)
 
 
 def _within(budget: Budget, wanted: Generate, run: Run, plan: Plan, cache: Cache) -> tuple[Plan, Cache]:
@@ -274,21 +275,24 @@ def _on_ranks(name: str, plan: Plan, run: Run | Proof, args: tuple[Any, ...]) ->
         call = (name, *args)
         return launch(_on_rank, plan.world, call, threads=run.threads, stall_timeout=run.stall_timeout)[0]
     result = _on_rank(name, *args)
-    if env.torchrun() is not None:
-        importlib.import_module("ditile.mesh").part()
+    leave_torchrun()
     return result
 
 
 def _on_rank(name: str, *args: Any) -> Any:
     """The same on a rank, which alone imports what draws."""
-    module = importlib.import_module("ditile.bench.verify" if name == "verify" else "ditile.generate")
-    return getattr(module, name)(*args)
+    if name == "verify":
+        from ditile.bench.verify import verify
+
+        return verify(*args)
+    from ditile import generate
+
+    return getattr(generate, name)(*args)
 
 
 def _dry_run(wanted: Generate, plan: Plan, cache: Cache) -> int:
     print(_planned("report", wanted, plan, cache))
-    if env.torchrun() is not None:
-        importlib.import_module("ditile.mesh").part()
+    leave_torchrun()
     return 0
 
 
@@ -297,7 +301,8 @@ def _planned(name: str, wanted: Generate, plan: Plan, cache: Cache) -> Any:
     from ditile.generate import quiet
 
     quiet()
-    dry_run = importlib.import_module("ditile.dry_run")
+    from ditile import dry_run
+
     if wanted.prompts_file is not None:
         wanted = dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
     return getattr(dry_run, name)(wanted, plan, cache.configs())

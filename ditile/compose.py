@@ -32,7 +32,7 @@ from ditile.layout import Split
 from ditile.memory import AgeChecks
 from ditile.mesh import Mesh
 from ditile.opaque import uncompiled
-from ditile.plan import Plan
+from ditile.plan import Facts, Plan
 from ditile.projections import project_at_once
 from ditile.quantized import quantized
 from ditile.seams import Exchange, Kernel, Keys, WholeStreams
@@ -231,8 +231,8 @@ def stages_of(seats: Seats, plan: Plan) -> list[range]:
     """
     name = type(seats.transformer).__name__
     if seats.chain:
-        plan.check_blocks(name, len(seats.chain))
-        plan.check_heads(name, int(seats.transformer.config["num_attention_heads"]))  # type: ignore[index]
+        plan.check(Facts(model=name, blocks=len(seats.chain)))
+        plan.check(Facts(model=name, heads=int(seats.transformer.config["num_attention_heads"])))  # type: ignore[index]
         return divide(seats, plan)
     return [range(0)] * plan.pipefusion
 
@@ -354,7 +354,7 @@ def _compose_planned(
     tables = list(planned.values())
     seats = PlannedSeats(transformers, tables, splits, redirect.seat)
     for heads in seats.heads:
-        plan.check_heads(kind, heads)
+        plan.check(Facts(model=kind, heads=heads))
     kernel = kernel_of(attention, model, device, plan)
     encoders = Encoders(pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after)
     parallel_vae = vae_of(pipe, plan, mesh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
 from ditile import env
@@ -22,9 +21,10 @@ def bench(arguments: argparse.Namespace) -> int:
         compared.check_out()
     if not work.is_random:
         find(work.model)
-    measured = importlib.import_module("ditile.bench.command").bench(compared, work)
-    if env.torchrun() is not None:
-        importlib.import_module("ditile.mesh").part()
+    from ditile.bench import command
+
+    measured = command.bench(compared, work)
+    leave_torchrun()
     if measured is not None:
         from ditile.bench.tables import table
 
@@ -79,8 +79,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from ditile.bench import calibrate
 
     path = calibrate.calibrate(wanted)
-    if env.torchrun() is not None:
-        importlib.import_module("ditile.mesh").part()
+    leave_torchrun()
     if path is not None:
         print(path)
         from ditile.gauge import BUSY
@@ -90,3 +89,11 @@ def calibrate(arguments: argparse.Namespace) -> int:
             print(f"note: others slowed the cores in {share:.0%} of what was timed; do it again when they are gone",
                   file=sys.stderr)  # fmt: skip
     return 0
+
+
+def leave_torchrun() -> None:
+    """Under torchrun the ranks leave their group together."""
+    if env.torchrun() is not None:
+        from ditile.mesh import part
+
+        part()

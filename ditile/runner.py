@@ -24,11 +24,10 @@ from ditile.callbacks import StepEnd
 from ditile.compose import MODELS, Composition, check_pipeline, compose, move
 from ditile.cost import Job
 from ditile.errors import ModelError, StateError
-from ditile.legal import Facts
 from ditile.memory import AgeChecks
 from ditile.mesh import Communicators, build, local_rank, pick_device
 from ditile.opaque import uncompiled
-from ditile.plan import Plan, checked_plan
+from ditile.plan import Facts, Plan, checked_plan
 from ditile.quantized import quantized
 from ditile.report import Report
 from ditile.shape import Shape, filled_call

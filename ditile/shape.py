@@ -13,8 +13,7 @@ from typing import Any
 
 from ditile.errors import ModelError
 from ditile.layout import Grid, Layout, share
-from ditile.legal import Facts
-from ditile.plan import Plan
+from ditile.plan import Facts, Plan
 from ditile.spec import ModelSpec
 
 
@@ -115,7 +114,7 @@ class Shape:
 
     def layout(self, plan: Plan, spec: ModelSpec) -> Layout:
         """The cuts of the image."""
-        plan.check_rows(self.grid.rows)
+        plan.check(Facts(rows=self.grid.rows))
         return _layout(self.grid, plan.num_patches, self.text, spec.joint)
 
     @property

@@ -22,7 +22,7 @@ from ditile.errors import StateError
 from ditile.generation import Generation
 from ditile.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.mesh import Mesh
-from ditile.plan import Plan
+from ditile.plan import Facts, Plan
 from ditile.seams import Streams
 from ditile.seats import State
 from ditile.trace import Trace
@@ -244,7 +244,7 @@ class PipeFusion:
         now = self.generation
         if now.branch not in now.layouts:
             length = 0 if state.text is None else state.text.shape[1]
-            self._plan.check_rows(self._grid.rows)
+            self._plan.check(Facts(rows=self._grid.rows))
             now.layouts[now.branch] = Layout.of(self._grid, self._patches, length, self._joint)
         self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
         if self._is_crews():

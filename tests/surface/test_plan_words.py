@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from ditile import plan_for
 from ditile.budget import FILE
 from ditile.cli import main
 from ditile.errors import PlanError
 from ditile.options import Ask
-from ditile.plan import Plan
 from ditile.planner.hardware import joined, profile
 from ditile.planner.profile import Curve, Profile
 from tests.pool import Pool
@@ -44,7 +44,7 @@ def test_a_plan_in_one_piece_is_that_of_flags(capsys: pytest.CaptureFixture[str]
 def test_auto_is_what_the_planner_puts_first(measured: Profile, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PROMPT, "--plan", "auto", "--height", "256", "--width", "256"]) == 0
     said = capsys.readouterr().out
-    best = Plan.auto("shapes-pixart", height=256, width=256)
+    best = plan_for("shapes-pixart", height=256, width=256)
     assert said.startswith(f"planned: {best} (predicted ") and best.world > 1
     assert f"on {measured.name})" in said.splitlines()[0]
 
@@ -53,19 +53,19 @@ def test_the_choice_is_said_once(
     measured: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the first rank, of the model that commands draw with by default; nothing on standard output."""
-    plan = Plan.auto(height=256, width=256)
+    plan = plan_for(height=256, width=256)
     shown = capsys.readouterr()
     assert shown.err.startswith(f"planned: {plan} (predicted ") and shown.err.count("\n") == 1 and not shown.out
-    assert plan == Plan.auto(Ask().model, height=256, width=256)
-    picked, said = Plan.auto(min_psnr=30), capsys.readouterr().err.splitlines()
+    assert plan == plan_for(Ask().model, height=256, width=256)
+    picked, said = plan_for(min_psnr=30), capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"picked: {picked}, no cache (") and len(said) == 2
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    assert Plan.auto(min_psnr=30) == picked and not capsys.readouterr().err
+    assert plan_for(min_psnr=30) == picked and not capsys.readouterr().err
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Plan.auto(min_psnr=30) == picked and not capsys.readouterr().err
+    assert plan_for(min_psnr=30) == picked and not capsys.readouterr().err
 
 
 def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_plan_for_a_quality(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"model": "shapes-pixart", "settings": rows}))
 
     def best(**asked: float) -> str:
-        return str(Plan.auto("shapes-pixart", evaluation=str(tmp_path), **asked))
+        return str(plan_for("shapes-pixart", evaluation=str(tmp_path), **asked))
 
     assert best(min_psnr=30) == "pipefusion=2"
     assert best(min_psnr=20) == "pipefusion=4"

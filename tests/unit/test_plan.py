@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
 from ditile.blocks.schedule import Schedule
-from ditile.legal import Facts
-from ditile.plan import DEGREES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES
+from ditile.plan import DEGREES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, Facts
 
 PER_STAGE = st.integers(1, 50)
 SPEED = st.floats(0.01, 100)
@@ -147,16 +146,16 @@ def test_defaults_and_derived_numbers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     plan = Plan(pipefusion=4, patches=6)
-    for fits in (lambda: plan.check_world(4), lambda: plan.check_blocks("M", 4), lambda: plan.check_rows(6)):
+    for fits in (lambda: plan.check_world(4), lambda: plan.check(Facts(blocks=4)), lambda: plan.check(Facts(rows=6))):
         fits()
     with pytest.raises(PlanError, match="needs 4"):
         plan.check_world(3)
     with pytest.raises(PlanError, match="try 1 to 3"):
-        plan.check_blocks("M", 3)
+        plan.check(Facts(model="M", blocks=3))
     with pytest.raises(PlanError, match="try 1 to 5"):
-        plan.check_rows(5)
+        plan.check(Facts(rows=5))
     with pytest.raises(PlanError, match="add up to 8"):
-        Plan(pipefusion=2, stage_blocks=(3, 4)).check_blocks("M", 8)
+        Plan(pipefusion=2, stage_blocks=(3, 4)).check(Facts(model="M", blocks=8))
 
 
 FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile import cost
-from ditile.answer import answer
+from ditile.answer import answer, plan_for
 from ditile.cli import main
 from ditile.errors import ModelError, PlanError
 from ditile.layout import Grid
@@ -349,7 +349,7 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
         "plan", "latency_s", "memory_bytes", "bytes_per_step", "exposed_comm_s", "bubble_s", "why",
     }  # fmt: skip
     assert all(str(Plan.parse(plan["plan"])) == plan["plan"] for plan in found["plans"])
-    assert str(Plan.auto("flux.1-dev", hardware="l40-pcie", devices=8)) == found["plans"][0]["plan"]
+    assert str(plan_for("flux.1-dev", hardware="l40-pcie", devices=8)) == found["plans"][0]["plan"]
 
 
 def test_one_plan_is_priced() -> None:
@@ -381,7 +381,7 @@ def test_bad_questions_get_one_line(words: list[str], said: str, capsys: pytest.
 def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "none.json"))
     with pytest.raises(PlanError, match="this machine was not measured yet: run `ditile calibrate`"):
-        Plan.auto("shapes-pixart")
+        plan_for("shapes-pixart")
 
 
 def test_a_kernel_costs_its_host(capsys: pytest.CaptureFixture[str]) -> None:
