@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.cache_options import Cache
-from ditile.flags import add_arguments, collect
-from ditile.load import defaults
+from ditile.cli.cache_options import Cache
+from ditile.plan.flags import add_arguments, collect
+from ditile.runner.load import defaults
 
 PROMPT = "A cat holding a sign that says hello world"
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from ditile.bench.links import Host, two_hosts
+from ditile.cli.bench.links import Host, two_hosts
 from ditile.errors import PlanError
 
 DRAW = "--model shapes-flux --pipefusion 2 --patches 4 --seed 7 --out two-hosts.png"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.models.dit_table import class_of
+from ditile.models.block_table import class_of
 from tests.tiny import randomise
 
 BATCH, TEXT, WIDTH = 2, 5, 32

@@ -29,14 +29,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ditile.launch import die_with_parent
+from ditile.distributed.launch import die_with_parent
 
 MOST = 16
 """Ranks of the largest case."""
 
 FORKS = multiprocessing.get_context("forkserver")
 """Workers are forked from one process that has imported everything: a rank costs milliseconds, and half the memory."""
-FORKS.set_forkserver_preload(["tests.tiny", "ditile.runner"])
+FORKS.set_forkserver_preload(["tests.tiny", "ditile.runner.runner"])
 
 STACK_SIGNAL = signal.SIGUSR1
 

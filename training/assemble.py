@@ -27,7 +27,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
 from training.models import BETA_END, BETA_START, FLUX_TOKENS, PIXART_TOKENS, TRAIN_STEPS
 
 HERE = Path(__file__).parent
-ASSETS = HERE.parent / "ditile" / "assets"
+ASSETS = HERE.parent / "src" / "ditile" / "assets"
 
 
 def pixart(transformer: Path, tokenizer: Path, t5: Path, vae: Path) -> PixArtSigmaPipeline:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ditile.bench.scenes import render, sample_scene
+from ditile.cli.evaluate.scenes import render, sample_scene
 from training.attention import PlainAttention
 from training.conditions import TextEncoders, drop
 from training.latents import load_basis
@@ -24,7 +24,7 @@ from training.models import Kind, make
 from training.optim import MasterOptimiser, learning_rate
 
 OUT = Path(__file__).parent / "out"
-ASSETS = Path(__file__).parent.parent / "ditile" / "assets"
+ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
 Bucket = tuple[int, int]  # height, width in pixels
 
 MIXES: dict[str, dict[Bucket, float]] = {

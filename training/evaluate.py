@@ -17,10 +17,10 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image as Pillow
 
-from ditile.bench.captions import ITEMS, score
-from ditile.bench.scenes import Image
+from ditile.cli.evaluate.caption_check import ITEMS, score
+from ditile.cli.evaluate.scenes import Image
 
-ASSETS = Path(__file__).parent.parent / "ditile" / "assets"
+ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
 GUIDANCE = {"PixArtSigmaPipeline": "guidance_scale", "FluxPipeline": "true_cfg_scale"}
 
 

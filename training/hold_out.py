@@ -6,9 +6,9 @@ import argparse
 import random
 from pathlib import Path
 
-from ditile.bench.scenes import sample_scene
+from ditile.cli.evaluate.scenes import sample_scene
 
-CAPTIONS = Path(__file__).parent.parent / "ditile" / "assets" / "captions.txt"
+CAPTIONS = Path(__file__).parent.parent / "src" / "ditile" / "assets" / "captions.txt"
 
 
 def held_out_captions(count: int, seed: int) -> list[str]:

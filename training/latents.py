@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditile.bench.scenes import Image, render, sample_scene
+from ditile.cli.evaluate.scenes import Image, render, sample_scene
 
 BASIS = Path(__file__).parent / "basis.safetensors"
 PATCH, CHANNELS = 4, 4

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from ditile.bench.scenes import Image, render, sample_scene
+from ditile.cli.evaluate.scenes import Image, render, sample_scene
 from training.latents import CHANNELS, Basis, load_basis, pixels
 from training.optim import MasterOptimiser, learning_rate
 

@@ -9,40 +9,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 FILE_LINES, FUNCTION_LINES = 600, 50
-AXES = {"attend", "tokens", "blocks", "batch", "weights", "steps", "decode", "models"}
-JOINED = {"compose", "cost", "planner"}
-CALLED = {
-    "runner",
-    "caching",
-    "quantization",
-    "launch",
-    "callbacks",
-    "table",
-    "supervise",
-    "load",
-    "portion",
-    "options",
-    "cache_options",
-}
-TOP = {
-    "answer",
-    "cli",
-    "console",
-    "measuring",
-    "bench",
-    "generate",
-    "matrix",
-    "outcome",
-    "prompts",
-    "results",
-    "dry_run",
-    "server",
+PACKAGE = "src/ditile/"
+ORDER = (
+    "errors", "plan", "distributed", "hooks", "models", "parallel", "cache", "runner", "planner", "__init__", "cli",
     "__main__",
-    "__init__",
-}
+)  # fmt: skip
+"""The parts of the package from the ground up: each may import itself and those before it."""
+AXES = {"sequence", "pipefusion", "batch", "tensor", "text", "vae"}
+"""The folders of `parallel` that do not import each other; all may import `parallel.attention`."""
 BROAD = {"Exception", "BaseException"}
-MAY_PICKLE = {"ditile/launch.py", "ditile/supervise.py"}  # pipes between a parent and the ranks that it started
-MAY_CATCH_ALL = {"ditile/launch.py"}  # whatever ends a rank must be reported to its parent
+MAY_PICKLE = {
+    PACKAGE + "distributed/launch.py",
+    PACKAGE + "distributed/supervise.py",
+}  # pipes between a parent and the ranks that it started
+MAY_CATCH_ALL = {PACKAGE + "distributed/launch.py"}  # whatever ends a rank must be reported to its parent
 MACHINE_PATH = re.compile(r"(?<![\w.\-}])/(work|root|tmp|home|Users)/")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 VAGUE = re.compile(r"^_?Base(?=[A-Z]|$)|Manager|Wrapper|Helper")
@@ -85,7 +65,7 @@ def globals_(source: Source) -> Iterator[str]:
 
 def environment(source: Source) -> Iterator[str]:
     """Only env.py reads the environment."""
-    if source.path == "ditile/env.py":
+    if source.path == PACKAGE + "distributed/env.py":
         return
     for node in source.find(ast.Attribute):
         if _dotted(node) in {"os.environ", "os.environb", "os.getenv", "os.putenv"}:
@@ -152,29 +132,32 @@ def unsafe(source: Source) -> Iterator[str]:
 
 
 def directions(source: Source) -> Iterator[str]:
-    """Imports point down: top -> runner, launch -> compose, planner -> one axis or models -> core."""
-    here = _part(_module(source.path))
-    for module in sorted(set(_imports(source))):
+    """Imports point down, wherever they stand: also in functions, under TYPE_CHECKING, and by `import_module`.
+
+    `cache` and `parallel` do not know each other, nor do the axes of `parallel`, which share `parallel.attention`.
+    """
+    here = _parts(_module(source.path))
+    for module in sorted({*_imports(source), *_constant_imports(source)}):
         if module.split(".")[0] != "ditile":
             continue
-        there = _part(module)
-        sideways = here in AXES and there in AXES and here != there
-        if sideways or _level(there) > _level(here):
-            yield f"{here} imports {module}"
+        there = _parts(module)
+        strangers = {here[0], there[0]} == {"parallel", "cache"}
+        sideways = (
+            here[0] == there[0] == "parallel" and here[1] != there[1] and (here[1] not in AXES or there[1] in AXES)
+        )
+        if strangers or sideways or ORDER.index(there[0]) > ORDER.index(here[0]):
+            yield f"{'.'.join(filter(None, here))} imports {module}"
+    yield from (f"import_module({module!r}) hides an import" for module in _constant_imports(source))
 
 
-def _part(module: str) -> str:
-    """`ditile.models.flux` is in `models`; the package itself is `__init__`."""
-    names = module.split(".")
-    return names[1] if len(names) > 1 else "__init__"
-
-
-def _level(part: str) -> int:
-    return next((4 - k for k, layer in enumerate((TOP, CALLED, JOINED, AXES)) if part in layer), 0)
+def _parts(module: str) -> tuple[str, str]:
+    """`ditile.parallel.vae.halo` is in `parallel`, `vae`; the package itself is `__init__`."""
+    names = [*module.split("."), "", ""]
+    return names[1] or "__init__", names[2]
 
 
 def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _imports(source: Source) -> Iterator[str]:
@@ -185,10 +168,19 @@ def _imports(source: Source) -> Iterator[str]:
         package = _module(source.path).split(".")
         base = ".".join(package[: len(package) - node.level]) + "." if node.level else ""
         module = (base + (node.module or "")).rstrip(".")
-        if module == "ditile":
-            yield from (f"ditile.{name.name}" for name in node.names)
+        if module in {"ditile", "ditile.parallel"}:
+            folders = {*ORDER, *AXES, "attention"}
+            yield from (f"{module}.{name.name}" if name.name in folders else module for name in node.names)
         else:
             yield module
+
+
+def _constant_imports(source: Source) -> Iterator[str]:
+    """Modules of ditile that `import_module` is given as a constant."""
+    for node in source.find(ast.Call):
+        name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+        if _dotted(node.func).endswith("import_module") and isinstance(name, str) and name.startswith("ditile."):
+            yield name
 
 
 def _dotted(node: ast.AST) -> str:

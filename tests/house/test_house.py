@@ -53,12 +53,12 @@ WRONG = {
         "f(use_safetensors=False)",
     ],
     rules.directions: [
-        "from ditile.tokens import ring",
-        "import ditile.tokens.ring",
+        "from ditile.parallel.sequence import ring",
+        "import ditile.parallel.sequence.ring",
         "from ditile import compose",
         "import ditile",
         "from ..tokens import ring",
-        "def f():\n    from ditile.runner import Runner",
+        "def f():\n    from ditile.runner.runner import Runner",
     ],
     rules.vague: ["class CacheManager: ...", "class BaseSplit: ...", "class Base: ...", "class _SeatHelper: ..."],
     rules.unfinished: ["x = 1  # TO" + "DO later", "# FIX" + "ME"],
@@ -73,7 +73,7 @@ RIGHT = {
     ],
     rules.patched: ["self.forward = mine", "block.forward = mine", "setattr(block, 'forward', mine)", "x.T = 1"],
     rules.unsafe: ["f(trust_remote_code=False, use_safetensors=True)", "json.load(file)"],
-    rules.directions: ["from ditile.models import spec", "from ditile.plan import Plan", "from . import spec"],
+    rules.directions: ["from ditile.models import spec", "from ditile.plan.plan import Plan", "from . import spec"],
     rules.vague: ["class Baseline: ...", "class Seat: ..."],
     rules.machine_paths: ["https://example.org/" + "home/x", "~/models", "'a/" + "tmp/b'"],
 }
@@ -98,7 +98,7 @@ FILES = tracked()
 
 @pytest.mark.parametrize("rule", OF_PACKAGE, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule: Rule) -> None:
-    assert_kept(rule, [s for s in FILES if s.path.startswith("ditile/") and s.path.endswith(".py")])
+    assert_kept(rule, [s for s in FILES if s.path.startswith(rules.PACKAGE) and s.path.endswith(".py")])
 
 
 @pytest.mark.parametrize("rule", OF_PYTHON, ids=lambda rule: rule.__name__)
@@ -113,17 +113,17 @@ def test_all_text_keeps(rule: Rule) -> None:
 
 @pytest.mark.parametrize(("rule", "text"), cases(WRONG))
 def test_a_rule_finds_what_breaks_it(rule: Rule, text: str) -> None:
-    assert list(rule(Source("ditile/models/sample.py", text)))
+    assert list(rule(Source("src/ditile/models/sample.py", text)))
 
 
 @pytest.mark.parametrize(("rule", "text"), cases(RIGHT))
 def test_a_rule_leaves_the_rest_alone(rule: Rule, text: str) -> None:
-    assert not list(rule(Source("ditile/models/sample.py", text)))
+    assert not list(rule(Source("src/ditile/models/sample.py", text)))
 
 
 def test_every_rule_has_a_sample_that_breaks_it() -> None:
     assert set(WRONG) == {*OF_PACKAGE, *OF_PYTHON, *OF_TEXT}
-    assert list(rules.vague(Source("ditile/utils.py", "")))
+    assert list(rules.vague(Source("src/ditile/utils.py", "")))
 
 
 def test_the_public_names_are_these_and_sorted() -> None:

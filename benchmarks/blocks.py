@@ -1,0 +1,129 @@
+"""Block costs measured on this device, and the cut into stages that they give.
+
+    python -m benchmarks.blocks --model black-forest-labs/FLUX.1-dev --stages 8
+
+The whole model runs on one device, in micro-steps of M patches as under PipeFusion, and every block is timed in each of
+them. `ditile.parallelize` counts instead (`block_costs.py`); give it what is printed here as `--stage-blocks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditile.distributed.mesh import pick_device
+from ditile.hooks.block_hooks import Seats
+from ditile.models import registry
+from ditile.parallel.pipefusion.block_costs import Costs
+from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.plan import Plan
+from ditile.plan.stages import cut, loads
+from ditile.runner.load import defaults, load
+from ditile.runner.runner import parallelize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured."""
+
+    model: str = option("shapes-flux", "a bundled model, a folder or a hub id")
+    stages: int = option(2, "stages to cut the blocks into")
+    patches: int | None = option(None, "patches; as many as stages by default", metavar="M")
+    stage_weights: tuple[float, ...] | None = option(None, "speed of each stage's device", metavar="A,B,..")
+    size: int = option(256, "pixels of a side")
+    steps: int = option(6, "denoising steps; the medians of all but the first count")
+    device: str | None = option(None, "the GPU where there is one, else cpu", metavar="DEVICE")
+
+
+def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> Costs:
+    """Seconds of each block in an asynchronous step on the pipeline's device, and of embedding and head.
+
+    Args:
+        pipe: an undivided pipeline; it is afterwards what it was.
+        patches: M.
+        call: arguments of the pipeline, at the real size; of `num_inference_steps` at least 2.
+    """
+    seats = Seats(pipe.transformer, registry.spec_of(pipe.transformer))
+    ends = [pipe.transformer.get_submodule(name) for name in (seats.spec.image_tokens, seats.spec.out)]
+    modules = [*(seat.block for seat in seats.chain), *ends]
+    runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True)
+    try:
+        runner(**call)  # kernels are chosen and compiled
+        with _timed(modules, torch.device(pipe.device)) as seconds:
+            runner(**call)
+        assert runner.report is not None
+        steps = runner.report.steps
+    finally:
+        runner.restore()
+    found = [_of_step(times, steps, patches) for times in seconds]
+    return Costs(tuple(found[:-2]), found[-2], found[-1])
+
+
+def _of_step(times: Sequence[float], steps: int, patches: int) -> float:
+    """Seconds in a step: of each of its micro-steps the median over the steps, the synchronous first one apart."""
+    calls = len(times) // (1 + patches * (steps - 1))
+    later, size = times[calls:], patches * calls
+    return sum(statistics.median(later[k::size]) for k in range(size))
+
+
+@contextmanager
+def _timed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[list[float]]]:
+    """Collects the seconds of every call of some modules; they are there when the context ends."""
+    cuda, found = device.type == "cuda", [list[float]() for _ in modules]
+    marks: list[list[Any]] = [[] for _ in modules]
+
+    def now() -> Any:
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    hooks = []
+    for module, into in zip(modules, marks, strict=True):
+        hooks.append(module.register_forward_pre_hook(lambda *_, into=into: into.append(now())))
+        hooks.append(module.register_forward_hook(lambda *_, into=into: into.append(now())))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if cuda:
+        torch.cuda.synchronize(device)
+    for into, points in zip(found, marks, strict=True):
+        pairs = zip(points[::2], points[1::2], strict=True)
+        into += [start.elapsed_time(stop) / 1e3 if cuda else stop - start for start, stop in pairs]
+
+
+def main() -> None:
+    """Measures, and prints the costs and the cut as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, Job, title="job")
+    job = Job(**collect(Job, parser.parse_args()))
+    pipe: Any = load(job.model)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.to(pick_device(job.device, 0))
+    call = defaults(job.model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    costs = measure(pipe, job.patches or job.stages, {"prompt": "a red circle", "output_type": "latent"} | call)
+    ends = (costs.first, costs.last)
+    stages = cut(costs.blocks, job.stages, None, job.stage_weights, ends)
+    of_stage = loads(costs.blocks, stages, job.stage_weights, ends)
+    print(json.dumps({
+        "milliseconds": [round(cost * 1e3, 3) for cost in costs.blocks],
+        "embedding": round(costs.first * 1e3, 3), "head": round(costs.last * 1e3, 3),
+        "largest over mean": round(max(of_stage) * job.stages / sum(of_stage), 3),
+        "--stage-blocks": ",".join(str(len(stage)) for stage in stages),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

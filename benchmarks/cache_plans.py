@@ -1,0 +1,154 @@
+"""Parallelism x cache: what each gains by itself, and what both gain together.
+
+    python -m benchmarks.cache_plans --plan "pipefusion=2 patches=2" --setting "F=1 W=3 R=1 MC=2 taylor=1"
+
+A bundled model, ranks of one thread each, wall time. Every caption is drawn by one rank alone, by one rank with the
+cache, by all ranks, and by all ranks with the cache, in turn; speed-ups are medians over captions of the ratio to the
+first. Efficiency is that of both over the product of the two. PSNR is to the picture of one rank without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers.utils.logging import disable_progress_bar
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cache_settings import OURS, Setting
+from benchmarks.fidelity import psnr
+from ditile.cli import files
+from ditile.cli.bench.worlds import free_to_move
+from ditile.cli.evaluate.caption_check import check
+from ditile.distributed.launch import launch
+from ditile.errors import DitileError
+from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.plan import Plan
+from ditile.runner.caching import enable_cache
+from ditile.runner.load import ASSETS, defaults, load
+from ditile.runner.runner import parallelize
+
+ALONE, CACHED, PLANNED, BOTH = "one rank", "cache", "plan", "plan and cache"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured."""
+
+    model: str = option("shapes-pixart", "bundled model")
+    plan: str = option("pipefusion=2 patches=2", "plan")
+    setting: str = option("F=1 W=3 R=1 MC=2 taylor=1", "cache, as in benchmarks.cache_quality")
+    captions: int = option(10, "captions of the held-out list; one more is drawn first and not counted")
+    steps: int = option(20, "denoising steps")
+    size: int = option(256, "pixels of a side")
+    out: str | None = option(None, "write the rows as JSON", metavar="FILE")
+
+
+def pipeline(job: Job, *, cache: bool) -> Any:
+    """The model, with the cache if it is wanted."""
+    pipe: Any = load(job.model)
+    pipe.set_progress_bar_config(disable=True)
+    setting = Setting(OURS, job.setting)
+    return enable_cache(pipe, setting.cache, setting.calibrator) if cache else pipe
+
+
+def measure(job: Job, captions: list[str]) -> list[Row]:
+    """What one rank sees: a row for each counted caption and way; on ranks that wait, those of the plans alone."""
+    disable_progress_bar()
+    plan, rank = Plan.parse(job.plan), dist.get_rank()
+    calls: dict[str, Any] = {
+        ALONE: pipeline(job, cache=False), CACHED: pipeline(job, cache=True),
+        PLANNED: parallelize(pipeline(job, cache=False), plan, device="cpu"),
+        BOTH: parallelize(pipeline(job, cache=True), plan, device="cpu"),
+    }  # fmt: skip
+    rows: list[Row] = []
+    for place, caption in enumerate(captions):
+        reference = None
+        for way, call in calls.items():
+            dist.barrier()
+            by_one = way in (ALONE, CACHED)
+            if by_one and rank > 0:
+                continue
+            with free_to_move() if by_one else nullcontext():
+                began = time.perf_counter()
+                picture = draw(call, job, place, caption, by_one=by_one)
+                seconds = time.perf_counter() - began
+            if picture is None or place == 0:
+                continue
+            reference = picture if reference is None else reference
+            rows.append({
+                "caption": place, "way": way, "seconds": seconds, "psnr": float(psnr(picture, reference)[0]),
+                "all_right": check(picture[0], caption).all_right,
+            })  # fmt: skip
+    return rows
+
+
+def draw(call: Any, job: Job, place: int, caption: str, *, by_one: bool) -> Any:
+    """The picture `[1, H, W, 3]` of a caption; None on ranks that do not get it."""
+    options = defaults(job.model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    options |= {} if by_one else {"output": "first"}
+    generator = torch.Generator().manual_seed(place)
+    result = call(caption, output_type="np", generator=generator, **options)
+    return None if result is None else (result.images * 255).round().astype(np.uint8)
+
+
+def summed_up(rows: list[Row]) -> list[Row]:
+    """One row for each way."""
+    of_way: dict[str, list[Row]] = {}
+    for row in rows:
+        of_way.setdefault(row["way"], []).append(row)
+    found = []
+    for way, mine in of_way.items():
+        ratios = [one["seconds"] / row["seconds"] for one, row in zip(of_way[ALONE], mine, strict=True)]
+        found.append({
+            "way": way, "seconds": statistics.median(row["seconds"] for row in mine),
+            "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
+            "psnr": statistics.fmean(row["psnr"] for row in mine),
+            "all_right": 100 * statistics.fmean(row["all_right"] for row in mine),
+        })  # fmt: skip
+    return found
+
+
+def table(found: list[Row]) -> Table:
+    """The rows for people."""
+    shown = Table("way", "seconds", "speed-up", "range", "PSNR, dB", "right, %")
+    for row in found:
+        shown.add_row(
+            row["way"], f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x",
+            f"{row['lowest']:.2f} to {row['highest']:.2f}", f"{row['psnr']:.1f}", f"{row['all_right']:.0f}",
+        )  # fmt: skip
+    return shown
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, Job, title="job")
+    job = Job(**collect(Job, parser.parse_args()))
+    captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions + 1]
+    try:
+        plan = Plan.parse(job.plan)
+        found = summed_up(launch(measure, plan.world, (job, captions), threads=1, stall_timeout=3600.0)[0])
+    except DitileError as error:
+        raise SystemExit(f"error: {error}") from error
+    shown = table(found)
+    shown.title = f"{job.plan}; {job.setting}"
+    Console(width=110).print(shown)
+    gains = {row["way"]: row["speedup"] for row in found}
+    print(f"of the product: {100 * gains[BOTH] / (gains[PLANNED] * gains[CACHED]):.0f} %")
+    if job.out is not None:
+        files.write_json(Path(job.out), found)
+
+
+if __name__ == "__main__":
+    main()

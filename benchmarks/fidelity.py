@@ -1,0 +1,223 @@
+"""Fidelity of stale keys on the bundled models: how far pictures are from those of one process.
+
+    python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto
+    python -m benchmarks.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
+
+For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
+The controls never read keys of another patch after the warmup: they show that the measure can tell a right exchange
+from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup. A run that was broken off goes
+on where it stopped: rows of the same job that `--out` holds are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor
+
+from ditile.cli import files
+from ditile.cli.evaluate.caption_check import score
+from ditile.distributed.launch import launch
+from ditile.hooks.generation import Tokens
+from ditile.hooks.key_padding import Extra
+from ditile.parallel.attention.core import StaleKeys
+from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.plan import Plan
+from ditile.runner.load import ASSETS, defaults, load
+from ditile.runner.runner import parallelize
+
+Pictures = NDArray[np.uint8]
+METHODS = ("pipefusion", "distrifusion")
+CONTROL = " (control: own patch only)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured."""
+
+    models: str = option("shapes-pixart,shapes-flux", "bundled models")
+    captions: int = option(100, "captions of the held-out list")
+    ranks: str = option("2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion")
+    warmups: str = option("0,1,2,auto", "synchronous steps, each with all of these")
+    plans: str | None = option(None, "plans instead of those, with ; between them", metavar="PLANS")
+    steps: int = option(20, "denoising steps")
+    size: int = option(128, "pixels of a side")
+    batch: int = option(10, "captions at once")
+    out: str | None = option(None, "write the rows as JSON, each when it is there", metavar="FILE")
+
+    def parsed(self) -> list[Plan]:
+        """The plans.
+
+        Raises:
+            PlanError: if one of them is none.
+        """
+        if self.plans is not None:
+            return [Plan.parse(text) for text in self.plans.split(";")]
+        pairs = [(n, w) for w in self.warmups.split(",") for n in self.ranks.split(",")]
+        return [Plan.parse(f"{axis}={n} warmup={w}") for n, w in pairs for axis in METHODS]
+
+    def controls(self) -> list[Plan]:
+        """Plans of one rank for the controls: one for every warmup that is a number."""
+        warmups = {plan.least_warmup for plan in self.parsed()}
+        return [Plan(patches=4, warmup=warmup) for warmup in sorted(warmups)]
+
+
+class OwnPatchOnly(StaleKeys):
+    """The control: after the warmup a patch attends to itself (and the text, where it came along)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+        """Attends to what is fresh in this very call."""
+        return self._kernel(q, k, v, scale=extra.scale)
+
+
+def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> tuple[Pictures, float] | None:
+    """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0."""
+    pipe: Any = load(model)
+    pipe.set_progress_bar_config(disable=True)
+    runner = parallelize(pipe, plan, device="cpu")
+    if control:
+        runner._parts = dataclasses.replace(runner._parts, stale_keys=OwnPatchOnly)
+    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    done, synchronous = [], []
+    for start in range(0, len(captions), job.batch):
+        some = list(captions[start : start + job.batch])
+        generators = [torch.Generator().manual_seed(start + k) for k in range(len(some))]
+        if call.get("negative_prompt") is not None:
+            call["negative_prompt"] = [""] * len(some)
+        result = runner(some, output="first", output_type="np", generator=generators, **call)
+        if result is not None and runner.report is not None:
+            done.append((result.images * 255).round().astype(np.uint8))
+            synchronous.append(len(runner.report.synchronous))
+    return (np.concatenate(done), float(np.mean(synchronous))) if done else None
+
+
+def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
+    error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
+    decibels: NDArray[np.float64] = 10 * np.log10(1 / np.maximum(error, 1e-10))
+    return decibels
+
+
+def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default.
+
+    Written out to spare the dependency on scipy.
+    """
+
+    def blur(x: Tensor) -> Tensor:
+        return torch.nn.functional.avg_pool2d(x, 7, stride=1)
+
+    x, y = (torch.from_numpy(p).double().permute(0, 3, 1, 2) / 255 for p in (a, b))
+    mx, my = blur(x), blur(y)
+    sample = 49 / 48  # unbiased covariance
+    vx, vy, vxy = ((blur(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my)))
+    index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
+    found: NDArray[np.float64] = index.mean(dim=(1, 2, 3)).numpy()
+    return found
+
+
+def kept(path: Path, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
+    """The rows of a file that are of the same job."""
+    found = json.loads(path.read_text("utf-8")) if path.exists() else []
+    return [row for row in found if row.items() >= _facts(captions, job).items()]
+
+
+def rows(
+    model: str, captions: Sequence[str], job: Job, made: Sequence[dict[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """One row for one process, each plan, and the controls; those that are made already are not made again."""
+    known = {row["plan"]: row for row in made if row["model"] == model}
+    plans = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
+    named = {f"{plan}{CONTROL if control else ''}": (plan, control) for plan, control in plans}
+    reference, complete = None, named.keys() <= known.keys()
+    for name, (plan, control) in named.items():
+        if name in known and (complete or reference is not None):
+            yield known[name]
+            continue
+        work = (model, captions, job, plan, control)
+        pictures, synchronous = launch(draw, plan.world, work, threads=1, stall_timeout=3600.0)[0]
+        reference = pictures if reference is None else reference
+        decibels = psnr(pictures, reference)
+        yield {
+            "model": model, **_facts(captions, job), "plan": name, "synchronous": synchronous,
+            "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
+            "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
+        }  # fmt: skip
+
+
+def _facts(captions: Sequence[str], job: Job) -> dict[str, int]:
+    return {"captions": len(captions), "steps": job.steps, "pixels": job.size, "batch": job.batch}
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    shown = Table("model", "plan")
+    for name in ("synchronous steps", "mean PSNR, dB", "lowest", "mean SSIM", "all right, %"):
+        shown.add_column(name, justify="right")
+    for row in found:
+        numbers = [f"{row['synchronous']:.1f}", f"{row['psnr']:.1f}", f"{row['psnr_min']:.1f}", f"{row['ssim']:.4f}"]
+        shown.add_row(row["model"], row["plan"], *numbers, f"{row['all_right']:.0f}")
+    return shown
+
+
+def by_warmup(found: Sequence[dict[str, Any]]) -> Table:
+    """Mean PSNR of each plan over the synchronous steps, and how many `auto` chose."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found:
+        if row["plan"].endswith(CONTROL) or (plan := Plan.parse(row["plan"])).world == 1:
+            continue
+        of_plan = cells.setdefault((row["model"], str(dataclasses.replace(plan, warmup=1))), {})
+        of_plan[str(plan.warmup)] = f"{row['psnr']:.1f}"
+        if plan.warmup == "auto":
+            of_plan["steps of auto"] = f"{row['synchronous']:.1f}"
+    columns = sorted({name for of_plan in cells.values() for name in of_plan})
+    shown = Table("model", "plan")
+    for name in columns:
+        shown.add_column(f"W = {name}" if name.isdigit() else name, justify="right")
+    for key, of_plan in cells.items():
+        shown.add_row(*key, *(of_plan.get(name, "") for name in columns))
+    return shown
+
+
+def compared(table: Sequence[dict[str, Any]]) -> list[str]:
+    """For each model, number of ranks and warmup that both methods have: which of them comes closer, in PSNR."""
+    found = {(row["model"], row["plan"]): float(row["psnr"]) for row in table}
+    lines = []
+    for (model, plan), mine in found.items():
+        theirs = found.get((model, plan.replace("pipefusion", "distrifusion")))
+        if "distrifusion" in plan or "pipefusion" not in plan or theirs is None:
+            continue
+        verdict = "PipeFusion comes closer" if mine > theirs else "PipeFusion does NOT come closer"
+        lines.append(f"{model}, {plan}: {mine:.1f} dB, DistriFusion {theirs:.1f} dB: {verdict}")
+    return lines
+
+
+def main() -> None:
+    """Measures, prints a line of JSON per row, and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, Job, title="job")
+    job = Job(**collect(Job, parser.parse_args()))
+    captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
+    out = None if job.out is None else Path(job.out)
+    made = {(row["model"], row["plan"]): row for row in (kept(out, captions, job) if out is not None else [])}
+    for model in job.models.split(","):
+        for row in rows(model, captions, job, list(made.values())):
+            print(json.dumps(row), flush=True)
+            made[row["model"], row["plan"]] = row
+            if out is not None:
+                files.write_json(out, list(made.values()))
+    print("\n".join(compared(list(made.values()))))
+
+
+if __name__ == "__main__":
+    main()

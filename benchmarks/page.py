@@ -1,0 +1,205 @@
+"""docs/benchmarks.md by one command: measures what has no result yet, and puts every table in its place.
+
+    python -m benchmarks.page                          # hours; what docs/benchmarks has is kept
+    python -m benchmarks.page --only cache-overhead    # some of them; --again takes them anew
+    python -m benchmarks.page --no-measure             # only the tables of the results that there are
+
+A table has its place between `<!-- NAME -->` and `<!-- end of NAME -->`, with the command that measured it above; what
+is written around it stays. A place whose result is missing stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions
+from ditile.cli import files
+from ditile.cli.bench import tables
+
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = "docs/benchmarks/"
+BIG = "ditile bench --model random-pixart --output latent"
+SMALL = "ditile bench --model shapes-flux --height 256 --width 256 --output latent"
+FIDELITY = "python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups"
+SETTINGS = (
+    "F=1 W=4 R=0.12 taylor=1; F=0 W=4 R=1 MC=1 taylor=1 reach=0.5; F=1 W=3 R=1 MC=2 taylor=1; "
+    "F=0 W=3 R=1 MC=2 taylor=1 reach=0.5; F=0 W=2 R=1 MC=4 taylor=1 reach=0.5; F=1 W=2 R=1 MC=6 taylor=1; "
+    "F=0 W=2 R=1 MC=6 taylor=1 reach=0.5"
+)
+
+
+class Section(NamedTuple):
+    """A table of the page, and its figures.
+
+    Attributes:
+        command: what measures it. It writes to what follows `--out`, or where it says so itself.
+        files: the results that the table is of, below the folder of results.
+        table: of what they hold, one after the other.
+        figures: those that the command draws, and what each shows.
+    """
+
+    command: str
+    files: tuple[str, ...]
+    table: Callable[[Any], Table]
+    figures: Mapping[str, str] = MappingProxyType({})
+
+    def words(self, results: Path) -> list[str]:
+        """The command, for this Python."""
+        first, *rest = shlex.split(self.command.replace(RESULTS, f"{results}/"))
+        program = [sys.executable, "-m", "ditile"] if first == "ditile" else [sys.executable]
+        out = [] if RESULTS in self.command else ["--out", str(results / Path(self.files[0]).parts[0])]
+        return [*program, *rest, *out]
+
+    def is_there(self, results: Path) -> bool:
+        """Whether it was measured."""
+        return all((results / name).exists() for name in (*self.files, *self.figures))
+
+    def forget(self, results: Path) -> None:
+        """Removes what its command writes."""
+        for name in self.figures if RESULTS in self.command else (Path(self.files[0]).parts[0],):
+            path = results / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def block(self, results: Path) -> str:
+        """The command, the table, and the figures."""
+        rows = [read(results / name) for name in self.files]
+        shown = markdown(self.table(rows[0] if len(rows) == 1 else list(chain(*rows))))
+        figures = [f"![{alt}]({results.name}/{name})" for name, alt in self.figures.items()]
+        return "\n\n".join(["", f"    {self.command}", shown, *figures, ""]).removeprefix("\n").removesuffix("\n")
+
+
+def _sweep(name: str, command: str, **figures: str) -> dict[str, Section]:
+    """A section of `ditile bench`, with its figures by name."""
+    shown = {f"{name}/{figure.replace('_', '-')}.png": alt for figure, alt in figures.items()}
+    return {name: Section(command, (f"{name}/rows.jsonl",), tables.table, shown)}
+
+
+def _quality(model: str) -> Section:
+    command = f'python -m benchmarks.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
+    file = f"cache-{model.removeprefix('shapes-')}.jsonl"
+    return Section(command, (file,), lambda rows: cache_quality.table(cache_quality.means(rows)))
+
+
+def _plans(model: str) -> Section:
+    command = f"python -m benchmarks.cache_plans --model {model} --captions 8"
+    return Section(command, (f"cache-plans-{model.removeprefix('shapes-')}.json",), cache_plans.table)
+
+
+SECTIONS: dict[str, Section] = {
+    "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.table),
+    "fidelity-warmups": Section(
+        f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
+    ),
+    **_sweep(
+        "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
+        methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",
+    ),
+    **_sweep("links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"),
+    **_sweep(
+        "links-flux", f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
+        links="speed-up over the bandwidth of a link, without guidance",
+    ),
+    **_sweep("warmup", f"{SMALL} --sweep warmup"),
+    **_sweep("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
+    **_sweep("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
+    **_sweep("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
+    **_sweep("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
+    "predictions": Section("python -m benchmarks.predictions", ("predictions.json",), predictions.table),
+    "overhead": Section("python -m benchmarks.overhead", ("overhead.json",), overhead.table),
+    "cache-pixart": _quality("shapes-pixart"),
+    "cache-flux": _quality("shapes-flux"),
+    "cache-speeds": Section(
+        f"python -m benchmarks.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
+        f"{RESULTS}cache-quality.png", ("cache-pixart.jsonl", "cache-flux.jsonl"),
+        lambda rows: cache_quality.at_speeds(cache_quality.means(rows)), {"cache-quality.png": "PSNR over speed-up"},
+    ),
+    "cache-overhead": Section("python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.table),
+    "cache-plans-pixart": _plans("shapes-pixart"),
+    "cache-plans-flux": _plans("shapes-flux"),
+}  # fmt: skip
+
+
+def markdown(table: Table) -> str:
+    """A rich table as Markdown: numbers to the right, as it has them."""
+    rules = ["--:" if column.justify == "right" else ":--" for column in table.columns]
+    rows = zip(*([_cell(cell) for cell in column.cells] for column in table.columns), strict=True)
+    lines = [[_cell(column.header) for column in table.columns], rules, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def read(path: Path) -> Any:
+    """A result: JSON, or lines of it."""
+    text = path.read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+
+
+def filled(page: str, blocks: dict[str, str]) -> str:
+    """The page with its places filled.
+
+    Raises:
+        ValueError: if it has no place for a block, or several.
+    """
+    for name, block in blocks.items():
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if page.count(start) != 1 or page.count(end) != 1:
+            raise ValueError(f"the page has no place for {name}, or several: {start} .. {end}")
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def measure(names: Sequence[str], results: Path) -> None:
+    """Runs what measures them, one after the other.
+
+    Raises:
+        SystemExit: if one fails; what others measured is kept.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    for place, name in enumerate(names):
+        print(f"[{place + 1}/{len(names)}] {name}: {SECTIONS[name].command}", file=sys.stderr, flush=True)
+        if code := subprocess.run(SECTIONS[name].words(results), check=False).returncode:
+            raise SystemExit(f"error: {name} ended with exit code {code}; the others are kept in {results}")
+
+
+def _cell(text: Any) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Measures, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAMES", default=",".join(SECTIONS), help="tables, with , between them")
+    parser.add_argument("--again", action="store_true", help="measure what has a result, too")
+    parser.add_argument("--no-measure", action="store_true", help="measure nothing")
+    parser.add_argument("--page", type=Path, default=DOCS / "benchmarks.md")
+    parser.add_argument("--results", type=Path, default=DOCS / "benchmarks")
+    asked = parser.parse_args()
+    names = asked.only.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        parser.error(f"no table is called {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    if not asked.page.is_file():
+        parser.error(f"there is no page {str(asked.page)!r}; give --page FILE")
+    for name in names if asked.again else ():
+        SECTIONS[name].forget(asked.results)
+    if not asked.no_measure:
+        measure([name for name in names if not SECTIONS[name].is_there(asked.results)], asked.results)
+    known = {name: SECTIONS[name] for name in names if SECTIONS[name].is_there(asked.results)}
+    blocks = {name: section.block(asked.results) for name, section in known.items()}
+    files.write(asked.page, filled(asked.page.read_text("utf-8"), blocks))
+    print(f"{asked.page}: {', '.join(blocks) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

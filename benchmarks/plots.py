@@ -1,0 +1,241 @@
+"""Figures for the docs: the Gantt chart of a real trace, where keys are fresh, and what caches gain and lose. The only
+user of matplotlib.
+
+python -m benchmarks.plots gantt trace.json docs/images/gantt.png --steps 1-4
+python -m benchmarks.plots freshness docs/images/freshness.png --patches 4
+python -m benchmarks.plots pareto pixart.jsonl flux.jsonl curves.png
+python -m benchmarks.plots tradeoff evaluation/evaluation.json docs/images/evaluation.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
+
+from benchmarks.cache_quality import front, means, read
+from benchmarks.cache_settings import OURS, THEIRS
+from ditile.cli.bench.figures import logarithmic
+from ditile.cli.evaluate.options import ORIGINAL
+from ditile.cli.evaluate.store import front as undominated
+from ditile.hooks.generation import Micro
+from ditile.plan.schedule import Schedule
+
+MARKERS = "osD^vP*XhdHp<>8"
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
+FRESH, STALE = "#4477aa", "#dddddd"
+
+
+def gantt(trace: Path, out: Path, steps: range) -> None:
+    """Draws the computed micro-steps of each stage, one colour per patch; waiting is hatched."""
+    slices = [e for e in json.loads(trace.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"]
+    shown = [e for e in slices if e["args"]["step"] in steps and e["cat"] in ("compute", "receive", "take")]
+    stages = 1 + max(e["tid"] for e in shown)
+    origin = min(e["ts"] for e in shown if e["cat"] == "compute")
+    figure, axes = plt.subplots(figsize=(11, 0.6 * stages + 1.2))
+    for event in shown:
+        _bar(axes, event, origin)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_xlim(0, max(e["ts"] + e["dur"] - origin for e in shown if e["cat"] == "compute") / 1e3)
+    title = (
+        f"steps {steps.start} to {steps.stop - 1}: grey = whole synchronous step, colours = patches, hatched = waiting"
+    )
+    axes.set_title(title, fontsize=10)
+    _save(figure, out)
+
+
+def freshness(patches: int, out: Path) -> None:
+    """Draws which patches' keys are fresh in each micro-step of a step (figure 4 of arXiv 2405.14430)."""
+    schedule = Schedule(stages=patches, patches=patches, steps=3, warmup=1)
+    figure, rows = plt.subplots(2, 1, figsize=(8, 3.4))
+    own = [tuple(int(q != p) for q in range(patches)) for p in range(patches)]
+    ours = [schedule.ages(Micro(1, p)) for p in range(patches)]
+    for axes, ages, title in zip(rows, (ours, own), ("PipeFusion", "DistriFusion"), strict=True):
+        _ages(axes, ages)
+        axes.set_title(
+            f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)",
+            fontsize=9,
+        )
+    _save(figure, out)
+
+
+def pareto(files: Sequence[Path], out: Path) -> None:
+    """Draws PSNR over speed-up, a panel for each model and number of steps: every setting, and each engine's front."""
+    rows = [row for row in means(row for path in files for row in read(path)) if row["engine"]]
+    panels = sorted({(row["model"], row["steps"]) for row in rows})
+    figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
+    for axes, (model, steps) in zip(grid[0], panels, strict=True):
+        here = [row for row in rows if (row["model"], row["steps"]) == (model, steps)]
+        for engine, colour, marker in ((THEIRS, COLOURS[4], "s"), (OURS, COLOURS[0], "o")):
+            mine = [row for row in here if row["engine"] == engine]
+            if not mine:
+                continue
+            speed, quality = ([row[name] for row in mine] for name in ("speedup", "psnr"))
+            axes.scatter(speed, quality, s=16, color=colour, marker=marker, alpha=0.45, lw=0)
+            axes.plot(
+                *zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine
+            )
+        captions = max(row["captions"] for row in here)
+        axes.set_title(f"{model}, {steps} steps, {captions} captions", fontsize=10)
+        axes.set_xlabel("speed-up over no cache (times, whole picture)")
+        axes.set_ylabel("mean PSNR to the picture without a cache (dB)")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    _save(figure, out)
+    if out.suffix != ".svg":
+        _save(figure, out.with_suffix(".svg"))
+
+
+def tradeoff(found: Mapping[str, Any], out: Path) -> None:
+    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
+    through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
+    """
+    rows = found["settings"]
+    plans, caches = (list(dict.fromkeys(row[name] for row in rows)) for name in ("plan", "cache"))
+    finite = [row["psnr"] for row in rows if row["psnr"] < 100]
+    low, high = (min(finite), max(finite)) if finite else (30.0, 40.0)
+    room = max(2.0, 0.15 * (high - low))
+    top = high + 2 * room
+    figure, axes = plt.subplots(figsize=(9.6, 5))
+
+    def place(row: Mapping[str, Any]) -> tuple[float, float]:
+        return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
+
+    axes.plot(*zip(*map(place, undominated(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
+    for row in rows:
+        x, y = place(row)
+        colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
+        spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
+        axes.errorbar(
+            x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
+        )
+    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--")
+    axes.set_ylim(low - room, top + 0.8 * room)
+    ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
+    axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time of a picture, % of the original pipeline's (median; bars: lowest and highest)")
+    axes.set_ylabel("mean PSNR to the original's picture (dB)")
+    count = found["captions"]["count"]
+    axes.set_title(f"{found['model']}, {count} caption(s), {found['measured']['machine']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    _legend(axes, plans, caches)
+    _save(figure, out)
+
+
+def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
+    """Draws seconds over devices, both logarithmic, a panel for each title and a line for each group of methods."""
+    figure, grid = plt.subplots(-(-len(panels) // 2), 2, figsize=(10.4, 3.9 * -(-len(panels) // 2)), squeeze=False)
+    for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
+        for k, (name, seconds) in enumerate(groups.items()):
+            if seconds:
+                axes.plot(
+                    list(seconds), list(seconds.values()), color=COLOURS[k % 8], marker=MARKERS[k], ms=5, label=name
+                )
+        devices = sorted({count for seconds in groups.values() for count in seconds})
+        axes.set_xscale("log", base=2)
+        logarithmic(axes)
+        axes.set_xticks(devices, list(map(str, devices)))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("predicted latency (s)")
+        axes.set_title(title, fontsize=9.5)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(frameon=False, fontsize=8)
+    _save(figure, out)
+
+
+def main() -> None:
+    """Draws one figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    chart = kinds.add_parser("gantt")
+    chart.add_argument("trace", type=Path)
+    chart.add_argument("out", type=Path)
+    chart.add_argument("--steps", default="0-3", help="first-last")
+    fresh = kinds.add_parser("freshness")
+    fresh.add_argument("out", type=Path)
+    fresh.add_argument("--patches", type=int, default=4)
+    curves = kinds.add_parser("pareto")
+    curves.add_argument("files", type=Path, nargs="+")
+    curves.add_argument("out", type=Path)
+    points = kinds.add_parser("tradeoff")
+    points.add_argument("file", type=Path)
+    points.add_argument("out", type=Path)
+    given = parser.parse_args()
+    if given.kind == "tradeoff":
+        tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
+    elif given.kind == "pareto":
+        pareto(given.files, given.out)
+    elif given.kind == "freshness":
+        freshness(given.patches, given.out)
+    else:
+        first, _, last = given.steps.partition("-")
+        gantt(given.trace, given.out, range(int(first), int(last or first) + 1))
+
+
+def _legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
+    """Colours and markers, beside the figure."""
+    one = {ORIGINAL.plan: "one process"}
+    shown = [Patch(color=COLOURS[k % 8], label=textwrap.fill(one.get(p, p), 34)) for k, p in enumerate(plans)]
+    shown += [
+        axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=_cache_label(cache))[0]
+        for k, cache in enumerate(caches)
+    ]
+    axes.legend(handles=shown, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _cache_label(cache: str) -> str:
+    return "no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34)
+
+
+def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
+    start, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
+    patch = event["args"]["patch"]
+    if event["cat"] != "compute":
+        axes.barh(event["tid"], width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)
+        return
+    colour = "#888888" if patch is None else COLOURS[patch % len(COLOURS)]
+    axes.barh(event["tid"], width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
+    axes.text(
+        start + width / 2,
+        event["tid"],
+        "all" if patch is None else patch,
+        ha="center",
+        va="center",
+        fontsize=7,
+    )
+
+
+def _ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
+    patches = len(ages)
+    for column, of_patch in enumerate(ages):
+        for row, age in enumerate(of_patch):
+            colour = STALE if age else FRESH
+            axes.barh(row, 0.9, left=column * 1.2, height=0.9, color=colour)
+    axes.set_xticks([1.2 * p + 0.45 for p in range(patches)], [f"p = {p}" for p in range(patches)], fontsize=8)
+    axes.set_yticks(range(patches), [f"patch {p}" for p in range(patches)], fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _save(figure: Any, out: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Predicted beside measured: plans of up to two ranks and hybrids of four, on a machine calibrated before each job.
+
+    python -m benchmarks.predictions --out predictions.json
+
+Forty minutes on two cores that nobody else uses, seven calibrations included; what others disturbed is measured again.
+A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder `predictions`). An error is that
+of the seconds of the denoising loop, the median of its rounds; that of the speed-up over one rank, measured in turn
+with the plans, is free of what the machine's speed did since it was calibrated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from ditile.cli import files
+from ditile.cli.bench.cells import ONE_RANK
+from ditile.cli.bench.runs import ROWS
+from ditile.planner.disturbance import BUSY
+from ditile.planner.profile import Profile
+
+CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
+PATCHED = "pipefusion=2 patches=2; pipefusion=2 patches=4; "
+EXACT = "; distrifusion=2; ulysses=2; ring=2; tensor=2"
+BUNDLED = (
+    f"{PATCHED}pipefusion=2 patches=2 warmup_mode=pipelined; pipefusion=2 patches=4 warmup_mode=sequence{EXACT}; "
+    f"cfg=2; pipefusion=1 | {CACHE}; pipefusion=2 patches=2 | {CACHE}; ulysses=2 | {CACHE}"
+)
+RANDOM = f"{PATCHED}pipefusion=2 patches=8; pipefusion=2 patches=4 warmup_mode=sequence{EXACT}"
+HYBRIDS = (
+    "cfg=2 pipefusion=2 patches=2; cfg=2 ulysses=2; pipefusion=2 ulysses=2 patches=2; pipefusion=4 patches=4; "
+    "ring=2 ulysses=2; pipefusion=2 tensor=2 patches=2"
+)
+ONE = "one rank"
+AGAIN, CALIBRATIONS = "4", 3
+"""How often a run that others disturbed is made again; calibrations of a job, if these were disturbed."""
+ALIKE = 1.05
+"""So many times as long at most does the shortest product take of two goes of one machine."""
+RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
+
+
+class Job(NamedTuple):
+    """One call, and the plans that it is made under.
+
+    Attributes:
+        model, size, steps: the call.
+        plans: as `ditile bench` takes them.
+        rounds: each plan is measured so often; a short one, as long as a burst of somebody else's work, oftener.
+    """
+
+    model: str
+    size: int
+    steps: int
+    plans: str
+    rounds: int = 3
+
+    @property
+    def name(self) -> str:
+        """For people, and of its folder."""
+        return f"{self.model.partition(' ')[0]} {self.size} px {self.steps} steps"
+
+
+JOBS = (
+    Job("shapes-flux", 128, 12, BUNDLED, 5), Job("shapes-flux", 192, 12, BUNDLED, 5),
+    Job("shapes-pixart", 192, 12, BUNDLED, 5), Job("shapes-pixart", 256, 12, BUNDLED),
+    Job(RANDOM_FLUX, 256, 8, RANDOM), Job(RANDOM_FLUX, 512, 5, RANDOM), Job("shapes-pixart", 256, 8, HYBRIDS),
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def measure(folder: Path) -> list[Row]:
+    """The rows of all jobs.
+
+    Raises:
+        SystemExit: if one fails; what others measured is kept.
+    """
+    found: list[Row] = []
+    for job in JOBS:
+        out, size = folder / job.name.replace(" ", "-"), str(job.size)
+        profile = out.with_suffix(".json")
+        for _ in range(CALIBRATIONS):
+            if not profile.exists():
+                _run("calibrate", "--out", str(profile))
+            _run(
+                "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
+                "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile),
+                "--out", str(out), "--plans", job.plans,
+            )  # fmt: skip
+            rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
+            if is_of(Profile.read(profile), rows):
+                break
+            profile.unlink()
+        else:
+            what = f"the machine was another, or disturbed, in {CALIBRATIONS} calibrations; the last one counts"
+            print(f"note: {job.name}: {what}", file=sys.stderr)
+        one = next(row for row in rows if row["plan"] == ONE_RANK)
+        found += [_short(job, row, one) for row in rows]
+    return found
+
+
+def is_of(profile: Profile, rows: Sequence[Row]) -> bool:
+    """Whether the machine was calibrated as it was while it ran: by the products of `gauge` alone, not by any error."""
+    best = min((row["product_s"] for row in rows if "product_s" in row), default=profile.product_s)
+    alike = max(best, profile.product_s) <= ALIKE * min(best, profile.product_s)
+    return alike and profile.disturbed <= BUSY
+
+
+def _run(*words: str) -> None:
+    print(" ".join(words), file=sys.stderr, flush=True)
+    if code := subprocess.run([sys.executable, "-m", "ditile", *words], check=False).returncode:
+        raise SystemExit(f"error: ditile {words[0]} ended with exit code {code}")
+
+
+def _short(job: Job, row: Row, one: Row) -> Row:
+    names = ("world", "loop_s", "predicted_loop_s", "predicted_error", "predicted_memory_error")
+    plan = ONE if row["plan"] == ONE_RANK else row["plan"]
+    label = f"{plan} | {row['cache']}" if row["cache"] else plan
+    speedup = (1 + one["predicted_error"]) / (1 + row["predicted_error"]) - 1
+    return {"job": job.name, "plan": label, "speedup_error": speedup} | {name: row.get(name) for name in names}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A row for each plan, a column for each job; what they come to below."""
+    jobs = list(dict.fromkeys(row["job"] for row in rows))
+    shown = Table("plan", *jobs)
+    cells = {(row["plan"], row["job"]): f"{row['loop_s']:.2f} s, {row['predicted_error']:+.0%}" for row in rows}
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        shown.add_row(plan, *(cells.get((plan, job), "") for job in jobs))
+    of_jobs = (
+        ("median error, worst", _errors),
+        ("of the speed-up", _of_speedups),
+        ("predicted fastest", _first),
+        ("memory, worst", _memory),
+    )
+    for name, text in of_jobs:
+        shown.add_row(name, *(text([row for row in rows if row["job"] == job]) for job in jobs))
+    return shown
+
+
+def _errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
+    errors = [abs(row[name]) for row in rows]
+    return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
+
+
+def _of_speedups(rows: Sequence[Row]) -> str:
+    return _errors([row for row in rows if row["plan"] != ONE], "speedup_error")
+
+
+def first(rows: Sequence[Row]) -> tuple[str, float]:
+    """The plan of a job that is predicted first, of those that leave nothing out; how far it is behind the fastest."""
+    plans = [row for row in rows if "|" not in row["plan"]]
+    chosen = min(plans, key=lambda row: float(row["predicted_loop_s"]))
+    return chosen["plan"], chosen["loop_s"] / min(row["loop_s"] for row in plans) - 1
+
+
+def _first(rows: Sequence[Row]) -> str:
+    plan, behind = first(rows)
+    return f"{plan}: the fastest" if behind == 0 else f"{plan}: {behind:.0%} behind the fastest"
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    errors = [abs(row["predicted_memory_error"]) for row in rows if row["predicted_memory_error"] is not None]
+    return f"{max(errors):.0%}" if errors else ""
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """What all jobs come to, plans of up to two ranks and of more apart."""
+    for name, some in (
+        ("up to 2 ranks", [row for row in rows if row["world"] <= 2]),
+        ("4 ranks", [row for row in rows if row["world"] > 2]),
+    ):
+        if some:
+            errors = f"error of the loop (median, worst) {_errors(some)}, of the speed-up {_of_speedups(some)}"
+            yield f"{name}: {len(some)} measured; {errors}; of memory at most {_memory(some)}"
+
+
+def main() -> None:
+    """Measures, writes the rows, and says what they come to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("predictions.json"), help="the rows as JSON")
+    out: Path = parser.parse_args().out
+    folder = out.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = measure(folder)
+    files.write_json(out, rows)
+    shutil.rmtree(folder)
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Predicted scaling past the machines that are here: 8 to 512 devices, two jobs, two kinds of cluster.
+
+    python -m benchmarks.scale docs/images/scale.png          # the tables as Markdown, the figure as a file
+
+Every group of methods has the best of its plans on so many devices, by the formula that the planner sifts with, the
+first few of them with other ways to run their synchronous steps; the best of each is simulated.
+
+Wan has no `ModelSpec` yet: what it would have beside `planner.tables` is here, to be counted and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+
+from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape
+from ditile.plan.units import rounded
+from ditile.planner.hardware import profile
+from ditile.planner.price import Pricer
+from ditile.planner.search import SIFTED, Placed, Wanted, fitting, other_warmups, plans
+from ditile.planner.subject import CONFIGS, Subject
+from ditile.planner.tables import WAN
+
+DEVICES = (8, 16, 32, 64, 128, 256, 512)
+IN_A_HOST = 8
+GROUPS: dict[str, Callable[[Plan], bool]] = {
+    "tensor": lambda plan: plan.tensor * plan.cfg == plan.world,
+    "sequence": lambda plan: plan.ulysses * plan.ring * plan.cfg == plan.world,
+    "DistriFusion": lambda plan: plan.distrifusion * plan.cfg == plan.world,
+    "PipeFusion": lambda plan: plan.pipefusion * plan.cfg == plan.world,
+    "all together": lambda plan: True,
+}
+"""Methods by themselves, each with cfg where there is guidance, and any product of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Hosts of eight devices."""
+
+    name: str
+    hardware: str
+    interlink: str
+
+
+CLUSTERS = (
+    Cluster("L40 on PCIe, 100 Gbit Ethernet a host", "l40-pcie", "100Gbit"),
+    Cluster("H100 on NVLink, 8 x 400 Gbit InfiniBand a host", "h100-nvlink", "3200Gbit"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job, its work, and the text beside its sequence."""
+
+    name: str
+    subject: Subject
+    shape: Shape
+    words: int = 0
+
+
+def flux() -> Task:
+    """FLUX.1-dev at 4096 x 4096, 28 steps."""
+    subject = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    call = {"prompt": "a prompt", "height": 4096, "width": 4096, "num_inference_steps": 28}
+    return Task("FLUX.1-dev, 4096 px, 28 steps", subject, subject.shape(call, 2))
+
+
+def wan() -> Task:
+    """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls; its decode is left out."""
+    known = Subject.of("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
+    call = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
+    subject = replace(known, family=_WAN, table=None, decoder=None)
+    return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.shape(call, 2), known.words(call))
+
+
+_CUT = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
+_WAN = replace(
+    WAN.spec, constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
+    per_step=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
+    tensor={
+        **{f"blocks.*.{attn}.{name}": how for attn in ("attn1", "attn2") for name, how in _CUT.items()},
+        "blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise",
+    },
+    tensor_tokens={f"blocks.*.{to}": {"return": "image"} for to in ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")},
+)  # fmt: skip
+"""As if Wan had a `ModelSpec`: with what it could be cut by, and what would be remembered."""
+
+
+class _Rough(NamedTuple):
+    """A plan by the formula's seconds, and by its name."""
+
+    seconds: float
+    name: str
+    placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best plan of a group."""
+
+    plan: Plan
+    seconds: float
+    memory_bytes: int
+
+
+def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
+    """Of every group that has a plan which uses all devices and fits their memory."""
+    machine = profile(cluster.hardware, cluster.interlink)
+    pricer = Pricer(task.subject.counted, machine, task.words, IN_A_HOST)
+    found: dict[str, list[_Rough]] = {name: [] for name in GROUPS}
+
+    def add(plan: Plan) -> None:
+        groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
+        placed = fitting(task.subject, task.shape, pricer, plan, machine.memory_bytes)
+        if placed.memory <= machine.memory_bytes:
+            rough = _Rough(pricer.estimate(placed.job), str(placed.job.plan), placed)
+            for name in groups:
+                found[name].append(rough)
+
+    for plan in plans(task.subject, task.shape, Wanted(devices=devices, all_devices=True)):
+        add(plan)
+    first = {rough.name: rough for roughs in found.values() for rough in sorted(roughs)[:SIFTED]}
+    for rough in first.values():
+        for plan in other_warmups(rough.placed.job):
+            add(plan)
+    return {name: _simulated(pricer, min(roughs).placed) for name, roughs in found.items() if roughs}
+
+
+def _simulated(pricer: Pricer, placed: Placed) -> Best:
+    return Best(placed.job.plan, pricer.latency(placed.job), placed.memory)
+
+
+def as_markdown(task: Task, cluster: Cluster, found: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
+    """A table: seconds of each group over devices, and the plan of the best."""
+    yield f"### {task.name}: {cluster.name}\n"
+    yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
+    yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
+    for devices, groups in found.items():
+        cells = [f"{rounded(groups[name].seconds)} s" if name in groups else "" for name in GROUPS]
+        whole = groups["all together"]
+        yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
+    yield ""
+
+
+def main() -> None:
+    """Prints the tables and draws the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", type=Path, help="the picture to write")
+    figure = parser.parse_args().figure
+    cells = [(task, cluster) for task in (flux(), wan()) for cluster in CLUSTERS]
+    found = {
+        (task.name, cluster.name): {
+            devices: best(task, cluster, devices)
+            for devices in track(DEVICES, cluster.name, console=Console(stderr=True))
+        }
+        for task, cluster in cells
+    }
+    for task, cluster in cells:
+        print("\n".join(as_markdown(task, cluster, found[task.name, cluster.name])))
+    from benchmarks.plots import scaling
+
+    scaling(
+        {f"{task}\n{cluster}": {name: {d: groups[name].seconds for d, groups in by_devices.items() if name in groups}
+                                for name in GROUPS} for (task, cluster), by_devices in found.items()},
+        figure,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""ditile: diffusion transformers over many devices, unchanged to the eye.
+
+Importing this package does not import torch: what needs it is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Two functions share their module's name. Python binds a submodule to its package when it is first imported, which is
+# here, and these lines then bind the function: whoever imports the module later finds the function in its place.
+from ditile.distributed.launch import launch
+from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError
+from ditile.plan.plan import Plan
+from ditile.runner.load import load
+
+if TYPE_CHECKING:
+    from ditile.cache.cache_dit import ParallelismConfig
+    from ditile.cache.cached import IdleCacheWarning
+    from ditile.cache.config import (
+        DBCacheConfig,
+        DBPruneConfig,
+        DMDCalibratorConfig,
+        FoCaCalibratorConfig,
+        ParamsModifier,
+        TaylorSeerCalibratorConfig,
+    )
+    from ditile.cache.config_text import load_configs
+    from ditile.cache.step_mask import steps_mask
+    from ditile.hooks.compile_configs import set_compile_configs
+    from ditile.models.adapter import BlockAdapter, PatchFunctor
+    from ditile.models.block_lists import supported_pipelines
+    from ditile.models.patterns import ForwardPattern
+    from ditile.models.registry import ModelSpec, register
+    from ditile.planner.answer import plan_for
+    from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
+    from ditile.runner.lora import load_lora
+    from ditile.runner.quantization import quantize
+    from ditile.runner.report import Report
+    from ditile.runner.runner import Runner, parallelize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockAdapter",
+    "DBCacheConfig",
+    "DBPruneConfig",
+    "DMDCalibratorConfig",
+    "DitileError",
+    "FoCaCalibratorConfig",
+    "ForwardPattern",
+    "IdleCacheWarning",
+    "JoinError",
+    "LoadError",
+    "ModelError",
+    "ModelSpec",
+    "ParallelismConfig",
+    "ParamsModifier",
+    "PatchFunctor",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "Report",
+    "Runner",
+    "StateError",
+    "TaylorSeerCalibratorConfig",
+    "__version__",
+    "disable_cache",
+    "enable_cache",
+    "launch",
+    "load",
+    "load_configs",
+    "load_lora",
+    "parallelize",
+    "plan_for",
+    "quantize",
+    "refresh_context",
+    "register",
+    "set_compile_configs",
+    "steps_mask",
+    "strify",
+    "summary",
+    "supported_pipelines",
+]
+
+_LAZY = {
+    "BlockAdapter": "ditile.models.adapter",
+    "DBCacheConfig": "ditile.cache.config",
+    "DBPruneConfig": "ditile.cache.config",
+    "DMDCalibratorConfig": "ditile.cache.config",
+    "FoCaCalibratorConfig": "ditile.cache.config",
+    "ForwardPattern": "ditile.models.patterns",
+    "IdleCacheWarning": "ditile.cache.cached",
+    "ModelSpec": "ditile.models.registry",
+    "ParallelismConfig": "ditile.cache.cache_dit",
+    "ParamsModifier": "ditile.cache.config",
+    "PatchFunctor": "ditile.models.adapter",
+    "Report": "ditile.runner.report",
+    "Runner": "ditile.runner.runner",
+    "TaylorSeerCalibratorConfig": "ditile.cache.config",
+    "disable_cache": "ditile.runner.caching",
+    "enable_cache": "ditile.runner.caching",
+    "load_configs": "ditile.cache.config_text",
+    "load_lora": "ditile.runner.lora",
+    "parallelize": "ditile.runner.runner",
+    "plan_for": "ditile.planner.answer",
+    "quantize": "ditile.runner.quantization",
+    "refresh_context": "ditile.runner.caching",
+    "register": "ditile.models.registry",
+    "set_compile_configs": "ditile.hooks.compile_configs",
+    "steps_mask": "ditile.cache.step_mask",
+    "strify": "ditile.runner.caching",
+    "summary": "ditile.runner.caching",
+    "supported_pipelines": "ditile.models.block_lists",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,243 @@
+"""Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
+
+It ends with the pipeline's call too, however that ends. Scheduler and pipeline are overridden on the instances, of
+which the latter gets a class of its own, since Python looks `__call__` up there. The scheduler's steps and the model's
+calls between them are all that a cache must know: a step of two calls has two branches of guidance, one of a single
+call has one, whatever the model's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ditile.errors import StateError
+from ditile.hooks.overrides import Watched, override
+from ditile.hooks.protocols import Labelled, Moment
+
+MANY = 32  # calls of a model in one step that no guidance needs
+
+
+class SchedulerClock:
+    """The clock of one pipeline, and of all the models that it calls.
+
+    Args:
+        pipe: the pipeline; the scheduler is the one that it has at the time.
+        begun: called when a generation begins, with its steps.
+        ended: called when it is over, or was left by an error.
+    """
+
+    def __init__(self, pipe: Any, begun: Callable[[int], None], ended: Callable[[], None]) -> None:
+        self._pipe, self._begun, self._ended = pipe, begun, ended
+        self._stack = ExitStack()
+        self._scheduler: Any = None
+        self._live, self._steps, self._step = False, 0, 0
+        self._images: int | None = None
+        self._calls: dict[Labelled, int] = {}
+        self._labels: set[tuple[Labelled, str]] = set()
+        self._timed, self._apart, self._presets = False, False, False
+        self._thread: int | None = None
+        self._busy, self._depth = threading.RLock(), 0
+
+    def install(self) -> None:
+        """Watches the scheduler, and the pipeline's call."""
+        if self._scheduler is self._pipe.scheduler:
+            return
+        self._stack.close()
+        self._scheduler = self._pipe.scheduler
+        for name, mine in (("set_timesteps", self._set_timesteps), ("step", self._stepped)):
+            override(self._stack, self._scheduler, name, Watched(mine, getattr(self._scheduler, name), self._copied))
+        names = list(inspect.signature(self._scheduler.step).parameters)
+        self._sample_at = names.index("sample") if "sample" in names else len(names)
+        self._watch_call()
+
+    def remove(self) -> None:
+        """Leaves scheduler and pipeline as they were."""
+        self.drop()
+        self._stack.close()
+        self._scheduler = None
+
+    def drop(self) -> None:
+        """The generation is over."""
+        if self._live:
+            self._live = False
+            self._ended()
+
+    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+        """A new picture follows. Its steps are the scheduler's, and its branches those that are called."""
+        self.drop()
+
+    def begin_call(self, model: Labelled) -> Moment | None:
+        """A model is called; None before the pipeline's call has set its timesteps, as for images that it looks at."""
+        if self._pipe.scheduler is not self._scheduler:  # somebody set another one
+            self.install()
+            self._begin()
+        if not self._live:
+            if self._depth and not (self._timed or self._presets):
+                return None
+            self._begin()
+        self._check_thread()
+        if model.label is not None:
+            self._note(model, model.label)
+        if self._step == 0 and not self._calls:
+            skipped = getattr(self._scheduler, "begin_index", None) or 0
+            self._steps = len(self._scheduler.timesteps) - skipped
+            self._begun(self._steps)
+        branch = self._calls.get(model, 0)
+        if branch >= MANY:
+            raise StateError(
+                f"a cached model was called {branch} times, and the scheduler of the {type(self._pipe).__name__} that "
+                "it was cached with was not stepped; call enable_cache on the pipeline that runs"
+            )
+        return Moment(self._step, branch, images=self._images)
+
+    def end_call(self, model: Labelled) -> None:
+        """It returns."""
+        if self._live:
+            self._calls[model] = self._calls.get(model, 0) + 1
+
+    def _note(self, model: Labelled, label: str) -> None:
+        """Where copies of the scheduler step in its place, a step ends when a label comes again."""
+        if self._apart and (model, label) in self._labels:
+            self._advance()
+            if not self._live:
+                self._begin()
+                self._apart = True
+        self._labels.add((model, label))
+
+    def _copied(self) -> None:
+        """A pipeline may step copies, one for each frame, and never the scheduler itself."""
+        self._apart = self._live and not self._step
+
+    def _watch_call(self) -> None:
+        """A pipeline's call is one picture, and one at a time."""
+        pipe, kind = self._pipe, type(self._pipe)
+        if not callable(pipe):
+            return
+
+        @functools.wraps(kind.__call__)
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._inside() if this is pipe else ExitStack():
+                return kind.__call__(this, *args, **kwargs)
+
+        names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        pipe.__class__ = type(kind.__name__, (kind,), names)
+        self._stack.callback(setattr, pipe, "__class__", kind)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise self._two_threads()
+        self._depth += 1
+        self._timed = self._timed and self._depth > 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.drop()
+            self._busy.release()
+
+    def _set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._inside() if self._depth else ExitStack():
+            result = stock(*args, **kwargs)
+        self._timed = True
+        self._begin()
+        return result
+
+    def _begin(self) -> None:
+        self.drop()
+        self._live, self._step, self._images, self._apart = True, 0, None, False
+        self._calls.clear()
+        self._labels.clear()
+        self._thread = threading.get_ident()
+
+    def _stepped(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._live and self._calls:
+            self._check_thread()
+        self._presets |= self._depth > 0 and not self._timed  # a pipeline whose timesteps were set before its call
+        result = stock(*args, **kwargs)
+        if not self._live or not self._calls:
+            return result
+        sample = kwargs.get("sample", args[self._sample_at] if len(args) > self._sample_at else None)
+        self._images, self._apart = None if sample is None else int(sample.shape[0]), False
+        self._advance()
+        return result
+
+    def _advance(self) -> None:
+        """A step is over."""
+        self._step += 1
+        self._calls.clear()
+        self._labels.clear()
+        if self._step >= self._steps:
+            self.drop()
+
+    def _check_thread(self) -> None:
+        if self._thread != threading.get_ident():
+            raise self._two_threads()
+
+    def _two_threads(self) -> StateError:
+        return StateError(
+            f"two threads run one cached {type(self._pipe).__name__} at the same time, and its blocks remember one "
+            "picture; give each thread a pipeline and a transformer of its own, or make one call after the other"
+        )
+
+
+class CallClock:
+    """The clock of a transformer without a pipeline: each step has so many calls.
+
+    Args:
+        begun, ended: as in `SchedulerClock`.
+        steps: of every picture; None waits to be told.
+        separate_cfg: whether each step has two calls, one for each branch of guidance.
+    """
+
+    def __init__(
+        self, begun: Callable[[int], None], ended: Callable[[], None], steps: int | None = None, *,
+        separate_cfg: bool = False,
+    ) -> None:  # fmt: skip
+        self._begun, self._ended, self._of_step = begun, ended, 2 if separate_cfg else 1
+        self._count, self._steps, self._live = 0, steps, False
+
+    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+        """A new picture follows; steps and calls that are not said are those of the last one."""
+        self.drop()
+        self._steps, self._count = steps or self._steps, 0
+        if separate_cfg is not None:
+            self._of_step = 2 if separate_cfg else 1
+
+    def install(self) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
+        """Forgets the generation."""
+        self.drop()
+
+    def drop(self) -> None:
+        """The generation is over."""
+        if self._live:
+            self._live = False
+            self._ended()
+
+    def begin_call(self, model: Labelled) -> Moment:
+        """The transformer is called. Raises `StateError` if the number of steps is not known."""
+        if self._steps is None:
+            raise StateError(
+                "this transformer is cached without a pipeline, so the number of steps is not known; call "
+                "ditile.refresh_context(transformer, num_inference_steps=N) before each picture, or set "
+                "num_inference_steps in the cache_config"
+            )
+        if not self._live:
+            self._live, self._count = True, 0
+            self._begun(self._steps)
+        return Moment(self._count // self._of_step, self._count % self._of_step)
+
+    def end_call(self, model: Labelled) -> None:
+        """It returns."""
+        self._count += 1
+        if self._steps is not None and self._count >= self._steps * self._of_step:
+            self.drop()

@@ -1,0 +1,351 @@
+"""What a user says of the cache. Values, checked when made; nothing here imports torch.
+
+The names are those that cache-dit documents, so that a script for it runs. A step below is one call of the transformer
+and its branches of guidance, counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ditile.cache.fields import Fields, check_number, check_one_of, check_whole, is_whole, merged
+from ditile.cache.step_mask import known
+from ditile.errors import ModelError
+
+__all__ = [
+    "Calibration",
+    "DBCacheConfig",
+    "DBPruneConfig",
+    "DMDCalibratorConfig",
+    "FoCaCalibratorConfig",
+    "ParamsModifier",
+    "TaylorSeerCalibratorConfig",
+    "kept",
+    "merged",
+    "strify",
+]
+
+StoreType = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DBCacheConfig(Fields):
+    """DBCache: the first blocks of a list say whether its middle is computed, or what it added before is added again.
+
+    Attributes:
+        Fn_compute_blocks: first blocks, which always compute; the change of what they add is the difference. With 0 it
+            is the change of what comes into the first block, and a cached step computes no block at all.
+        Bn_compute_blocks: last blocks, which always compute.
+        residual_diff_threshold: a step is cached where the relative L1 difference to the last computed step is less;
+            0 never caches, 1 or more always.
+        max_warmup_steps: the first steps, which compute; all others may be cached.
+        warmup_interval: compute every n-th warmup step.
+        max_cached_steps: cached steps of a generation at most; -1 is no limit.
+        max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
+        max_accumulated_residual_diff_threshold: a step computes where its difference and those of the steps that were
+            cached so far add up to this; None is no budget.
+        accumulated_resets: the sum begins anew at a computed step (as in TeaCache, arXiv 2411.19108); else it is spent
+            once per generation.
+        steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
+            number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
+            them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
+        steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
+            always (static). A step without anything stored computes.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
+            with one it is seen from the calls.
+        cfg_compute_first: accepted; so is their order.
+        cfg_diff_compute_separate: False takes the difference of the first branch of a step for all of them.
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        l1_hidden_states_diff_threshold: compare what the first blocks return, not what they add, with this threshold
+            in place of residual_diff_threshold; None does not.
+        important_condition_threshold: above 0 the difference is the mean over those tokens alone whose own relative
+            difference is more.
+        downsample_factor: the difference is that of every n-th channel.
+        couple: what decides for itself: each row of the batch, each image with all its rows of guidance, or the whole
+            batch.
+        store: what is kept of a computed step: what the middle blocks added, or what they returned.
+        store_dtype: the type in which it is kept; None is its own.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    Fn_compute_blocks: int = 8
+    Bn_compute_blocks: int = 0
+    residual_diff_threshold: float = 0.08
+    max_warmup_steps: int = 8
+    warmup_interval: int = 1
+    max_cached_steps: int = -1
+    max_continuous_cached_steps: int = -1
+    max_accumulated_residual_diff_threshold: float | None = None
+    accumulated_resets: bool = False
+    steps_computation_mask: Sequence[int] | str | None = None
+    steps_computation_policy: Literal["dynamic", "static"] = "dynamic"
+    enable_separate_cfg: bool | None = None
+    cfg_compute_first: bool = False
+    cfg_diff_compute_separate: bool = True
+    num_inference_steps: int | None = None
+    l1_hidden_states_diff_threshold: float | None = None
+    important_condition_threshold: float = 0.0
+    downsample_factor: int = 1
+    couple: Literal["row", "image", "batch"] = "image"
+    store: Literal["residual", "hidden"] = "residual"
+    store_dtype: StoreType | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("Fn_compute_blocks", 0), ("Bn_compute_blocks", 0), ("max_warmup_steps", 0), ("warmup_interval", 1),
+            ("max_cached_steps", -1), ("max_continuous_cached_steps", -1), ("downsample_factor", 1),
+        ):  # fmt: skip
+            check_whole(self, name, least)
+        check_whole(self, "num_inference_steps", 1, none=True)
+        check_number(self, "residual_diff_threshold", 0, 0.08)
+        check_number(self, "max_accumulated_residual_diff_threshold", 0, 0.5, none=True)
+        check_number(self, "l1_hidden_states_diff_threshold", 0, 0.08, none=True)
+        check_number(self, "important_condition_threshold", 0, 0.0)
+        for name in ("accumulated_resets", "cfg_compute_first", "cfg_diff_compute_separate"):
+            check_one_of(self, name, True, False)
+        check_one_of(self, "enable_separate_cfg", None, True, False)
+        check_one_of(self, "steps_computation_policy", "dynamic", "static")
+        check_one_of(self, "couple", "row", "image", "batch")
+        check_one_of(self, "store", "residual", "hidden")
+        check_one_of(self, "store_dtype", None, "bfloat16", "float16", "float32")
+        if isinstance(self.steps_computation_mask, str):
+            known(self.steps_computation_mask)
+        elif self.steps_computation_mask is not None:
+            object.__setattr__(self, "steps_computation_mask", _mask(self.steps_computation_mask))
+
+    def __str__(self) -> str:
+        return strify(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DBPruneConfig(DBCacheConfig):
+    """DBPrune: each block decides for itself, from the change of what it is given.
+
+    Attributes:
+        enable_dynamic_prune_threshold: the threshold of a step rises with the mean of its first five differences.
+        max_dynamic_prune_threshold: how far it may rise; None is twice residual_diff_threshold.
+        dynamic_prune_threshold_relax_ratio: times that mean.
+        non_prune_block_ids: blocks that always compute, by their place in the list; the first Fn and the last Bn do.
+
+    The others are those of `DBCacheConfig`.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    enable_dynamic_prune_threshold: bool = False
+    max_dynamic_prune_threshold: float | None = None
+    dynamic_prune_threshold_relax_ratio: float = 1.25
+    non_prune_block_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        DBCacheConfig.__post_init__(self)
+        check_one_of(self, "enable_dynamic_prune_threshold", True, False)
+        check_number(self, "max_dynamic_prune_threshold", 0, 0.16, none=True)
+        check_number(self, "dynamic_prune_threshold_relax_ratio", 0, 1.25)
+        ids = self.non_prune_block_ids
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole(k) and k >= 0 for k in ids):
+            raise ModelError(f"non_prune_block_ids={ids!r} are no numbers of blocks; give some such as [16, 17]")
+        object.__setattr__(self, "non_prune_block_ids", tuple(ids))
+
+    @property
+    def highest_threshold(self) -> float:
+        """How far a dynamic threshold may rise."""
+        limit = self.max_dynamic_prune_threshold
+        return 2 * self.residual_diff_threshold if limit is None else limit
+
+    def __str__(self) -> str:
+        return strify(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration(Fields):
+    """What the calibrators have in common: a cached step takes a forecast of what is stored, not the last of it.
+
+    Attributes:
+        enable_calibrator: forecast the image stream.
+        enable_encoder_calibrator: forecast the text stream.
+        calibrator_cache_type: what is stored and forecast: what the middle blocks added, or what they returned.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    enable_calibrator: bool = True
+    enable_encoder_calibrator: bool = True
+    calibrator_cache_type: Literal["residual", "hidden_states"] = "residual"
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "enable_calibrator", True, False)
+        check_one_of(self, "enable_encoder_calibrator", True, False)
+        check_one_of(self, "calibrator_cache_type", "residual", "hidden_states")
+
+    @property
+    def tag(self) -> str:
+        """The few letters that stand for it in `strify`."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaylorSeerCalibratorConfig(Calibration):
+    """TaylorSeer: the polynomial through the last computed steps (arXiv 2503.06923).
+
+    Attributes:
+        taylorseer_order: its degree; 1 is a line, and 0 reuse.
+        taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two of them; further
+            on it stays as it is there. None is any distance.
+        calibrator_type: accepted; says what the class says.
+
+    The others are those of `Calibration`.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    taylorseer_order: int = 1
+    taylorseer_reach: float | None = None
+    calibrator_type: Literal["taylorseer"] = "taylorseer"
+
+    def __post_init__(self) -> None:
+        Calibration.__post_init__(self)
+        check_whole(self, "taylorseer_order", 0)
+        check_number(self, "taylorseer_reach", 0, 1, none=True)
+        check_one_of(self, "calibrator_type", "taylorseer")
+
+    @property
+    def tag(self) -> str:
+        """The few letters that stand for it in `strify`."""
+        reach = "" if self.taylorseer_reach is None else f"E{self.taylorseer_reach:g}"
+        return f"T1O{self.taylorseer_order}{reach}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoCaCalibratorConfig(Calibration):
+    """FoCa: a forecast by the slope at the last computed step, corrected by the slope there (arXiv 2508.16211).
+
+    Attributes:
+        calibrator_type: accepted; says what the class says.
+
+    The others are those of `Calibration`.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    calibrator_type: Literal["foca"] = "foca"
+
+    def __post_init__(self) -> None:
+        Calibration.__post_init__(self)
+        check_one_of(self, "calibrator_type", "foca")
+
+    @property
+    def tag(self) -> str:
+        """The few letters that stand for it in `strify`."""
+        return "FoCa"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DMDCalibratorConfig(Calibration):
+    """Dynamic mode decomposition: a sum of exponentials through the last computed steps (Schmid 2010).
+
+    Attributes:
+        dmd_history: computed steps that are kept; it takes 4 that are evenly spaced, with fewer it is a line.
+        dmd_rank: exponentials at most; None or 0 takes all that stand out from the noise.
+        dmd_ridge: added to the singular values, relative to the first, where they are divided by.
+        dmd_svd_precision: accepted; the decomposition is of a few numbers, and always in double precision.
+        calibrator_type: accepted; says what the class says.
+
+    The others are those of `Calibration`.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    dmd_history: int = 6
+    dmd_rank: int | None = None
+    dmd_ridge: float = 1e-8
+    dmd_svd_precision: Literal["medium", "high", "highest"] | None = None
+    calibrator_type: Literal["dmd"] = "dmd"
+
+    def __post_init__(self) -> None:
+        Calibration.__post_init__(self)
+        check_whole(self, "dmd_history", 2)
+        check_whole(self, "dmd_rank", 0, none=True)
+        check_number(self, "dmd_ridge", 0, 1e-8)
+        check_one_of(self, "dmd_svd_precision", None, "medium", "high", "highest")
+        check_one_of(self, "calibrator_type", "dmd")
+
+    @property
+    def tag(self) -> str:
+        """The few letters that stand for it in `strify`."""
+        return f"DMDH{self.dmd_history}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamsModifier(Fields):
+    """What is different for one list of blocks. How it meets the pipeline's own configs is said at `merged`.
+
+    Attributes:
+        cache_config: the fields that were given to it win.
+        calibrator_config: the same; one of another kind takes the place of the pipeline's.
+
+    Raises:
+        ModelError: if a field is not known, or no config.
+    """
+
+    cache_config: DBCacheConfig | None = None
+    calibrator_config: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("cache_config", DBCacheConfig, "DBCacheConfig"),
+            ("calibrator_config", Calibration, "TaylorSeerCalibratorConfig"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ModelError(f"{name}={value!r} is no config; give a {example}(..)")
+
+    def over(
+        self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
+    ) -> tuple[DBCacheConfig, Calibration | None]:
+        """The configs of its list, where these are the pipeline's."""
+        cache = merged(cache_config, self.cache_config)
+        return cache or cache_config, merged(calibrator_config, self.calibrator_config)
+
+
+def kept(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
+    """What is stored of a computed step: what the middle blocks returned if either config says so."""
+    returned = calibrator is not None and calibrator.calibrator_cache_type == "hidden_states"
+    return "hidden" if returned else cache.store
+
+
+def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
+    """One word that says what was asked for, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+
+    F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
+    0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.
+    """
+    mask, tag = cache.steps_computation_mask, calibrator.tag if calibrator is not None else ""
+    parts = [
+        "DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache",
+        f"F{cache.Fn_compute_blocks}B{cache.Bn_compute_blocks}",
+        f"W{cache.max_warmup_steps}I{cache.warmup_interval}M{max(cache.max_cached_steps, 0)}"
+        f"MC{max(cache.max_continuous_cached_steps, 0)}",
+        f"R{cache.residual_diff_threshold:g}",
+        *([] if mask is None else [f"SCM{''.join(map(str, mask))}_{cache.steps_computation_policy}"]),
+        *([tag] if tag else []),
+    ]
+    return "_".join(parts)
+
+
+def _mask(mask: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
+        raise ModelError(
+            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
+            "a preset"
+        )
+    return tuple(map(int, mask))

@@ -1,0 +1,194 @@
+"""One YAML or JSON file for all that `enable_cache` takes.
+
+    cache_config:
+      Fn_compute_blocks: 1
+      residual_diff_threshold: 0.12
+      steps_computation_mask: fast
+    calibrator_config:
+      calibrator_type: taylorseer
+      taylorseer_order: 1
+    parallelism_config:
+      ulysses_size: auto
+      parallel_kwargs:
+        attention_backend: native
+    quantize_config:
+      quant_type: float8_weight_only
+    attention_backend: native
+
+A calibrator may also be named in cache_config, as cache-dit documents it: `enable_taylorseer: true`, and its fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from ditile.cache.cache_dit import ParallelismConfig
+from ditile.cache.config import (
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FoCaCalibratorConfig,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.cache.fields import check_known
+from ditile.cache.step_mask import read
+from ditile.errors import LoadError, ModelError
+
+CALIBRATORS: dict[str, type[Calibration]] = {
+    "taylorseer": TaylorSeerCalibratorConfig,
+    "foca": FoCaCalibratorConfig,
+    "dmd": DMDCalibratorConfig,
+}
+QUANTIZE = ("quant_type", "exclude_layers", "per_row", "group_size")
+"""What quantize_config may say: the arguments of `quantize`."""
+
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+_CACHES = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
+
+
+def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of `enable_cache` that a file, or what it would hold, stands for.
+
+    Args:
+        path_or_dict: a `.json` file, or one in YAML; or its content.
+
+    Returns:
+        What it names of calibrator_config, parallelism_config, attention_backend and quantize_config (the arguments of
+        `quantize`, as a dict); and always cache_config, None where the file has none and nothing is to be cached. A
+        section that is null is not there.
+
+    Raises:
+        LoadError: if the file is missing, unreadable, or no YAML or JSON.
+        ModelError: if a name is not known, with the nearest one, or a value is out of its range.
+    """
+    content = path_or_dict if isinstance(path_or_dict, Mapping) else _content(Path(path_or_dict))
+    for name in content:
+        check_known(f"the config {name!r}", name, _SECTIONS)
+    content = {name: value for name, value in content.items() if value is not None}
+    found: dict[str, Any] = {"cache_config": None}
+    if "cache_config" in content:
+        found["cache_config"], calibrator = _cache(_section(content, "cache_config"))
+        if calibrator is not None:
+            if "calibrator_config" in content:
+                raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
+            found["calibrator_config"] = calibrator
+    for name, make in _SECTIONS.items():
+        if name in content and name != "cache_config":
+            found[name] = make(content[name] if name == "attention_backend" else _section(content, name))
+    return found
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise LoadError(
+            f"the config {str(path)!r} is no {'JSON' if path.suffix == '.json' else 'YAML'}: {reason}"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
+    return content
+
+
+def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    values = content[name]
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{name}={values!r} is no section; give names and values")
+    return {str(key): _number(value) for key, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-8, without a point, as text."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def _cache(values: dict[str, Any]) -> tuple[DBCacheConfig, Calibration | None]:
+    """The config of the cache, and that of the calibrator which is named in it."""
+    calibrator, own = _calibrator_within(values)
+    name = str(own.pop("cache_type", "")).rpartition(".")[2].lower()
+    if name:
+        check_known(f"cache_type={name!r}", name, _CACHES)
+    prunes = name == "dbprune" or (not name and set(own) & _PRUNE)
+    mask = own.get("steps_computation_mask")
+    if isinstance(mask, str) and "/" in mask:
+        own["steps_computation_mask"] = read(mask)
+    return (DBPruneConfig if prunes else DBCacheConfig)(**own), calibrator
+
+
+def _calibrator_within(values: dict[str, Any]) -> tuple[Calibration | None, dict[str, Any]]:
+    """The calibrator that a section of the cache names, and the other entries."""
+    enabled = [kind for kind in CALIBRATORS if values.get(f"enable_{kind}")]
+    if len(enabled) > 1:
+        raise ModelError(
+            f"{' and '.join(f'enable_{kind}' for kind in enabled)}: there is one calibrator; leave one out"
+        )
+    own, found = {}, {}
+    for name, value in values.items():
+        kind, field = _field_of_calibrator(name)
+        if kind is None:
+            own[name] = value
+        elif field is not None and kind in ("any", *enabled):
+            found[field] = value
+    if not enabled:
+        return None, own
+    return CALIBRATORS[enabled[0]](**found), own
+
+
+def _field_of_calibrator(name: str) -> tuple[str | None, str | None]:
+    """Which calibrator an entry of the cache is for, and its field; none for its switch."""
+    if name in ("calibrator_cache_type", "enable_encoder_calibrator"):
+        return "any", name
+    for kind, config in CALIBRATORS.items():
+        if name == f"enable_{kind}":
+            return kind, None
+        if name == f"enable_encoder_{kind}":
+            return kind, "enable_encoder_calibrator"
+        if name == f"{kind}_cache_type":
+            return kind, "calibrator_cache_type"
+        if name.startswith(f"{kind}_") and name in config.__dataclass_fields__:
+            return kind, name
+    return None, None
+
+
+def _calibrator(values: dict[str, Any]) -> Calibration:
+    """By its type; by its fields where that is left out."""
+    kind = values.get("calibrator_type")
+    if kind is None:
+        kind = next((one for one in CALIBRATORS if any(name.startswith(f"{one}_") for name in values)), "taylorseer")
+    check_known(f"calibrator_type={kind!r}", kind, CALIBRATORS)
+    return CALIBRATORS[kind](**values)
+
+
+def _quantize(values: dict[str, Any]) -> dict[str, Any]:
+    for name in values:
+        check_known(f"quantize_config has {name!r}, which", name, QUANTIZE)
+    return values
+
+
+def _backend(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ModelError(f"attention_backend={value!r} is no name; try native")
+    return value
+
+
+_PRUNE = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
+_SECTIONS: dict[str, Callable[[Any], Any]] = {
+    "cache_config": _cache,
+    "calibrator_config": _calibrator,
+    "parallelism_config": lambda values: ParallelismConfig(**values),
+    "quantize_config": _quantize,
+    "attention_backend": _backend,
+}

@@ -1,0 +1,173 @@
+"""What a cache did in the last generation, as numbers and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ditile.cache.cached import Trace
+
+PERCENTILES = (0, 25, 50, 75, 95, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What was decided on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
+
+    Attributes:
+        branch, patch, unit: which.
+        skipped: the steps that were left out.
+        differences: (step, relative difference) where one was measured.
+    """
+
+    branch: int
+    patch: int
+    unit: int
+    skipped: list[int]
+    differences: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReport:
+    """Blocks that were decided on together.
+
+    Attributes:
+        name: the lists of blocks.
+        settings: in one word, as `strify`.
+        blocks: in all.
+        middle: that could be left out.
+        steps: in which they were called.
+        kept_bytes: remembered when it ended, by all contexts of the model.
+        decisions: of each image, branch and patch.
+        stage: of the rank that reports.
+    """
+
+    name: str
+    settings: str
+    blocks: int
+    middle: int
+    steps: int
+    kept_bytes: int
+    decisions: list[Decisions]
+    stage: int = 0
+
+    @classmethod
+    def of(cls, trace: Trace, kept_bytes: int) -> ContextReport:
+        """The report of a context."""
+        decisions = [
+            Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
+            for branch, patch, unit, record in trace.records
+        ]
+        return cls(trace.name, trace.text, trace.blocks, trace.middle, trace.steps, kept_bytes, decisions)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ContextReport:
+        """The inverse of `to_dict`."""
+        decisions = [
+            Decisions(**{**each, "differences": [(int(step), float(d)) for step, d in each["differences"]]})
+            for each in values["decisions"]
+        ]
+        return cls(**{**values, "decisions": decisions})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+    @property
+    def cached_steps(self) -> list[int]:
+        """The steps in which something was left out for every image, branch and patch."""
+        of_each = [set(each.skipped) for each in self.decisions]
+        return sorted(set.intersection(*of_each)) if of_each else []
+
+    @property
+    def differences(self) -> list[float]:
+        """All that were measured, in ascending order."""
+        return sorted(difference for each in self.decisions for _, difference in each.differences)
+
+    @property
+    def saved(self) -> float:
+        """The share of all runs of blocks that was saved, 0 to 1."""
+        if not self.decisions or not self.steps:
+            return 0.0
+        skipped = sum(len(each.skipped) for each in self.decisions)
+        return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
+
+
+def of_ranks(found: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
+    """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
+
+    Args:
+        found: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided alike;
+            halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
+    """
+    merged = []
+    for stage in sorted({place[2] for place, _ in found}):
+        own = {(place[0], place[1]): reports for place, reports in reversed(found) if place[2] == stage}
+        count = max(map(len, own.values()))
+        whole = {half: reports for half, reports in sorted(own.items()) if len(reports) == count}
+        merged += [_merged(stage, {half: reports[k] for half, reports in whole.items()}) for k in range(count)]
+    return merged
+
+
+def _merged(stage: int, of_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
+    """One context of one stage, by replica and half of guidance."""
+    decisions: list[Decisions] = []
+    units = 0
+    for replica in sorted({replica for replica, _ in of_half}):
+        halves = [report.decisions for (of, _), report in of_half.items() if of == replica]
+        for branch in sorted({each.branch for half in halves for each in half}):
+            own = [[each for each in half if each.branch == branch] for half in halves]
+            best = max(own, key=lambda each: (sum(len(d.skipped) + len(d.differences) for d in each), len(each)))
+            decisions += [replace(each, unit=units + each.unit) for each in best]
+        units = 1 + max((each.unit for each in decisions), default=units - 1)
+    kept = max(report.kept_bytes for report in of_half.values())
+    return replace(next(iter(of_half.values())), stage=stage, kept_bytes=kept, decisions=decisions)
+
+
+def percentile(numbers: Sequence[float], percent: float) -> float:
+    """Of ascending numbers, between neighbours in proportion."""
+    at = (len(numbers) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(numbers) - 1)
+    return numbers[low] + (numbers[high] - numbers[low]) * (at - low)
+
+
+def table(reports: Iterable[ContextReport], *, details: bool) -> Table:
+    """A line for each context; with `details` one for each image, branch and patch, and percentiles of differences."""
+    from rich.table import Table
+
+    columns = ["context", "settings", "steps", "left out", "blocks saved"]
+    columns += ["branch", "patch", "image"] if details else []
+    columns += [f"p{percent}" for percent in PERCENTILES] if details else ["median difference"]
+    made = Table(*columns, title="what the cache left out")
+    for report in reports:
+        head = [report.name + (f" @{report.stage}" if report.stage else ""), report.settings, str(report.steps)]
+        if not details:
+            found = report.differences
+            median = f"{percentile(found, 50):.3f}" if found else "-"
+            made.add_row(*head, steps_text(report.cached_steps), f"{report.saved:.0%}", median)
+            continue
+        for each in report.decisions:
+            found = sorted(difference for _, difference in each.differences)
+            saved = len(each.skipped) / max(report.steps, 1) * report.middle / report.blocks
+            place = [str(each.branch), str(each.patch), str(each.unit)]
+            numbers = [f"{percentile(found, percent):.3f}" if found else "-" for percent in PERCENTILES]
+            made.add_row(*head, steps_text(each.skipped), f"{saved:.0%}", *place, *numbers)
+            head = ["", "", ""]
+    return made
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """How many steps, and which, with runs written as `4-6`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{len(steps)}: {text}" if steps else "0"

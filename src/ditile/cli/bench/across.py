@@ -1,0 +1,102 @@
+"""A session over a link: two ranks, each on a host of its own, which are network namespaces of this machine.
+
+    measure_across(task, "100mbit")
+
+needs root. The ranks are started as torchrun would start them on two hosts; one that fails ends the other.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ditile import errors
+from ditile.cli.bench.links import two_hosts
+from ditile.distributed import env
+from ditile.distributed.launch import die_with_parent, unwinding_on_signals
+from ditile.errors import DitileError, RankError
+
+if TYPE_CHECKING:
+    from ditile.cli.bench.session import Task
+
+RANKS, PATIENCE = 2, 5.0
+"""Ranks; seconds that a rank has to end by itself when the other has failed."""
+
+
+def measure_across(task: Task, rate: str) -> None:
+    """Runs a session with the ranks at both ends of a link.
+
+    Raises:
+        PlanError: if this needs root.
+        DitileError: what a rank raised; `RankError` for anything that is no word of ours.
+    """
+    with (
+        unwinding_on_signals() as check,
+        two_hosts(rate) as hosts,
+        tempfile.TemporaryDirectory(prefix="ditile-") as folder,
+    ):
+        notes = [Path(folder, f"error-{rank}") for rank in range(RANKS)]
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "ditile.cli.bench.across", task.to_json(), str(note)],
+                env=env.for_host(rank, RANKS, hosts[0].address, host.interface),
+            )
+            for rank, (host, note) in enumerate(zip(hosts, notes, strict=True))
+        ]
+        try:
+            _wait(ranks, check)
+        finally:
+            _end(ranks)
+        for note in notes:
+            if note.exists():
+                kind, message = json.loads(note.read_text("utf-8"))
+                raise getattr(errors, kind)(message)
+        for rank, process in enumerate(ranks):
+            if process.returncode:
+                raise RankError(rank, "exit", f"ended with code {process.returncode} across {rate}")
+
+
+def main() -> None:
+    """What the rank on one host does."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    text, note = sys.argv[1:]
+    env.hush()  # before what follows imports diffusers
+    from ditile.cli.bench.session import Task, run
+
+    try:
+        run(Task.from_json(text))
+    except DitileError as error:
+        Path(note).write_text(json.dumps([type(error).__name__, str(error)]), "utf-8")
+        raise SystemExit(2) from None
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> None:
+    """Until all have ended, or one has failed."""
+    while any(process.poll() is None for process in ranks):
+        check()
+        if any(process.poll() for process in ranks):
+            return
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends what still runs."""
+    until = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

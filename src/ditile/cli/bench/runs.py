@@ -1,0 +1,191 @@
+"""Runs: every run is a line of JSON in a folder, under the key of its job; rows are made of them.
+
+A line is {"key": {...}, "seconds": .., "one_rank_s": ..} of a counted run, or {"key": {...}, "memory": [..]}. What has
+another key is another job and kept apart; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.cli import files
+from ditile.cli.bench.cells import ONE_RANK, Cell
+from ditile.errors import LoadError
+from ditile.planner.disturbance import LIMIT
+
+RUNS, ROWS = "runs.jsonl", "rows.jsonl"
+Run = dict[str, Any]
+Row = dict[str, Any]
+_BEGINS = '{"key": '
+
+
+class Foretold(NamedTuple):
+    """What was predicted of a cell; None where that cannot be.
+
+    Attributes:
+        loop_s: seconds of the denoising loop.
+        memory_bytes: of the rank that needs most, without the VAE.
+    """
+
+    loop_s: float | None
+    memory_bytes: int | None
+
+
+def key_of(job: Mapping[str, Any], cell: Cell) -> str:
+    """The key of a cell's runs, as text: everything that could change what they take."""
+    one = {"plan": cell.plan, "cache": cell.cache, "link": cell.link, "height": cell.height, "width": cell.width}
+    return json.dumps(dict(job) | one, sort_keys=True)
+
+
+def append(folder: str, key: str, record: Mapping[str, Any]) -> None:
+    """Adds a line."""
+    path = Path(folder, RUNS)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"key": json.loads(key)} | dict(record)) + "\n")
+
+
+def read(folder: str) -> list[Run]:
+    """All lines. One that was cut short, because the run was ended in its midst, is taken out of the file.
+
+    Raises:
+        LoadError: if a line is something else.
+    """
+    path = Path(folder, RUNS)
+    if not path.exists():
+        return []
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path} cannot be read: {error}") from error
+    whole, _, rest = text.rpartition("\n")
+    try:
+        runs = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    except ValueError as error:
+        raise LoadError(f"{path} has a line that is no JSON ({error}); mend it, or give another --out") from error
+    if not all(isinstance(run, dict) and isinstance(run.get("key"), dict) for run in runs):
+        raise LoadError(f"{path} has lines that are no runs of ditile bench; give another --out")
+    if rest and not rest.startswith(_BEGINS) and not _BEGINS.startswith(rest):
+        raise LoadError(f"{path} ends in what is no run of ditile bench; give another --out")
+    if rest:
+        files.write(path, whole + "\n" if whole else "")
+    return runs
+
+
+def counted(runs: Iterable[Run]) -> dict[str, int]:
+    """How many runs are there, by key."""
+    found: dict[str, int] = {}
+    for run in runs:
+        if "seconds" in run:
+            key = json.dumps(run["key"], sort_keys=True)
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def rows(runs: Iterable[Run], predicted: Mapping[str, Foretold] | None = None) -> list[Row]:
+    """A row for each key, in the order in which they came.
+
+    Args:
+        runs: as read.
+        predicted: by key; it stands beside what was measured.
+    """
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
+    made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
+    for row in made:
+        loop, memory = (predicted or {}).get(row["key"], Foretold(None, None))
+        if loop is not None:
+            row["predicted_loop_s"], row["predicted_error"] = loop, loop / row["loop_s"] - 1
+        if memory is not None and "peak_memory_bytes" in row:
+            row["predicted_memory_bytes"] = memory
+            row["predicted_memory_error"] = memory / row["peak_memory_bytes"] - 1
+    return made
+
+
+def write(folder: str, found: Sequence[Row]) -> Path:
+    """Writes the rows as JSON lines, all at once."""
+    path = Path(folder, ROWS)
+    files.write(path, "".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in found))
+    return path
+
+
+def _row(key: str, runs: Sequence[Run]) -> Row:
+    timed = [run for run in runs if "seconds" in run]
+    seconds = [run["seconds"] for run in timed]
+    row: Row = {"key": key} | json.loads(key) | {
+        "world": timed[-1]["world"], "rounds": len(timed), "when": timed[-1]["when"],
+        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
+        "seconds": seconds, "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
+        "loop_s": statistics.median(run["loop"] for run in timed),
+    }  # fmt: skip
+    watched = [run for run in timed if "again" in run]
+    if watched:
+        row["again"] = sum(run["again"] for run in watched)
+        row["disturbed"] = sum(run["slower"] > LIMIT for run in watched)
+        row["product_s"] = min(run["product_s"] for run in watched)
+    least = undisturbed([run.get("pieces") for run in timed])
+    if least is not None:
+        row["undisturbed_s"] = least
+    memory = [run["memory"] for run in runs if "memory" in run]
+    if memory:
+        row["memory"] = memory[-1]
+        row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
+    return row if row["plan"] == ONE_RANK else row | _compared(row, timed)
+
+
+def _compared(row: Row, timed: Sequence[Run]) -> Row:
+    """What only a plan has: ratios to one rank within rounds, bytes, exposed communication."""
+    pictures = Cell(row["plan"]).pictures
+    ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
+    ranks = len(timed[-1]["exposed"])
+    shares = [[run["exposed"][rank] for run in timed] for rank in range(ranks)]
+    kinds = dict.fromkeys(kind for of_rank in shares for one in of_rank for kind in one["kinds"])
+    alone = undisturbed([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
+    least = row.get("undisturbed_s")
+    quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
+    return quiet | {
+        "pictures": pictures, "one_rank_seconds": [run["one_rank_s"] for run in timed],
+        "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
+        "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
+        "bound": timed[-1].get("bound"), "steps_run": timed[-1]["steps"], "bytes_sent": timed[-1]["bytes_sent"],
+        "exposed": _mean([_medians(of_rank, "share") for of_rank in shares]),
+        "exposed_warmup": _mean([_medians(of_rank, "warmup") for of_rank in shares]),
+        "exposed_of_rank": [_medians(of_rank, "share") for of_rank in shares],
+        "exposed_kinds": {
+            kind: _mean([statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares])
+            for kind in kinds
+        },
+    }  # fmt: skip
+
+
+def undisturbed(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
+    """The sum of the least seconds of each piece of a loop: at most what it takes where nobody else is on the machine.
+
+    It comes near to that the more rounds there are; a wait that falls into another piece in each round drops out of it.
+
+    Args:
+        rounds: of each round, of each rank, the seconds of each piece, in their order. The slowest rank counts.
+
+    Returns:
+        None for a single round, and where rounds have not the same pieces.
+    """
+    known = [of_ranks for of_ranks in rounds if of_ranks is not None]
+    shapes = {tuple(len(pieces) for pieces in of_ranks) for of_ranks in known}
+    if len(known) < 2 or len(known) < len(rounds) or len(shapes) > 1:
+        return None
+    ranks = zip(*known, strict=True)
+    return max(math.fsum(min(times) for times in zip(*of_rank, strict=True)) for of_rank in ranks)
+
+
+def _medians(runs: Sequence[Mapping[str, float]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

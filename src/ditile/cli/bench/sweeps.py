@@ -1,0 +1,133 @@
+"""Sweeps: which plans are measured side by side, for a number of ranks. Pure; what does not fit a model is left out.
+
+methods      every parallel method of the paper (figures 5 to 7), on all ranks
+scaling      four of them on 2, 4, 8, .. ranks (figure 8)
+patches      PipeFusion without warmup over M (figure 12)
+warmup       PipeFusion over W and the ways of warming up (table 2)
+resolution   the methods over sizes (figures 5 to 7, across)
+links        the methods over the bandwidth between two hosts
+cache        one rank and two methods, with some caches
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from ditile.cli.bench.cells import Cell
+from ditile.errors import DitileError
+from ditile.plan.plan import Plan
+
+Fits = Callable[[Plan], bool]
+"""Whether a plan fits the model and its size."""
+
+PATCHES = (1, 2, 4, 8, 16, 32)
+WARMUPS = (0, 1, 2, 4)
+CACHES = ("F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4 taylor=1", "F=1 mask=fast policy=static taylor=1")
+
+
+def plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
+    """The plans of a sweep.
+
+    Args:
+        sweep: one of `options.SWEEPS`.
+        ranks: ranks of each plan; of `scaling`, the most.
+        fits: of several numbers of patches, the first that fits is taken.
+    """
+    if sweep == "methods":
+        return methods(ranks, fits)
+    if sweep == "scaling":
+        return [plan for n in (2**k for k in range(1, ranks.bit_length())) if n <= ranks for plan in few(n, fits)]
+    if sweep == "patches":
+        return [Plan(pipefusion=ranks, patches=m, warmup=0) for m in PATCHES]
+    if sweep == "warmup":
+        return warmups(ranks, fits)
+    if sweep == "cache":
+        return [Plan(), pipefusion(ranks, fits), Plan(ulysses=ranks)]
+    return links(ranks, fits) if sweep == "links" else few(ranks, fits)
+
+
+def cells(sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits) -> list[Cell]:
+    """The cells of a sweep: plans at each size, with each cache where caches are compared. Links are not said here."""
+    caches = ("", *CACHES) if sweep == "cache" else ("",)
+    made = [
+        Cell(str(plan), cache, "", height, width)
+        for height, width in sizes
+        for plan in plans(sweep, ranks, fits)
+        for cache in caches
+        if fits(plan) and (cache or plan != Plan())
+    ]
+    return list(dict.fromkeys(made))
+
+
+def methods(n: int, fits: Fits) -> list[Plan]:
+    """Every method by itself, and the hybrids that need four ranks or more."""
+    patches = pipefusion(n, fits).patches
+    found = [
+        Plan(pipefusion=n, patches=patches),
+        Plan(pipefusion=n, patches=patches, warmup_mode="pipelined"),
+        Plan(distrifusion=n),
+        Plan(ulysses=n),
+        Plan(ulysses=n, async_ulysses=True),
+        Plan(ring=n),
+        Plan(tensor=n),
+        Plan(tensor=n, split_scheme="sequence"),
+        Plan(data=n),
+    ]
+    if n % 2 == 0:
+        half = n // 2
+        found.append(Plan(cfg=2) if half == 1 else Plan(cfg=2, ulysses=half))
+    if n % 2 == 0 and n >= 4:
+        cut = pipefusion(half, fits).patches
+        found += [
+            Plan(ring=half, ulysses=2),
+            Plan(ring=2, ulysses=half),
+            Plan(pipefusion=half, patches=cut, ulysses=2),
+            Plan(cfg=2, pipefusion=half, patches=cut),
+        ]
+    return list(dict.fromkeys(found))
+
+
+def few(n: int, fits: Fits) -> list[Plan]:
+    """One plan for each kind of method."""
+    sequence = Plan(ulysses=n) if fits(Plan(ulysses=n)) else Plan(ring=n)
+    return list(dict.fromkeys([pipefusion(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)]))
+
+
+def links(n: int, fits: Fits) -> list[Plan]:
+    """What `few` has, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
+    first, *others = few(n, fits)
+    return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
+
+
+def warmups(n: int, fits: Fits) -> list[Plan]:
+    """W, and the ways of warming up, which are alike without any."""
+    patches = pipefusion(n, fits).patches
+    found = [Plan(pipefusion=n, patches=patches, warmup=w) for w in WARMUPS]
+    for mode in ("pipelined", "sequence", "separate"):
+        found += [Plan(pipefusion=n, patches=patches, warmup=w, warmup_mode=mode) for w in WARMUPS if w]
+    if n % 2 == 0 and n >= 4:
+        found += [Plan(cfg=2, pipefusion=n // 2, patches=patches, warmup=w) for w in WARMUPS]
+    return found
+
+
+def pipefusion(n: int, fits: Fits) -> Plan:
+    """PipeFusion with twice as many patches as stages, or as many as there can be."""
+    tried = [Plan(pipefusion=n, patches=m) for m in range(2 * n, 0, -1)]
+    return next((plan for plan in tried if fits(plan)), tried[n])
+
+
+def fits_by(check: Callable[[Plan], object]) -> Fits:
+    """`Fits` from what raises a `DitileError` where it does not."""
+    known: dict[Plan, bool] = {}
+
+    def fits(plan: Plan) -> bool:
+        if plan not in known:
+            try:
+                check(plan)
+                known[plan] = True
+            except DitileError:
+                known[plan] = False
+        return known[plan]
+
+    return fits

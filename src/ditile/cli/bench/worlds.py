@@ -1,0 +1,146 @@
+"""Worlds of several sizes in one run: the first n of the ranks that were started get a process group of their own.
+
+    worlds = Worlds.join(timeout)
+    with worlds.of(2) as inside:      # on every rank; those outside sleep until the others are done
+        ...
+
+So `torchrun --nproc-per-node 8` measures plans of 2, 4 and 8 ranks, and ranks that a plan does not use cost nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditile.distributed import env
+from ditile.distributed.launch import keep_to_own_cores
+from ditile.distributed.mesh import join
+from ditile.distributed.transport import gather_json
+
+IDLE = datetime.timedelta(days=30)
+"""How long a rank sleeps at most while others measure; who started the ranks ends those that are left over."""
+
+
+@dataclass(slots=True)
+class Worlds:
+    """The ranks that were started, out of any group between two worlds.
+
+    Attributes:
+        rank, size: this process among them.
+        backend: of every group.
+        timeout: after which a rank gives up on the others.
+        cores: that this process may use; None where the system does not say.
+    """
+
+    rank: int
+    size: int
+    backend: str
+    timeout: datetime.timedelta
+    cores: Sequence[int] | None
+    _store: Any
+    _made: int = field(default=0)
+
+    @classmethod
+    def join(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
+        """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share.
+
+        Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts, on all
+        interfaces: torch's store knows no other way, and asks nobody who he is.
+        """
+        place, limit = env.torchrun(), datetime.timedelta(seconds=timeout)
+        if not dist.is_initialized() and place is not None:
+            join(place, timeout)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
+        directory = env.directory()
+        if directory is None:
+            store = _listening(rank, limit)
+        else:
+            store = dist.FileStore(str(directory / "worlds"), size)  # type: ignore[attr-defined]
+            store.set_timeout(limit)
+        meet()
+        dist.destroy_process_group()
+        return cls(rank, size, backend, limit, cores, store)
+
+    def first(self, value: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.rank == 0:
+            self._store.set("first", value)
+        return str(self._store.get("first").decode())
+
+    @contextmanager
+    def of(self, world: int, threads: int) -> Iterator[bool]:
+        """A group of the first `world` ranks, of so many threads each; whether this rank is among them."""
+        self._made += 1
+        name = f"world-{self._made}"
+        if self.rank >= world:
+            yield False
+            self._store.wait([name], IDLE)
+        else:
+            _use(self.cores)
+            if not torch.cuda.is_available():
+                keep_to_own_cores(self.rank, world, threads)
+            store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
+            with env.connecting():
+                dist.init_process_group(
+                    self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout
+                )
+            yield True
+            meet()
+            dist.destroy_process_group()
+            if self.rank == 0:
+                self._store.set(name, "done")
+
+    def part(self) -> None:
+        """All are done: rank 0, which holds the store, leaves last."""
+        self._store.set(f"left-{self.rank}", "yes")
+        if self.rank == 0:
+            self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
+
+
+def _listening(rank: int, limit: datetime.timedelta) -> Any:
+    """A store of rank 0's, on a port that is free."""
+    host = env.master()
+    server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
+    port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
+    return dist.TCPStore(host, port, None, False, limit, False) if server is None else server  # type: ignore[attr-defined]
+
+
+def meet() -> None:
+    """Waits for all ranks of the group, on the CPU."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def cores() -> list[int] | None:
+    """The cores that this process may use, where the system says."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+@contextmanager
+def free_to_move(cores: Sequence[int] | None = None) -> Iterator[None]:
+    """The plain pipeline may use any core, as if it were alone; `launch` binds ranks that fill the machine.
+
+    Args:
+        cores: of those that the run may use; by default all that there are.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    _use(range(os.cpu_count() or 1) if cores is None else cores)
+    try:
+        yield
+    finally:
+        _use(sorted(own))
+
+
+def _use(cores: Sequence[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)

@@ -1,0 +1,68 @@
+"""Where captions come from: the bundled list, a file of one per line, or COCO's annotations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.cli.prompts import read
+from ditile.errors import ModelError
+from ditile.runner.load import ASSETS
+
+BUNDLED, COCO = "bundled", "coco:"
+
+
+class Caption(NamedTuple):
+    """What to draw.
+
+    Attributes:
+        image: the file of the photograph that the caption describes; None where there is none.
+    """
+
+    text: str
+    image: str | None = None
+
+
+def captions_of(source: str, count: int | None, default: int) -> list[Caption]:
+    """The first `count` captions of a source, or where that is None the first `default`, or all if there are fewer.
+
+    Raises:
+        ModelError: if it cannot be read, has none, or fewer than `count`.
+    """
+    if source == BUNDLED:
+        found = [Caption(line) for line in (ASSETS / "captions.txt").read_text("utf-8").splitlines()]
+    elif source.startswith(COCO):
+        found = of_coco(Path(source.removeprefix(COCO)))
+    else:
+        found = [Caption(line) for line in read(source, "captions")]
+    if count is not None and count > len(found):
+        raise ModelError(f"num={count} exceeds the {len(found)} captions of {source!r}; try num={len(found)}")
+    return found[: default if count is None else count]
+
+
+def of_coco(path: Path) -> list[Caption]:
+    """The first caption (lowest id) of each image of a `captions_*.json`, in the order of the images' ids.
+
+    Raises:
+        ModelError: if it is no such file, or has no caption.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"captions='{COCO}{path}' cannot be read: {' '.join(str(error).split())}") from error
+    try:
+        files = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
+        first: dict[int, Any] = {}
+        for entry in content["annotations"]:
+            image = entry["image_id"]
+            if " ".join(entry["caption"].split()) and (image not in first or entry["id"] < first[image]["id"]):
+                first[image] = entry
+        found = [Caption(" ".join(first[image]["caption"].split()), files.get(image)) for image in sorted(first)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"captions='{COCO}{path}' is no file of COCO captions: 'annotations' have id, image_id and caption"
+        ) from error
+    if not found:
+        raise ModelError(f"captions='{COCO}{path}' has no caption")
+    return found

@@ -1,0 +1,310 @@
+"""What `ditile generate` takes besides a plan: what to draw, and how to run it. Values are checked when made."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ditile.errors import ModelError, PlanError
+from ditile.plan.flags import option
+from ditile.plan.plan import TEXT_AFTER
+from ditile.runner.load import DTYPES, HUB_ID
+
+MOST_DEVICES, MOST_STEPS = 1024, 1000
+"""Of which a plan is searched for: more divisors, and more steps than schedulers have timesteps, take minutes."""
+
+GUIDANCE = "how strongly the prompt guides; as the model has it by default"
+TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generate:
+    """What to draw. None leaves a value to the model's `generation.json`, or else to its pipeline.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    prompt: str | None = option(None, "what to draw", positional=True)
+    prompts_file: str | None = option(
+        None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
+    )
+    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
+    guidance: float | None = option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
+    negative_prompt: str | None = option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
+    seed: int | None = option(
+        None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
+    )
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    num_images: int = option(1, "images, with seeds that count up", metavar="N")
+    image: str | None = option(None, "a picture to start from", metavar="FILE")
+    strength: float | None = option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.prompts_file is None:
+            raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
+        if self.prompt is not None and self.prompts_file is not None:
+            raise ModelError(f"PROMPT {self.prompt!r} and prompts_file={self.prompts_file!r}: give one of them")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ModelError("the prompt is empty; say what to draw")
+        if self.prompts_file is not None and self.num_images > 1:
+            raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
+        check_counts(self, "steps", "height", "width", "num_images")
+        check_finite(self, "guidance", "true_cfg")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ModelError(f"seed={self.seed} is out of range; try seed=0")
+        if self.strength is not None and self.image is None:
+            raise ModelError(f"strength={self.strength} needs a picture to start from; add --image FILE")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
+
+    def call(self) -> dict[str, Any]:
+        """The given values under the names that diffusers uses, guidance and the picture apart."""
+        values = {
+            "prompt": self.prompt, "num_inference_steps": self.steps, "negative_prompt": self.negative_prompt,
+            "height": self.height, "width": self.width, "strength": self.strength, "true_cfg_scale": self.true_cfg,
+        }  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Where to run, and what to write.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    plan: str | None = option(
+        None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
+    )
+    out: str = option("ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE")
+    out_dir: str | None = option(None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
+    )
+    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    attention: str | None = option(
+        None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
+    )
+    text_after: Literal["keep", "offload", "free"] = option(
+        "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
+    )
+    compile: bool = option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
+    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
+    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
+    trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")
+    json: str | None = option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
+    dry_run: bool = option(False, "show how the work would be divided, without reading weights")
+
+    def __post_init__(self) -> None:
+        check_counts(self, "threads")
+        check_stall_timeout(self.stall_timeout)
+        if Path(self.out).suffix.lower() not in ("", ".png"):
+            raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
+
+    def images(self, count: int) -> list[Path]:
+        """The paths of `count` pictures."""
+        return [self._path] if count == 1 else [self.numbered(str(k)) for k in range(count)]
+
+    def numbered(self, number: str) -> Path:
+        """The path of one picture of several."""
+        if self.out_dir is not None:
+            return Path(self.out_dir, f"{number}.png")
+        return self._path.with_stem(f"{self._path.stem}-{number}")
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
+
+    def check_outputs(self, paths: Sequence[Path]) -> None:
+        """Raises `ModelError` unless these pictures, and everything else that will be written, can be."""
+        folder = None if self.out_dir is None else Path(self.out_dir)
+        if folder is None:
+            named = [("out", path) for path in (Path(self.out), *paths)]
+        elif os.path.exists(folder) and not folder.is_dir():  # False where the system says no
+            raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
+        else:
+            named = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]
+        named += [("trace", Path(self.trace))] if self.trace is not None else []
+        named += [("json", Path(self.json))] if self.json not in (None, "-") else []
+        for name, path in named:
+            check_writable(name, path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What `ditile verify` runs: a model, in a size that it is quick in.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int = option(6, "denoising steps, at least 3", metavar="N")
+    guidance: float | None = option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
+    )
+    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
+    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
+
+    def __post_init__(self) -> None:
+        check_counts(self, "steps", "height", "width", "threads")
+        check_finite(self, "guidance", "true_cfg")
+        if self.steps < 3:
+            raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
+        check_stall_timeout(self.stall_timeout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a plan is wanted for.
+
+    Raises:
+        PlanError: if a value is out of its range.
+    """
+
+    model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    frames: int | None = option(None, "of a video; the model's own number by default", metavar="N")
+    steps: int | None = option(None, "denoising steps", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    num_images: int = option(1, "images at once", metavar="N")
+    hardware: str | None = option(None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME")
+    profile: str | None = option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
+    devices: int | None = option(None, "devices in all; those of the machine by default", metavar="N")
+    hosts: int = option(1, "hosts that they are in", metavar="N")
+    interlink: str | None = option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
+    memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
+    max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
+    warmup: int | None = option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
+    cache: str | None = option(
+        None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
+    )
+    hit_rate: float | None = option(
+        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
+    )
+    price: str | None = option(None, "price one plan instead of searching", metavar="PLAN")
+    json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "frames", "steps", "devices", "hosts", "num_images"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}={value} is not a whole number of at least 1")
+        for name, most in (("devices", MOST_DEVICES), ("steps", MOST_STEPS)):
+            if (getattr(self, name) or 1) > most:
+                raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise PlanError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
+        if self.hardware is not None and self.profile is not None:
+            raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
+        if self.hosts > 1 and self.interlink is None and self.hardware is not None:
+            raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
+        if self.hosts == 1 and self.interlink is not None:
+            raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
+        if self.max_latency is not None and not self.max_latency > 0:
+            raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+        if self.price is not None and not self.price.strip():
+            raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
+        if self.price is not None and self.warmup is not None:
+            raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
+        if self.hit_rate is not None and self.cache is None:
+            raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
+        if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
+            raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibrate:
+    """What `ditile calibrate` measures.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    out: str | None = option(None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE")
+    name: str | None = option(None, "of the machine; its device's by default", metavar="NAME")
+    ranks: int | None = option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
+    threads: int = option(1, "CPU threads of each rank", metavar="N")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "float32 on CPUs, else bfloat16", choices=DTYPES
+    )
+
+    def __post_init__(self) -> None:
+        check_counts(self, "ranks", "threads")
+
+    def check_out(self) -> None:
+        """Raises `ModelError` unless the profile can be written."""
+        if self.out is not None:
+            check_writable("out", Path(self.out))
+
+
+def check_image(path: str) -> None:
+    """Raises `ModelError` unless `path` is a picture that Pillow can read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except (OSError, SyntaxError) as error:
+        raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
+
+
+def check_lora(source: str) -> None:
+    """Raises `ModelError` unless `source` is there, or may be on the hub."""
+    if not Path(source).exists() and not HUB_ID.fullmatch(source):
+        raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
+
+
+def check_stall_timeout(seconds: float) -> None:
+    """Raises `ModelError` unless these are seconds that end some day."""
+    if not 0 < seconds < math.inf:
+        raise ModelError(f"stall_timeout={seconds} is no time; try stall_timeout=600")
+
+
+def check_counts(options: Any, *names: str) -> None:
+    """Raises `ModelError` unless these fields are None or whole numbers of at least 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ModelError(f"{name}={value} is not a whole number of at least 1")
+
+
+def check_finite(options: Any, *names: str) -> None:
+    """Raises `ModelError` unless these fields are None or finite numbers."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not math.isfinite(value):
+            raise ModelError(f"{name}={value} is no finite number; try {name}=3.5")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises `ModelError` unless a file can be written."""
+    try:
+        if path.is_dir():
+            raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
+        if not path.parent.is_dir():
+            raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+        if path.exists():
+            with path.open("ab"):
+                return
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error

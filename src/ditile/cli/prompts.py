@@ -1,0 +1,100 @@
+"""A file of prompts: one picture per line, named by its number, and which of them are still to be made.
+
+A picture is there if its file is whole and says that it was made from the same prompt, seed and settings; so a run that
+was stopped is resumed by the same command. Line k has seed + k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.cli import png
+from ditile.cli.cache_options import Cache
+from ditile.cli.options import Generate, Run
+from ditile.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner.load import dtype_of, find
+
+DIGITS = 4
+NOT_OF_A_PICTURE = ("prompt", "prompts_file", "seed", "num_images")
+
+
+class Line(NamedTuple):
+    """A picture to make."""
+
+    prompt: str
+    seed: int
+    path: str
+
+
+def read(name: str, option: str = "prompts_file") -> list[str]:
+    """The prompts of a file that an option names: its lines without blank ones and those that begin with #.
+
+    Raises:
+        ModelError: if it cannot be read, is not UTF-8, or has none.
+    """
+    try:
+        text = Path(name).read_text("utf-8-sig")  # some editors begin a file with a mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
+    found = [line.strip() for line in text.splitlines()]
+    found = [line for line in found if line and not line.startswith("#")]
+    if not found:
+        raise ModelError(f"{option}={name!r} has no prompt; write one per line")
+    return found
+
+
+def lines(wanted: Generate, run: Run) -> list[Line]:
+    """A line for every prompt of the file; without a seed the first is 0, so that the same command resumes.
+
+    Raises:
+        ModelError: as `read`.
+    """
+    assert wanted.prompts_file is not None
+    prompts, seed = read(wanted.prompts_file), wanted.seed or 0
+    digits = max(DIGITS, len(str(len(prompts) - 1)))
+    return [Line(prompt, seed + k, str(run.numbered(f"{k:0{digits}}"))) for k, prompt in enumerate(prompts)]
+
+
+def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapping[str, Any]) -> str:
+    """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`.
+
+    Files that were given are known by what is in them, and a dtype that was not by what this machine takes.
+
+    Raises:
+        ModelError: if a file cannot be read, or the dtype is not known.
+    """
+    asked = {name: value for name, value in dataclasses.asdict(wanted).items() if name not in NOT_OF_A_PICTURE}
+    also = {
+        "dtype": str(dtype_of(find(wanted.model), run.dtype)).removeprefix("torch."),
+        "contents": {name: _content(name) for name in (wanted.image, cache.lora) if name and Path(name).is_file()},
+        "attention": run.attention,
+        "plan": str(replace(plan, data=1)),
+        "defaults": dict(defaults),
+    }
+    settings = cache.settings()
+    also |= {"cache": settings} if settings else {}
+    return json.dumps(asked | also, sort_keys=True)
+
+
+def _content(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ModelError(f"{name!r} cannot be read: {error}") from error
+
+
+def left(all_lines: Sequence[Line], wanted: str) -> list[Line]:
+    """The lines whose picture is not there, or was made otherwise, or is not whole."""
+    return [line for line in all_lines if not _is_made(line, wanted)]
+
+
+def _is_made(line: Line, wanted: str) -> bool:
+    texts = png.texts(Path(line.path))
+    return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

@@ -1,0 +1,43 @@
+"""What the command line prints: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ditile.distributed import env
+from ditile.errors import ModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go. Into a pipe they are as wide as a table needs."""
+    from rich.console import Console
+
+    piped = not (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
+
+
+def print_both(table: Any, text: str, json: str | None) -> None:
+    """A table for people, and JSON where it is asked for: into a file, or with `-` on the standard output.
+
+    Raises:
+        ModelError: if the file cannot be written.
+    """
+    console(stderr=json == "-").print(table)
+    if json == "-":
+        print(text)
+    elif json is not None:
+        try:
+            Path(json).write_text(text + "\n", "utf-8")
+        except OSError as error:
+            raise ModelError(f"json={json!r} cannot be written: {error}") from error
+
+
+def writes() -> bool:
+    """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
+    place = env.torchrun()
+    return place is None or place.rank == 0

@@ -1,0 +1,76 @@
+"""Gloo groups on the event loop of the group of all ranks.
+
+torch gives each gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the group
+is there. A mesh has up to ten groups, and ranks that compute on the same cores are interrupted by every one of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditile.distributed.transport import meet
+
+NAME = "gloo_on_one_loop"
+
+
+def new_group(ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None) -> dist.ProcessGroup:
+    """A group of some ranks; all ranks must call it.
+
+    Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own. Gloo's ranks have all
+    connected when it returns: one that gave the group back at once would else close it on those that still connect.
+
+    Args:
+        ranks: in order.
+        timeout: how long they wait for each other; None for torch's own.
+        backend: None for that of the group of all ranks.
+    """
+    own: dict[str, Any] = {"backend": backend}
+    if _is_gloo(backend) and (devices := _devices()):
+        own = {"backend": _registered(), "pg_options": _options(devices, timeout)}
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **own)
+    if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
+        meet(group, torch.device("cpu"))
+    return group
+
+
+def _is_gloo(backend: str | None) -> bool:
+    """Whether groups of a backend are gloo's on all devices."""
+    if backend is not None:
+        return backend == "gloo"
+    config = dist.get_backend_config(dist.group.WORLD)
+    return {entry.partition(":")[2] for entry in config.split(",")} == {"gloo"}
+
+
+def _devices() -> list[Any]:
+    """Those of the group of all ranks; none where it is not gloo's, or lies in torch's wrapper for debugging."""
+    everyone: Any = dist.group.WORLD
+    try:
+        return list(everyone._get_backend(torch.device("cpu")).options._devices)
+    except (RuntimeError, AttributeError):
+        return []
+
+
+def _options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices, options._threads = devices, 2 * len(devices)  # so many threads as torch has
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+@functools.cache
+def _registered() -> str:
+    """The name of the backend that makes them, known to torch."""
+
+    def make(what: Any, options: Any) -> Any:
+        return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)
+
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
+    return NAME

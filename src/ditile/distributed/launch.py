@@ -1,0 +1,302 @@
+"""Start the ranks of one machine: `launch(fn, ranks)` runs `fn` in each and gathers what they return.
+
+    images = launch(generate, 4, (plan, prompt))
+
+Each rank is a new process with an initialised `torch.distributed` group. torchrun does the same for many
+machines; what this adds is an honest end: the error is that of the rank which failed first, a hang ends with
+the stacks of every rank, and no process or file outlives the call. (A parent killed by SIGKILL leaves a
+directory of small files in the temporary directory, but no process.) Arguments and results travel as pickles
+over anonymous pipes that no other user can open.
+
+This module never imports torch in the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import faulthandler
+import functools
+import math
+import multiprocessing.spawn
+import os
+import pickle
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ditile.distributed import cpus, env
+from ditile.distributed.supervise import (
+    HEADER,
+    HEARTBEAT,
+    PLAIN,
+    PROGRESS,
+    READING,
+    STACK_SIGNAL,
+    Failure,
+    Limits,
+    Rank,
+    Returned,
+    end,
+    watch,
+)
+from ditile.errors import PlanError, StateError
+
+_PR_SET_PDEATHSIG = 1
+PATIENCE = datetime.timedelta(days=30)
+"""How long ranks wait for each other: as long as any of them makes progress, and one may load for hours. The parent
+ends a run in which none does, and has every stack."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...] = (),
+    *,
+    threads: int | None = None,
+    stall_timeout: float = 600.0,
+    progress: Callable[[int, int], None] | None = None,
+    limits: Limits | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` in each of `ranks` new processes and returns their results, in the order of the ranks.
+
+    Args:
+        fn: a function that can be imported by its module and name, from a script's `__main__` too.
+        ranks: how many processes; where there are as many GPUs, each has its own.
+        args: the arguments of `fn`, the same in every rank.
+        threads: torch threads of each rank; the cores are shared out by default.
+        stall_timeout: seconds without progress of any rank after which the run is ended.
+        progress: called here as `progress(rank, reports)` whenever a rank has reported progress, with how often it has
+            since it was called last: once a micro-step while a runner runs, once a tensor while a model is read.
+        limits: the other time limits; its `stall` gives way to `stall_timeout`.
+
+    Raises:
+        PlanError: if `ranks`, `threads` or `stall_timeout` is out of range, or a rank raised one.
+        StateError: if `fn` or `args` cannot be sent, or this process is itself a rank; or a rank raised one.
+        ModelError, LoadError: if a rank raised one.
+        RankError: if a rank failed in any other way; it names the first.
+    """
+    ranks = _count("ranks", ranks)
+    threads = max(1, cpus.cores() // ranks) if threads is None else _count("threads", threads)
+    if not 0 < stall_timeout < math.inf:
+        raise PlanError(f"stall_timeout={stall_timeout!r} is no time; try stall_timeout=600")
+    if env.progress_fd() is not None:
+        raise StateError(
+            "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
+        )
+    if not callable(fn):
+        raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
+    if not isinstance(args, tuple | list):
+        raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
+    call = _pickled(fn, args)
+    prepare = _main_module(call) | {"sys_argv": sys.argv}
+    times = dataclasses.replace(limits or Limits(), stall=float(stall_timeout))
+    started: list[Rank] = []
+    with unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
+        try:
+            for number in range(ranks):
+                serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {prepare})"
+                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import serve; {serve}"
+                command = (sys.executable, "-c", code, "ditile-rank", str(number))
+                environ = functools.partial(env.for_rank, number, ranks, threads, directory)
+                started.append(Rank(number, command, environ, call, Path(directory, f"stacks-{number}")))
+            return watch(started, times, progress, check)
+        finally:
+            end(started, times)
+
+
+def serve(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
+    """The whole life of a rank; `launch` starts it, with the numbers of its three pipes as last words."""
+    control, report, pulse = map(int, sys.argv[-3:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    die_with_parent()
+    for fd in (control, report, pulse):
+        os.set_inheritable(fd, False)
+    with open(Path(directory, f"stacks-{number}"), "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+        job = _read(control)
+        dismissed = threading.Event()
+        threading.Thread(target=_obey, args=(control, dismissed), daemon=True).start()
+        threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
+        try:
+            env.hush_torchao()  # once said by the parent is enough; the script's imports come next
+            multiprocessing.spawn.prepare(prepare)
+            _join(number, world, threads, directory)
+            fn, args = pickle.loads(job)  # which imports what it needs
+            del job
+            os.write(pulse, PROGRESS)
+            outcome = pickle.dumps(Returned(fn(*args)), pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:  # SystemExit too: whatever ends a rank must be reported
+            outcome = pickle.dumps(_failure(error))
+        with contextlib.suppress(OSError):  # a reader of our output that has gone is no reason to lose the result
+            sys.stdout.flush()
+        _write(report, outcome)
+        dismissed.wait()  # with its connections open: a peer that sees them closed would fail as well
+        _part()
+        faulthandler.disable()
+
+
+def _join(number: int, world: int, threads: int, directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ditile.distributed import backend as gpus
+    from ditile.distributed import mesh
+
+    device = mesh.pick_device(None, number)
+    if device.type == "cpu":
+        keep_to_own_cores(number, world, threads)
+    torch.set_num_threads(threads)
+    mesh.make_current(device)
+    with env.connecting():
+        store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
+        store.set_timeout(PATIENCE)
+        backend = gpus.backend(store, number, world, device)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PATIENCE)
+
+
+def keep_to_own_cores(number: int, world: int, threads: int) -> None:
+    """Ranks that fill the cores each keep to theirs: one that is moved beside another makes the whole pipeline wait.
+
+    Where cores are to spare they are left free to move, as other programs may run here too.
+    """
+    cores = cpus.cores()
+    if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
+        own = cpus.own()[number * threads : (number + 1) * threads]
+        os.sched_setaffinity(0, own)
+
+
+def _part() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _obey(control: int, dismissed: threading.Event) -> None:
+    """Waits for the byte that lets this rank leave; if the pipe ends instead, its parent is gone."""
+    if not os.read(control, 1):
+        os._exit(1)
+    dismissed.set()
+
+
+def _beat(pulse: int) -> NoReturn:
+    read = _read_from_disk()
+    while True:
+        before, read = read, _read_from_disk()
+        os.write(pulse, READING if read > before else HEARTBEAT)
+        time.sleep(1)
+
+
+def _read_from_disk() -> int:
+    """How often this process has so far: page faults that waited for a disk, a network's too, and blocks."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_majflt + used.ru_inblock
+
+
+def _failure(error: BaseException) -> Failure:
+    told = traceback.TracebackException.from_exception(error)
+    kind = type(error)
+    cause = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.errors"), "")
+    if plain in PLAIN:
+        return Failure(time.monotonic(), cause, str(error), "".join(told.format()), plain)
+    message = "".join(told.format_exception_only()).strip()
+    return Failure(time.monotonic(), cause, message, "".join(told.format()))
+
+
+def die_with_parent() -> None:
+    """Has Linux kill this process when its parent dies, even while it holds its interpreter's lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _read(fd: int) -> bytes:
+    data = bytearray()
+    while len(data) < HEADER or len(data) < HEADER + int.from_bytes(data[:HEADER], "little"):
+        part = os.read(fd, 1 << 20)
+        if not part:
+            os._exit(1)  # the parent is gone
+        data += part
+    return bytes(memoryview(data)[HEADER:])
+
+
+def _write(fd: int, payload: bytes) -> None:
+    with open(fd, "wb") as pipe:
+        pipe.write(len(payload).to_bytes(HEADER, "little"))
+        pipe.write(payload)
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
+    try:
+        payload = pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StateError(
+            f"fn={fn!r} cannot be sent to other processes: {error}; "
+            f"give a function at the top of a module, and arguments that can be pickled"
+        ) from error
+    return len(payload).to_bytes(HEADER, "little") + payload
+
+
+def _main_module(call: bytes) -> dict[str, str]:
+    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `call` needs none."""
+    if b"__main__" not in call:
+        return {}
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):
+        return {"init_main_from_name": spec.name}
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).exists():
+        raise StateError("fn or args come from an interactive session; put them in a file that ranks can import")
+    return {"init_main_from_path": str(Path(path).absolute())}
+
+
+@contextlib.contextmanager
+def unwinding_on_signals() -> Iterator[Callable[[], None]]:
+    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
+
+    Yields what raises KeyboardInterrupt after a Ctrl-C that was lost: one that comes in a destructor is only printed.
+    """
+    interrupted = threading.Event()
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    mine = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGINT: interrupt}
+    stock = (signal.SIG_DFL, signal.default_int_handler)
+    taken: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = {number: found for number in mine if (found := signal.getsignal(number)) in stock}
+    for number in taken:
+        signal.signal(number, mine[number])
+    try:
+        yield check
+    finally:
+        for number, found in taken.items():
+            signal.signal(number, found)
+
+
+def _count(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}={value!r} is not a whole number of at least 1; try {name}=1")
+    return value

@@ -1,0 +1,390 @@
+"""Mesh: the ranks of a plan on named axes, and the process groups of each axis. Groups are passed, never looked up.
+
+Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tensor).
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditile.distributed import backend as gpus
+from ditile.distributed import env, gloo
+from ditile.distributed.transport import Traffic, meet
+from ditile.errors import JoinError, PlanError
+from ditile.plan.plan import Plan
+
+AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+IMAGE = AXES[1:]
+"""The axes of the ranks that make one image together."""
+SEQUENCE = ("ring", "distrifusion", "ulysses")
+"""The axes that share out the tokens."""
+STALL = 600.0
+"""Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """This rank's line along one or several axes.
+
+    Attributes:
+        name: the axes.
+        ranks: global ranks along it, in order.
+        index: this rank's place among them.
+        group: their process group; None where this rank is alone.
+    """
+
+    name: str = ""
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+
+@dataclass(slots=True)
+class Mesh:
+    """This rank's place, and its groups. With one rank there are no groups.
+
+    Attributes:
+        rank: this rank among `world`.
+        axes: the line along each axis of `AXES`.
+        sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
+        image: all ranks that make this rank's image.
+        links: groups along pipefusion for what goes down the pipeline, stage by stage in turn; see `down`.
+        latents: another, for what comes back from the last stage. NCCL's P2P has no tags, and what two ranks of a group
+            send each other is one queue: a message down would stand behind receives that were posted ahead.
+        control: a CPU group of the ranks of one image, for headers, votes and decisions.
+        everyone: a CPU group of all ranks, for reports.
+        traffic: bytes sent.
+        groups: makes its groups, and has made them.
+        shared: whether other meshes have the same groups.
+    """
+
+    rank: int
+    world: int
+    axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
+    sequence: Axis = Axis("sequence")
+    image: Axis = Axis("image")
+    links: tuple[dist.ProcessGroup, ...] = ()
+    latents: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    groups: Communicators = field(default_factory=lambda: Communicators())
+    shared: bool = False
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def connect(self, plan: Plan, device: torch.device) -> None:
+        """Makes the communicators that a picture needs: NCCL's are made at their first use, of which all ranks must be.
+
+        So are the connections of ranks that send each other messages. In the midst of a picture both would be beside
+        kernels which wait for messages. All ranks must call it.
+        """
+        pairs = self._of_messages(plan)
+        for group in self._of_lines():
+            meet(group, device, pairs=group in pairs)
+
+    def close(self) -> None:
+        """Gives groups that no other mesh has back: their threads run as long as they are there.
+
+        All ranks must be done with them.
+        """
+        if not self.shared:
+            self.groups.close()
+
+    def _of_lines(self) -> list[dist.ProcessGroup]:
+        return _each(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
+
+    def _of_messages(self, plan: Plan) -> list[dist.ProcessGroup]:
+        """Those in which messages are started together: all but tensor parallel's, where a plan has use for them."""
+        lines = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
+        if plan.warmup_mode in ("sequence", "separate"):  # a crew; else stages have wires, which are tried one by one
+            lines.append(self.axes["pipefusion"])
+        if plan.vae == "rows":
+            lines.append(self.image)
+        return _each(line.group for line in lines)
+
+    @property
+    def stage(self) -> int:
+        """The coordinate on the pipefusion axis."""
+        return self.axes["pipefusion"].index
+
+    @property
+    def stages(self) -> int:
+        """The size of the pipefusion axis."""
+        return self.axes["pipefusion"].size
+
+    def down(self, stage: int) -> dist.ProcessGroup:
+        """The group of what a stage sends to those behind it."""
+        return self.links[stage % len(self.links)]
+
+
+def _each(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Those that are there, each once."""
+    return list({id(group): group for group in groups if group is not None}.values())
+
+
+class Communicators:
+    """Process groups by what they are for and whose they are, each made once, for the meshes of several runners.
+
+    They wait for a rank as long as the group of all ranks does. They cost threads, and on GPUs memory. Runners that
+    share them must run one at a time, in the same order on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+    def of(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        """The group of some ranks; all ranks must ask, in one order."""
+        key = (purpose, tuple(ranks), backend)
+        if key not in self._groups:
+            with env.connecting():
+                self._groups[key] = gloo.new_group(ranks, _timeout(), backend)
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Gives all of them back. All ranks must be done with them."""
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup):  # torch gives others a number
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _timeout() -> datetime.timedelta | None:
+    """That of the group of all ranks: torch would give a group within it one of its own, of 30 minutes for gloo's.
+
+    None, for torch's own, where the backend does not say.
+    """
+    everyone: Any = dist.group.WORLD
+    try:
+        options = everyone._get_backend(everyone._device_types[0]).options
+    except (RuntimeError, AttributeError):
+        return None
+    return getattr(options, "_timeout", None)
+
+
+def build(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
+    """The mesh of a plan over the group that is there: torchrun's, `launch`'s or the script's own.
+
+    Args:
+        plan: the plan.
+        groups: those of other runners; by default groups of its own.
+        device: this rank's, made the current one before there are groups; by default that stays as it is.
+
+    Raises:
+        PlanError: if the plan does not use all ranks.
+        JoinError: if torchrun's ranks cannot connect to each other.
+    """
+    join_torchrun(device=device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    plan.check_world(world)
+    if device is not None:
+        make_current(device)
+    if world == 1:
+        return Mesh(0, 1)
+    rank = dist.get_rank()
+    made = groups or Communicators()
+    axes = {name: _axis(name, plan, rank, made) for name in AXES}
+
+    def along(name: str, names: Sequence[str]) -> Axis:
+        """Several axes as one; where only one of them is used, that one."""
+        several = [axes[each] for each in names if axes[each].size > 1]
+        return several[0] if len(several) == 1 else _line(name, names, plan, rank, made)
+
+    return Mesh(
+        rank, world, axes,
+        sequence=along("sequence", SEQUENCE), image=along("image", IMAGE),
+        links=_links(plan, rank, axes["pipefusion"], made),
+        latents=_line("latents", ("pipefusion",), plan, rank, made).group,
+        control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
+        everyone=made.of("everyone", range(world), "gloo"), groups=made, shared=groups is not None,
+    )  # fmt: skip
+
+
+def local_rank() -> int:
+    """This process's rank among those of its machine; in a script's own group its rank, as nothing else is known."""
+    place = env.torchrun()
+    if place is not None:
+        return place.local_rank
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_of_process(plan: Plan) -> int:
+    """This process's rank, before or after it has joined a group.
+
+    Raises:
+        PlanError: if the plan does not use all ranks.
+    """
+    place = env.torchrun()
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world = (place.rank, place.world) if place is not None else (0, 1)
+    plan.check_world(world)
+    return rank
+
+
+def coordinates(plan: Plan, rank: int) -> dict[str, int]:
+    """The place of a rank on each axis of `AXES`. Pure."""
+    place = {}
+    for name in reversed(AXES):
+        rank, place[name] = divmod(rank, getattr(plan, name))
+    return place
+
+
+def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
+    sizes = [getattr(plan, name) for name in AXES]
+    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+
+    def ranks(chosen: Sequence[int]) -> list[int]:
+        steps = [[index * strides[k] for index in range(sizes[k])] for k in chosen]
+        return [sum(parts) for parts in product(*steps)]
+
+    along = [k for k, name in enumerate(AXES) if name in names]
+    across = [k for k, name in enumerate(AXES) if name not in names]
+    return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
+
+
+def _axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
+    """This rank's line along an axis. The only axis of a plan is the group of all ranks, which is there."""
+    if getattr(plan, name) == plan.world:
+        return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
+    return _line(name, (name,), plan, rank, groups)
+
+
+def _line(
+    name: str, names: Sequence[str], plan: Plan, rank: int, groups: Communicators, *, backend: str | None = None
+) -> Axis:
+    """This rank's line along some axes, with its group; every rank makes the groups of all lines, in one order."""
+    mine = Axis(name, (rank,))
+    for ranks in lines(plan, names):
+        group = groups.of(name, ranks, backend) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Axis(name, ranks, ranks.index(rank), group)
+    return mine
+
+
+def _links(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
+    """One group; two where a group has one queue for all: a stage never sends behind what it waits to receive."""
+    if stages.group is None:
+        return ()
+    if not has_one_queue():
+        return (stages.group,)
+    names = ("even links", "odd links")[: stages.size - 1]
+    made = [_line(name, ("pipefusion",), plan, rank, groups).group for name in names]
+    return tuple(group for group in made if group is not None)
+
+
+def has_one_queue() -> bool:
+    """Whether all that a rank does in a group is done in turn: in NCCL's, if their communicators are made at once.
+
+    They are with `init_process_group(device_id=...)`. Else each pair of ranks gets one of its own for messages.
+    """
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def line(
+    purpose: str, names: Sequence[str], plan: Plan, mesh: Mesh, *, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """A group of its own for the ranks along some axes; None where this rank is alone on them. All ranks must call it.
+
+    Args:
+        purpose: what it is for; meshes that share their groups share it.
+        names: the axes.
+        plan: their degrees.
+        mesh: has it, and gives it back when it is closed.
+        backend: None for that of the group of all ranks.
+    """
+    if all(getattr(plan, name) == 1 for name in names):
+        return None
+    return _line(purpose, names, plan, mesh.rank, mesh.groups, backend=backend).group
+
+
+def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a rank: as asked for, else its own GPU, else a shared one, else the CPU.
+
+    A rank that sees one GPU takes that, as number 0, whatever its number on the machine.
+
+    Raises:
+        PlanError: if the device is not one that torch has here.
+    """
+    if wanted is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        wanted = f"cuda:{local_rank % torch.cuda.device_count()}"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise PlanError(f"device={wanted!r} is no device; try cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"device={wanted!r} asks for a GPU and torch finds none; try cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise PlanError(f"device={wanted!r} is not among the {count} GPU(s) that torch finds here; try cuda")
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Has torch take a GPU for what names none: batches of messages, pinned memory, streams."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def join_torchrun(timeout: float = STALL, device: torch.device | None = None) -> None:
+    """Joins the ranks that torchrun started, if there are others and no group is there yet.
+
+    Args:
+        timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
+        device: this rank's; by default its own GPU.
+
+    Raises:
+        JoinError: if they cannot connect to each other.
+    """
+    place = env.torchrun()
+    if not dist.is_initialized() and place is not None and place.world > 1:
+        join(place, timeout, device)
+
+
+def join(place: env.Torchrun, timeout: float = STALL, device: torch.device | None = None) -> None:
+    """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own.
+
+    One store for what `gpus.backend` asks and for the group: torchrun's agent's, or that of rank 0.
+    """
+    own = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
+    make_current(own)
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        with env.connecting():
+            store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+            store.set_timeout(limit)
+            store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+            chosen = gpus.backend(store, rank, world, own)
+            dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
+    except RuntimeError as error:
+        raise JoinError(
+            f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "
+            "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; where one "
+            f"needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
+        ) from error
+
+
+def part() -> None:
+    """Leaves the group, when all ranks are done: one that left earlier would break the connections of the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

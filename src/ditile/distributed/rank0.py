@@ -1,0 +1,62 @@
+"""Decisions by what lies on a host (its profile, its folders) are the first rank's, and all ranks hear them.
+
+Each by itself, ranks of several hosts would choose different plans, and wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ditile import errors
+from ditile.distributed import env
+from ditile.distributed.mesh import join_torchrun, part
+from ditile.distributed.transport import gather_json
+from ditile.errors import DitileError, PlanError
+
+
+def decided(decide: Callable[[int], Any], timeout: float) -> Any:
+    """What `decide` returns on the first of torchrun's ranks, given how many hosts there are, on every rank.
+
+    Args:
+        decide: returns JSON types.
+        timeout: seconds for which the ranks wait for each other, to join and in all that follows.
+
+    Raises:
+        DitileError: what it raises there, on every rank; all have left the group then.
+        JoinError: if they cannot connect to each other.
+    """
+    join_torchrun(timeout)
+    if not dist.is_initialized():
+        return decide(1)
+    hosts = by_host()
+    answer: Any = None
+    if dist.get_rank() == 0:
+        try:
+            answer = {"decided": decide(_even(hosts))}
+        except DitileError as error:
+            answer = {"refused": [type(error).__name__, str(error)]}
+    answer = gather_json(answer, dist.group.WORLD)[0]
+    if "refused" in answer:
+        part()
+        kind, message = answer["refused"]
+        raise getattr(errors, kind, DitileError)(message)
+    return answer["decided"]
+
+
+def by_host() -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, as torchrun counts them: one host after the other."""
+    place = env.torchrun()
+    assert place is not None
+    found = gather_json(place.rank - place.local_rank, dist.group.WORLD)
+    return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
+
+
+def _even(hosts: tuple[tuple[int, ...], ...]) -> int:
+    """How many hosts; the planner knows none that have other numbers of ranks than the first."""
+    if len({len(ranks) for ranks in hosts}) > 1:
+        each = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise PlanError(f"the hosts have {each} ranks, and plans are found for as many on each; name a plan")
+    return len(hosts)

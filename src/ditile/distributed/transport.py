@@ -1,0 +1,370 @@
+"""Transport: point-to-point messages and the few collectives, over gloo or NCCL, with every byte counted.
+
+A `Wire` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout and are
+never exchanged. CUDA tensors over gloo (several ranks on one GPU) are staged through the CPU. A sent tensor is kept
+until its work is done; each receive has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ditile.distributed.trace import Trace
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and messages that this rank has sent, by kind; and when it waited for others, while `trace` is on."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    trace: Trace = field(default_factory=Trace, compare=False)
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Around all that waits for messages of a kind."""
+        return self.trace.waiting(kind)
+
+    def count(self, kind: str, size: int) -> None:
+        """Adds one message."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + size
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def clear(self) -> None:
+        """Starts from zero."""
+        self.bytes.clear()
+        self.calls.clear()
+
+
+class Receipt(NamedTuple):
+    """A receive that was posted."""
+
+    key: Any
+    work: dist.Work
+    buffer: Tensor
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        """The message, on the device that it was asked for."""
+        self.work.wait()
+        return self.buffer.to(self.device)
+
+
+class Wire:
+    """An ordered one-way channel to or from one peer of a group.
+
+    Args:
+        group, peer: whose; NCCL makes a communicator for each pair of ranks, when both first use it.
+        kind, traffic: as what its bytes are counted.
+        shared: goes by the communicator of the whole group, whose ranks have come together (`meet`).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic, *, shared: bool = False
+    ) -> None:
+        self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[Receipt] = deque()
+        self._sent = self._settled = 0
+
+    @property
+    def posted(self) -> int:
+        """Receives that were posted and not yet taken."""
+        return len(self._posted)
+
+    def occupies(self, device: torch.device) -> bool:
+        """Whether a receive for a device runs on it until its message is there, as NCCL's do."""
+        return is_on_gpu(device, self._group)
+
+    def touch(self, device: torch.device, *, sends: bool) -> None:
+        """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=_stage(device, self._group))
+        self._start(byte, sends=sends).wait()
+
+    def send(self, message: Tensor) -> None:
+        """Starts to send; returns at once."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        message = _stageable(message.contiguous(), self._group)
+        self._sending.append((self._start(message, sends=True), message))
+        self._sent += 1
+        self._traffic.count(self._kind, message.numel() * message.element_size())
+
+    def settle(self) -> None:
+        """Lets go of what was sent before `settle` was last called, which must have been taken by now. Costs no wait.
+
+        Gloo does not say of a message that it has arrived before somebody waits for it, and all of them would be kept.
+        """
+        while len(self._sending) > self._sent - self._settled:
+            self._sending.popleft()[0].wait()
+        self._settled = self._sent
+
+    def post(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
+        """Starts to receive the next message, of a shape and `like`'s dtype and device."""
+        buffer = torch.empty(shape, dtype=like.dtype, device=_stage(like.device, self._group))
+        self._posted.append(Receipt(key, self._start(buffer, sends=False), buffer, like.device))
+
+    def take(self, key: Any) -> Tensor:
+        """Waits for the first posted message, which must be `key`'s."""
+        receipt = self._posted.popleft()
+        if receipt.key != key:
+            raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
+        with self._traffic.waiting(self._kind):
+            return receipt.wait()
+
+    def flush(self) -> None:
+        """Waits until all that was sent is gone."""
+        with self._traffic.waiting(self._kind):
+            while self._sending:
+                self._sending.popleft()[0].wait()
+
+    def abandon(self) -> None:
+        """Forgets what is under way, after an error that ends the run."""
+        self._sending.clear()
+        self._posted.clear()
+
+    def _start(self, message: Tensor, *, sends: bool) -> dist.Work:
+        start = dist.isend if sends else dist.irecv
+        if self._shared:
+            (work,) = dist.batch_isend_irecv([dist.P2POp(start, message, group=self._group, group_peer=self._peer)])
+            return work
+        return _real(start(message, group=self._group, **{"group_dst" if sends else "group_src": self._peer}))
+
+
+class Ballot:
+    """A vote that is open: the largest value that any rank of the group has cast."""
+
+    def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
+        self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
+        self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
+
+    def result(self) -> int:
+        """Waits for all ranks and returns the largest value."""
+        if self._work is not None:
+            with self._traffic.waiting("control"):
+                self._work.wait()
+            self._work = None
+        return int(self._value)
+
+
+class Tally:
+    """A count that is open: the sums over the ranks of the group of some whole numbers."""
+
+    def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
+        self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
+        self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.SUM, group, async_op=True)
+        if group is not None:
+            traffic.count("control", 8 * len(values))
+
+    def result(self) -> list[int]:
+        """Waits for all ranks and returns the sums."""
+        if self._work is not None:
+            with self._traffic.waiting("control"):
+                self._work.wait()
+            self._work = None
+        return [int(value) for value in self._values]
+
+
+class Pending:
+    """Messages under way.
+
+    Args:
+        works: what it waits for.
+        received: what has arrived then, where the transport put it.
+        device: where the caller wants it.
+        sent: kept until it is gone.
+        traffic, kind: where the wait is recorded, and as what.
+    """
+
+    def __init__(
+        self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Any, traffic: Traffic,
+        kind: str,
+    ) -> None:  # fmt: skip
+        self._works, self._received, self._device, self._sent = works, received, device, sent
+        self._traffic, self._kind = traffic, kind
+
+    def wait(self) -> list[Tensor]:
+        """What arrived, in order."""
+        with self._traffic.waiting(self._kind):
+            for work in self._works:
+                work.wait()
+            return [x.to(self._device) for x in self._received]
+
+
+def start_all_to_all(
+    flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+) -> Pending:
+    """Starts to send consecutive runs of a flat tensor to the group ranks, and to receive as many numbers as said.
+
+    `wait()` gives one flat tensor, in rank order.
+    """
+    staged = _stageable(flat, group)
+    received = staged.new_empty(sum(receives))
+    work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
+    traffic.count(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
+    return Pending([_real(work)], [received], flat.device, staged, traffic, kind)
+
+
+def start_exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
+    group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
+) -> Pending:  # fmt: skip
+    """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
+    if group is None:
+        return Pending([], [], like.device, None, traffic, kind)
+    for _, message in sends:
+        traffic.count(kind, message.numel() * message.element_size())
+    return _start_messages(sends, receives, like, group, traffic, kind)
+
+
+def start_gather(
+    x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
+) -> Pending:
+    """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order.
+
+    Counted as one message of what a rank sends: `x`, to each other one.
+    """
+    if group is None:
+        return Pending([], [x], x.device, None, traffic, kind)
+    own = dist.get_rank(group)
+    traffic.count(kind, (len(shapes) - 1) * x.numel() * x.element_size())
+    if len(set(shapes)) == 1:
+        staged = _stageable(x.contiguous(), group)
+        everyone = [torch.empty_like(staged) for _ in shapes]
+        work = dist.all_gather(everyone, staged, group=group, async_op=True)
+        return Pending([_real(work)], everyone, x.device, staged, traffic, kind)
+    others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own]
+    under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
+    under_way._received.insert(own, x)
+    return under_way
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
+    """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all.
+
+    Args:
+        group: whose.
+        device: of what they will send.
+        pairs: whether they will send each other messages; NCCL connects two ranks when they first do.
+    """
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), group.size()
+    start_gather(byte, [(1,)] * size, group, Traffic(), "control").wait()
+    if pairs and is_on_gpu(device, group):
+        others = [rank for rank in range(size) if rank != dist.get_rank(group)]
+        sends, receives = [(rank, byte) for rank in others], [(rank, (1,)) for rank in others]
+        _start_messages(sends, receives, byte, group, Traffic(), "control").wait()
+
+
+def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+    """Starts to pass `x` to the next rank of a ring; `wait()` gives that of the rank before, which has this shape."""
+    own, size = dist.get_rank(group), group.size()
+    return start_exchange([((own + 1) % size, x)], [((own - 1) % size, shape)], x, group, traffic, kind)
+
+
+def _start_messages(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
+    group: dist.ProcessGroup, traffic: Traffic, kind: str,
+) -> Pending:  # fmt: skip
+    """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
+    staged = [(peer, _stageable(x.contiguous(), group)) for peer, x in sends if x.numel()]
+    received = [torch.empty(shape, dtype=like.dtype, device=_stage(like.device, group)) for _, shape in receives]
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in staged]
+    ops += [
+        dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
+        for (peer, _), buffer in zip(receives, received, strict=True)
+        if buffer.numel()
+    ]
+    return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged, traffic, kind)
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+    """Starts to fill `x` with what it is on group rank `source`. `wait()` gives it, alone in a list."""
+    staged = _stageable(x, group)
+    work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
+    if dist.get_rank(group) == source:
+        traffic.count(kind, (group.size() - 1) * x.numel() * x.element_size())
+    return Pending([_real(work)], [staged], x.device, staged, traffic, kind)
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
+    """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
+    staged = _stageable(tensor.contiguous(), group)
+    with traffic.waiting(kind):
+        dist.broadcast(staged, group=group, group_src=source)
+    if dist.get_rank(group) == source:
+        traffic.count(kind, staged.numel() * staged.element_size())
+    return staged.to(tensor.device)
+
+
+def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Traffic, kind: str) -> Tensor:
+    """`[ranks, ...]`: a small CPU tensor of every rank of a CPU group, in rank order; alone, its own."""
+    if group is None:
+        return numbers[None]
+    everyone = [torch.empty_like(numbers) for _ in range(group.size())]
+    with traffic.waiting(kind):
+        dist.all_gather(everyone, numbers.contiguous(), group=group)
+    traffic.count(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
+    return torch.stack(everyone)
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank. Travels as JSON over a CPU group; no pickle."""
+    if group is None:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
+
+
+def broadcast_tensors(
+    tensors: dict[str, Tensor], source: int, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None,
+    device: torch.device, traffic: Traffic, kind: str,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
+    if group is None:
+        return tensors
+    headers = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    headers = gather_json(headers, control)[source]
+    received = {}
+    for name, (dtype, shape) in headers.items():
+        mine = dist.get_rank(group) == source
+        empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        received[name] = broadcast(tensors[name].to(device) if mine else empty, source, group, traffic, kind)
+    return received
+
+
+def _real(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the group that it sends to or receives from")
+    return work
+
+
+def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether messages of a device are NCCL's: sent and received by the GPU itself."""
+    return _stage(device, group).type != "cpu"
+
+
+def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where a message must lie: gloo cannot see a GPU."""
+    backends = dist.get_backend_config(group)
+    if device.type == "cuda" and "nccl" not in backends:
+        return torch.device("cpu")
+    return device
+
+
+def _stageable(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return message.to(_stage(message.device, group))

@@ -1,0 +1,49 @@
+"""The attention processors of diffusers' models: where they are, and what diffusers asks of them in every call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ditile.hooks.generation import Generation
+from ditile.hooks.overrides import override
+from ditile.plan.spec import ModelSpec
+
+
+def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module of a model that has an attention processor, and that."""
+    for name, module in transformer.named_modules():
+        processor = getattr(module, "processor", None)
+        if processor is not None:
+            yield name, module, processor
+
+
+def answer_at_once(stack: ExitStack, block: nn.Module) -> None:
+    """diffusers asks each processor for its signature in every call, a tenth of a millisecond: here it is at hand."""
+    for _, module, processor in attentions(block):
+        if isinstance(processor, nn.Module):
+            continue
+        ready = copy.copy(processor)
+        asked = functools.partial(type(processor).__call__, processor)
+        asked.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
+        ready.__call__ = asked
+        override(stack, module, "processor", ready)
+
+
+def seat_cross(stack: ExitStack, spec: ModelSpec, block: nn.Module, current: Callable[[], Generation]) -> None:
+    """Attention to the text, which is whole on every rank, until the stack is closed."""
+    for name, make in spec.cross.items():
+        attention: Any = getattr(block, name, None)
+        if type(getattr(attention, "processor", None)) in spec.stock:
+            override(stack, attention, "processor", make(lambda key, found: current().constant(key, found)))
+
+
+def dispatches(processor: Any) -> bool:
+    """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
+    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")

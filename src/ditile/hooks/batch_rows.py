@@ -1,0 +1,61 @@
+"""Rows: a batched transformer call as several calls on some of its rows, and their results joined again.
+
+A row is one image's branch of guidance. Rows never see each other in a transformer, so that any run of them may be
+computed apart; only matrix shapes change, and with them the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.plan.layout import share
+
+
+def row_parts(rows: int, parts: int) -> list[range]:
+    """Runs of rows as even as can be, the larger ones first; as many as asked for, but none is empty."""
+    parts = min(rows, parts)
+    return [share(range(rows), parts, index) for index in range(parts)]
+
+
+def take_rows(
+    arguments: Mapping[str, Any], rows: int, take: Callable[[Tensor], Tensor], whole: Collection[str] = ()
+) -> dict[str, Any]:
+    """Arguments of a call on `rows` rows, cut down to some of them.
+
+    Args:
+        arguments: by name. Tensors whose first dimension has `rows` entries are cut, also within dicts, lists and
+            tuples; all else (scalars, one row for all, tables per token) is the same for every row.
+        rows: how many there are.
+        take: the wanted rows of a tensor.
+        whole: names of arguments that have no rows, whatever their length: position ids.
+    """
+    return {name: value if name in whole else _cut(value, rows, take) for name, value in arguments.items()}
+
+
+def join_rows(results: Sequence[Any]) -> Any:
+    """What a call on all rows would have returned: a tuple or an output object of batched tensors."""
+    one = results[0]
+    if isinstance(one, Tensor):
+        return torch.cat(list(results))
+    if isinstance(one, Mapping):  # diffusers' outputs are mappings, and dataclasses
+        return type(one)(**{name: join_rows([result[name] for result in results]) for name in one})
+    if isinstance(one, list | tuple):
+        return type(one)(join_rows(parts) for parts in zip(*results, strict=True))
+    return one
+
+
+def _cut(value: Any, rows: int, take: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return take(value) if value.ndim > 0 and value.shape[0] == rows else value
+    if isinstance(value, dict):
+        return {name: _cut(part, rows, take) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_cut(part, rows, take) for part in value]
+    if isinstance(value, tuple):
+        parts = [_cut(part, rows, take) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value

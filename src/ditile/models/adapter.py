@@ -1,0 +1,376 @@
+"""BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit, and what follows from it.
+
+Whatever is left out is told from the table or the source; what is said is held against them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.models.block_lists import block_lists, candidates, flow_in_list, known_lists, list_at
+from ditile.models.block_table import row_of
+from ditile.models.patterns import ForwardPattern, pattern_of
+from ditile.models.source import TEXTS, image_of, inner, parameters_of
+from ditile.plan.spec import BlockList, Flow
+
+PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
+SUFFIXES = ("TransformerBlock", "Block", "Layer")
+
+
+class PatchFunctor(ABC):
+    """Edits a transformer before its blocks are looked at; none is needed for any family of diffusers.
+
+    Attributes that it sets on instances are put back when the cache is taken off.
+    """
+
+    @abstractmethod
+    def apply(self, transformer: nn.Module) -> nn.Module:
+        """Returns the transformer it was given, edited."""
+
+
+@dataclass(slots=True)
+class BlockAdapter:
+    """The blocks of one transformer, or of several that a pipeline calls in turns (a list per transformer).
+
+    Attributes:
+        pipe: the pipeline; None for a transformer alone. To cache several it is needed: its steps count.
+        transformer: the transformer or transformers; None is those of the pipeline.
+        blocks: the list or lists of blocks, in order of execution; None finds them.
+        blocks_name: the names of the lists, instead of the lists.
+        unique_blocks_name: accepted, and not needed: a list is told by transformer and name.
+        dummy_blocks_names: lists that are left out of the chain.
+        forward_pattern: how the blocks pass tokens on, for all lists or one for each; None reads it off the source.
+        check_forward_pattern: what happens where the source says otherwise: None warns and takes what the source says,
+            True is an error, False trusts the pattern.
+        check_num_outputs: True is an error where blocks return another number of streams than the pattern.
+        params_modifiers: other settings of the cache for all lists or one for each.
+        patch_functor: edits each transformer first.
+        has_separate_cfg: whether guidance is a second call; None tells it from the calls.
+        auto: whether one list is looked for, by the fields that follow.
+        allow_prefixes: what the name of such a list begins with.
+        check_prefixes: whether it must.
+        allow_suffixes: what the class of its blocks ends with.
+        check_suffixes: whether it must.
+        blocks_policy: "max" takes the longest such list, "min" the shortest.
+        skip_post_init: whether fields are looked at only when the adapter is used.
+    """
+
+    pipe: Any = None
+    transformer: nn.Module | Sequence[nn.Module] | None = None
+    blocks: Any = None
+    blocks_name: Any = None
+    unique_blocks_name: Any = None
+    dummy_blocks_names: Sequence[str] | None = None
+    forward_pattern: Any = None
+    check_forward_pattern: bool | None = None
+    check_num_outputs: bool | None = None
+    params_modifiers: Any = None
+    patch_functor: Any = None
+    has_separate_cfg: bool | None = None
+    auto: bool = False
+    allow_prefixes: Sequence[str] = PREFIXES
+    check_prefixes: bool = True
+    allow_suffixes: Sequence[str] = SUFFIXES
+    check_suffixes: bool = False
+    blocks_policy: str = "max"
+    skip_post_init: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.skip_post_init:
+            validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A transformer and the lists of its chain.
+
+    Attributes:
+        transformer: without what torch.compile or peft wrapped around it.
+        lists: its lists, in order of execution.
+        params_modifiers: one for each list, or none.
+        has_separate_cfg: what the adapter says of guidance.
+        undo: takes back what a `PatchFunctor` edited.
+    """
+
+    transformer: nn.Module
+    lists: list[BlockList]
+    params_modifiers: list[Any] = field(default_factory=list)
+    has_separate_cfg: bool | None = None
+    undo: Callable[[], None] = lambda: None
+
+
+Part = tuple[str, Sequence[nn.Module]]
+"""A list, or a part of one: its name, and blocks."""
+
+
+class _Said(NamedTuple):
+    """What an adapter says of one transformer: its lists, and a pattern and a modifier for each, or one for all."""
+
+    transformer: nn.Module
+    blocks: list[Any] | None
+    patterns: list[ForwardPattern | None]
+    modifiers: list[Any]
+
+
+def validate(adapter: BlockAdapter) -> None:
+    """Refuses fields that mean nothing.
+
+    Raises:
+        ModelError: with the field, its value, and what would work.
+    """
+    if adapter.pipe is None and adapter.transformer is None:
+        raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")
+    if adapter.blocks_policy not in ("max", "min"):
+        raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
+    for pattern in _flat(adapter.forward_pattern):
+        if pattern is not None and not isinstance(pattern, ForwardPattern):
+            names = ", ".join(each.name for each in ForwardPattern)
+            raise ModelError(f"forward_pattern={pattern!r} is unknown; ForwardPattern has {names}")
+    if adapter.blocks is not None and adapter.auto:
+        raise ModelError("BlockAdapter has blocks and auto=True, which looks for blocks; give one of them")
+    functor = adapter.patch_functor
+    if functor is not None and not callable(getattr(functor, "apply", None)):
+        raise ModelError(f"patch_functor={functor!r} has no method apply; derive it from PatchFunctor")
+
+
+def resolve(adapter: BlockAdapter) -> list[Adapted]:
+    """The lists that an adapter means, for each of its transformers.
+
+    Raises:
+        ModelError: if blocks are not the transformer's, or patterns are not what the blocks do.
+    """
+    validate(adapter)
+    return [_adapt(adapter, said) for said in _said(adapter)]
+
+
+def block_lists_of(pipe: Any) -> list[Adapted]:
+    """The lists of each transformer of a pipeline (or of the transformer that is given), by table or source.
+
+    Raises:
+        ModelError: if there is no transformer, or its blocks cannot be told.
+    """
+    return [Adapted(inner(transformer), block_lists(transformer)) for transformer in transformers_of(pipe)]
+
+
+def transformers_of(pipe: Any) -> list[nn.Module]:
+    """The transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    if isinstance(pipe, nn.Module):
+        return [pipe]
+    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    found = [part for name, part in modules.items() if "transformer" in name or row_of(type(inner(part)))]
+    if not found:
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
+            "transformer or a BlockAdapter"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _said(adapter: BlockAdapter) -> list[_Said]:
+    """The fields of an adapter, sorted by transformer."""
+    given = adapter.transformer
+    transformers = [given] if isinstance(given, nn.Module) else list(given or transformers_of(adapter.pipe))
+    if given is not None and adapter.pipe is not None:
+        called = [inner(each) for each in transformers_of(adapter.pipe)]
+        for stranger in (each for each in transformers if inner(each) not in called):
+            raise ModelError(
+                f"the {type(inner(stranger)).__name__} of BlockAdapter is not that of its "
+                f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
+            )
+    count = len(transformers)
+    blocks = _by_transformer("blocks", adapter.blocks if adapter.blocks is not None else adapter.blocks_name, count)
+    patterns = _by_transformer("forward_pattern", adapter.forward_pattern, count)
+    modifiers = _by_transformer("params_modifiers", adapter.params_modifiers, count)
+    return [
+        _Said(inner(transformer), blocks[index], patterns[index] or [None], modifiers[index] or [])
+        for index, transformer in enumerate(transformers)
+    ]
+
+
+def _by_transformer(what: str, value: Any, count: int) -> list[list[Any] | None]:
+    """A field as a list for each transformer; one value is that of all."""
+    if not isinstance(value, (list, tuple)):
+        return [None if value is None else [value]] * count
+    if not value:
+        raise ModelError(f"{what} is empty; leave it out, or name one")
+    if count == 1:
+        nested = len(value) == 1 and isinstance(value[0], (list, tuple)) and not _are_blocks(value[0])
+        return [_each(value[0] if nested else value)]
+    if len(value) != count:
+        raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
+    return [_each(each) for each in value]
+
+
+def _each(value: Any) -> list[Any]:
+    """The entries for one transformer; blocks in a plain list are one entry."""
+    return list(value) if isinstance(value, (list, tuple)) and not _are_blocks(value) else [value]
+
+
+def _are_blocks(value: Any) -> bool:
+    """Whether a list holds blocks, rather than lists of them."""
+    return bool(value) and all(isinstance(each, nn.Module) and not isinstance(each, nn.ModuleList) for each in value)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [item for each in value for item in _flat(each)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _adapt(adapter: BlockAdapter, said: _Said) -> Adapted:
+    model = said.transformer
+    undo = _patched(model, adapter.patch_functor)
+    every = known_lists(model)  # refuses what may not be left out
+    for name in adapter.dummy_blocks_names or ():
+        list_at(model, name)
+    parts: list[list[Part]]
+    if adapter.auto:
+        parts = [[_searched(adapter, model, said.patterns[0])]]
+    elif said.blocks is None:
+        parts = [[(each.name, each.blocks)] for each in every or block_lists(model)]
+    else:
+        parts = [_owned(model, each) for each in said.blocks]
+    patterns = _for_each("forward_pattern", said.patterns, len(parts))
+    modifiers = _for_each("params_modifiers", said.modifiers, len(parts)) if said.modifiers else []
+    lists, settings = [], []
+    for index, part in enumerate(parts):
+        for name, blocks in part:
+            if name not in (adapter.dummy_blocks_names or ()) or len(part) > 1:
+                flow = _flow(adapter, model, name, blocks, patterns[index])
+                lists.append(BlockList(name, tuple(blocks), flow))
+                settings += modifiers[index : index + 1]
+    if not lists:
+        raise ModelError(f"dummy_blocks_names={adapter.dummy_blocks_names} leaves no block of {type(model).__name__}")
+    return Adapted(model, lists, settings, adapter.has_separate_cfg, undo)
+
+
+def _for_each(what: str, values: list[Any], count: int) -> list[Any]:
+    """One value for each list."""
+    if len(values) not in (1, count):
+        raise ModelError(f"{what} has {len(values)} entries for {count} lists of blocks; give one, or one for each")
+    return values if len(values) == count else values * count
+
+
+def _owned(model: nn.Module, blocks: Any) -> list[Part]:
+    """Given blocks by the lists of the transformer that own them; a list may join several of these."""
+    if isinstance(blocks, str):
+        return [(blocks, tuple(list_at(model, blocks)))]
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
+        raise ModelError(f"blocks is a {type(blocks).__name__}; it must be a ModuleList of {type(model).__name__}")
+    members = list(blocks)
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    owners = {id(member): name for name, each in reversed(lists) for member in each}
+    strangers = [type(inner(member)).__name__ for member in members if id(member) not in owners]
+    if strangers or not members:
+        names = ", ".join(name for name, _ in lists if "." not in name)
+        what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
+        raise ModelError(f"{what} not in a ModuleList of {type(model).__name__}; its lists are {names or 'none'}")
+    return [(name, list(each)) for name, each in groupby(members, lambda member: owners[id(member)])]
+
+
+def _searched(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> Part:
+    """The list that auto=True finds.
+
+    Raises:
+        ModelError: if none is as the adapter wants it.
+    """
+    found, others = [], []
+    for name, blocks, call in candidates(model):
+        flow = flow_in_list(model, name, blocks)
+        named = not adapter.check_prefixes or name.startswith(tuple(adapter.allow_prefixes))
+        ends = tuple(adapter.allow_suffixes)
+        classed = not adapter.check_suffixes or all(type(inner(block)).__name__.endswith(ends) for block in blocks)
+        alike = pattern is None or flow is None or adapter.check_forward_pattern is False
+        alike = alike or pattern.flow.returns == flow.returns  # type: ignore[union-attr]
+        usable = (flow is not None or pattern is not None) and (call is None or call.alone)
+        if named and classed and alike and usable and name not in (adapter.dummy_blocks_names or ()):
+            found.append((name, tuple(blocks)))
+        others.append(f"{name} ({pattern_of(flow).name if flow else 'of no known pattern'})")
+    if not found:
+        raise ModelError(
+            f"auto=True finds no list of {type(model).__name__} with forward_pattern="
+            f"{pattern.name if pattern else None} and allow_prefixes={list(adapter.allow_prefixes)}; "
+            f"it has {', '.join(others) or 'no list of blocks'}"
+        )
+    best = max if adapter.blocks_policy == "max" else min
+    return best(found, key=lambda each: len(each[1]))
+
+
+def _flow(
+    adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
+) -> Flow:
+    """How the blocks of a list pass tokens on: as the pattern says, where the table or the source do not differ."""
+    told = flow_in_list(model, name, blocks)
+    where = f"{type(model).__name__}.{name}"
+    if pattern is None:
+        if told is None:
+            raise ModelError(
+                f"{where}: it cannot be told in which order its blocks return image and text; say it with "
+                "forward_pattern=ForwardPattern...."
+            )
+        return told
+    if told is None:
+        return _trusted(pattern, where, blocks[0])
+    right = pattern_of(told)
+    wrong = f"{where}: forward_pattern={pattern}, and its blocks are {right}"
+    if adapter.check_num_outputs and len(told.returns) != len(pattern.flow.returns):
+        raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_num_outputs=False")
+    if adapter.check_forward_pattern is False:
+        return _trusted(pattern, where, blocks[0])
+    if told.returns != pattern.flow.returns:
+        if adapter.check_forward_pattern:
+            raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_forward_pattern=False")
+        warnings.warn(f"{wrong}; ForwardPattern.{right.name} is used", UserWarning, stacklevel=4)
+    return told
+
+
+def _trusted(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
+    """A pattern with the names that the parameters of a block have."""
+    parameters = parameters_of(block)
+    image = image_of(parameters)
+    if pattern.flow.text is None:
+        return Flow(pattern.flow.returns, image, None)
+    others = [name for name in parameters if name != image]
+    text = next((name for name in TEXTS if name in others), None)
+    if text is None and "text" in pattern.flow.returns:
+        text = next(iter(others), None)
+        if text is None:
+            raise ModelError(f"{where}: forward_pattern={pattern}, and its blocks take {', '.join(parameters)} alone")
+    return Flow(pattern.flow.returns, image, text)
+
+
+def _patched(model: nn.Module, functor: Any) -> Callable[[], None]:
+    """Lets a functor edit a transformer; what it returns puts back the attributes of instances that it set."""
+    if functor is None:
+        return lambda: None
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    if inner(functor.apply(model)) is not model:
+        raise ModelError(
+            f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
+        )
+    edits = [
+        (module, name, old.get(name), name in old, value)
+        for module, old in before
+        for name, value in vars(module).items()
+        if name not in old or old[name] is not value
+    ]
+
+    def undo() -> None:
+        for module, name, old, was, value in edits:
+            if vars(module).get(name) is value:  # nobody has set it since
+                vars(module).pop(name)
+                if was:
+                    vars(module)[name] = old
+
+    return undo

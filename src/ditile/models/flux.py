@@ -1,0 +1,143 @@
+"""FLUX.1 (dev, schnell): 19 double blocks (text, image) and 38 single ones on the joint sequence, text first.
+
+Embedded guidance is one call per step, true CFG two. Double blocks have two feed-forwards and single ones one, fused
+with attention: 340 M against 141 M parameters, but a token meets one stream's weights only: 2 * 170 M against 2 * 141 M
+operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import FluxKontextPipeline, FluxTransformer2DModel
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from torch import Tensor, nn
+
+from ditile.errors import ModelError
+from ditile.hooks.protocols import Make
+from ditile.models import embeds
+from ditile.models.tokens import TEXT_STREAM, behind, projections, refuse_ip_adapters, rotary
+from ditile.plan.layout import Grid
+from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+
+
+class FluxProjections:
+    """Stands for `FluxAttnProcessor` where each projection is to travel while the next is computed.
+
+    Raises:
+        ModelError: if the projections are fused.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(
+        self, attn: FluxAttention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
+        if attn.fused_projections:
+            raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
+        heads = (-1, attn.head_dim)
+        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+        makes = projections(hidden_states, linears, norms, heads)
+        if encoder_hidden_states is not None:
+            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            norms = (attn.norm_added_q, attn.norm_added_k, None)
+            makes = behind(projections(encoder_hidden_states, linears, norms, heads), makes)
+        if image_rotary_emb is not None:
+            makes = [*(partial(_rotated, make, image_rotary_emb) for make in makes[:2]), makes[2]]
+        out = self._core.of(*makes, mask=attention_mask).flatten(2).to(hidden_states.dtype)
+        if encoder_hidden_states is None:
+            return out  # type: ignore[no-any-return]
+        words, image = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(words.contiguous())
+
+
+def _rotated(make: Make, table: tuple[Tensor, Tensor]) -> Tensor:
+    out: Any = apply_rotary_emb(make(), table, sequence_dim=1)  # type: ignore[arg-type]
+    return out  # type: ignore[no-any-return]
+
+
+def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
+    """Packed latents `[B, N, C]` are tokens already; their columns are read off the last position once per image."""
+    ids = inputs["img_ids"]
+    ids = ids[0] if ids.ndim == 3 else ids
+    columns = int(ids[-1, 2] - ids[0, 2]) + 1
+    return Grid(ids.shape[0] // columns, columns, columns)
+
+
+def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Kontext, and IP-adapters."""
+    if isinstance(pipe, FluxKontextPipeline):
+        return (
+            f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
+            "cut into patches of one; run it without a plan"
+        )
+    return refuse_ip_adapters(call)
+
+
+def conditioning(call: Mapping[str, Any]) -> Conditioning:
+    """True CFG, where it is on, is a second call."""
+    embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
+    guided = call.get("true_cfg_scale", 1.0) > 1 and (call.get("negative_prompt") is not None or embedded)
+    return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
+
+
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Packed latents, T5's states, CLIP's pooled state, positions."""
+    tokens = grid.rows * grid.tokens_per_row
+    return {
+        "hidden_states": torch.empty(1, tokens, config["in_channels"]),
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
+        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]),
+        "timestep": torch.empty(1), "guidance": torch.empty(1) if config["guidance_embeds"] else None,
+        "img_ids": torch.empty(tokens, 3), "txt_ids": torch.empty(text, 3),
+    }  # fmt: skip
+
+
+TENSOR_TOKENS = {
+    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
+    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
+    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+    "transformer_blocks.*.ff": {"hidden_states": "image"},
+    "transformer_blocks.*.ff.net.2": {"return": "image"},
+    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
+    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
+    "single_transformer_blocks.*.norm": {"return": "text+image"},  # once for both attention and feed-forward
+    "single_transformer_blocks.*.proj_out": {"return": "text+image"},
+}
+
+FLUX = ModelSpec(
+    name="FLUX.1",
+    pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
+    blocks={
+        "transformer_blocks": BlockIO(
+            returns=("text", "image"), tokens={"image_rotary_emb": rotary}, text=TEXT_STREAM
+        ),
+        "single_transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": rotary}),
+    },
+    joint="text_first",
+    latent_dim=1,
+    grid=grid,
+    latent_per_token=lambda config: 2,
+    conditioning=conditioning,
+    example=example,
+    image_tokens="x_embedder",
+    embed=embeds.linear,
+    constant=("context_embedder", "pos_embed"),
+    per_step=(
+        "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
+        "single_transformer_blocks.*.norm.linear", "norm_out.linear",
+    ),
+    overlapped=FluxProjections,
+    stock=(FluxAttnProcessor,),
+    tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
+    tensor_tokens=TENSOR_TOKENS,
+    batch=("img_ids", "txt_ids"),
+    refuse=refuse,
+)  # fmt: skip

@@ -1,0 +1,137 @@
+"""PixArt-alpha and PixArt-sigma: self attention over the image, cross attention to the text (constant per image)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+from torch.nn import functional
+
+from ditile.models import embeds
+from ditile.models.tokens import image_grid, latents, projections
+from ditile.plan.layout import Grid
+from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
+
+KEYS = 64
+"""Text keys are left out in whole units of so many."""
+ABSENT = -9000.0
+"""A mask below it means a weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
+
+
+class PixArtSelfAttention:
+    """Self attention of PixArt's blocks, handed to an `AttentionCore` after the projections."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
+        """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
+        linears = (attn.to_q, attn.to_k, attn.to_v)
+        q, k, v = projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
+        return _out(attn, self._core.of(q, k, v).to(hidden_states.dtype))
+
+
+class PixArtCrossAttention:
+    """Attention to the text as the stock processor has it, without copies of the mask for every head of every layer.
+
+    Keys that no row attends to, which are most of a short prompt's, are left out: their weight is 0 in any case.
+    """
+
+    def __init__(self, constant: Constant) -> None:
+        self._constant = constant
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None, **also: Any,
+    ) -> Tensor:  # fmt: skip
+        """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
+        pairs = ((attn.to_q, hidden_states), (attn.to_k, encoder_hidden_states), (attn.to_v, encoder_hidden_states))
+        q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for linear, x in pairs)
+        mask = attention_mask
+        if mask is not None:
+            if not torch.compiler.is_compiling():
+                length, mask = self._constant(("text", mask.shape), functools.partial(attended_keys, mask))
+                k, v = k[:, :, :length], v[:, :, :length]
+            mask = None if mask is None else mask[:, None]
+        return _out(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
+
+
+def attended_keys(mask: Tensor) -> tuple[int, Tensor | None]:
+    """How many keys from the first on hold all that some row attends to, and their mask, if they need one.
+
+    In whole units of `KEYS`, with which torch's kernels sum in the same order whatever follows; of the mask itself a
+    number is read, once in a picture.
+
+    Args:
+        mask: `[B, 1, L]`, added to scores: 0 where a row attends, -10000 where it does not.
+    """
+    seen = mask > ABSENT
+    length = mask.shape[2]
+    if bool(seen.any(dim=2).all()):  # a row that sees nothing attends to everything alike
+        last = int(seen.any(dim=1).any(dim=0).nonzero().max())
+        length = min(length, -(-(last + 1) // KEYS) * KEYS)
+    mask = mask[:, :, :length]
+    return length, mask if bool(mask.any()) else None
+
+
+def _out(attn: Attention, attended: Tensor) -> Tensor:
+    out: Tensor = attn.to_out[0](attended.flatten(2))
+    return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
+
+
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Latents and T5's states, which have no place in the sequence."""
+    return {
+        "hidden_states": latents(config, grid),
+        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
+        "encoder_attention_mask": torch.empty(1, text), "timestep": torch.empty(1),
+        "added_cond_kwargs": {"resolution": torch.empty(1, 2), "aspect_ratio": torch.empty(1, 1)},
+    }  # fmt: skip
+
+
+TENSOR = {
+    f"transformer_blocks.*.{name}": style
+    for attention in ("attn1", "attn2")
+    for name, style in {
+        f"{attention}.to_q": "colwise",
+        f"{attention}.to_k": "colwise",
+        f"{attention}.to_v": "colwise",
+        f"{attention}.to_out.0": "rowwise",
+    }.items()
+} | {"transformer_blocks.*.ff.net.0.proj": "colwise", "transformer_blocks.*.ff.net.2": "rowwise"}
+
+TENSOR_TOKENS = {  # the text of cross attention is whole on every rank
+    f"transformer_blocks.*.{name}": {what: "image"}
+    for name, what in {
+        "attn1": "hidden_states",
+        "attn1.to_out.0": "return",
+        "attn2": "hidden_states",
+        "attn2.to_out.0": "return",
+        "ff": "hidden_states",
+        "ff.net.2": "return",
+    }.items()
+}
+
+PIXART = ModelSpec(
+    name="PixArt",
+    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+    blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
+    joint="none",
+    latent_dim=2,
+    grid=image_grid,
+    latent_per_token=lambda config: int(config["patch_size"]),
+    example=example,
+    conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
+    constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
+    per_step=("adaln_single",),
+    embed=embeds.patch_embed,
+    processor=PixArtSelfAttention,
+    cross={"attn2": PixArtCrossAttention},
+    stock=(AttnProcessor2_0,),
+    tensor=TENSOR,
+    tensor_tokens=TENSOR_TOKENS,
+)

@@ -1,0 +1,125 @@
+"""Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 medium adds image-only attention to some blocks.
+
+Skip-layer guidance tests the index of the loop's iteration, which counts patches under PipeFusion: refused by all plans
+but those of data and cfg, which call the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor
+
+from ditile.models import embeds
+from ditile.models.tokens import TEXT_STREAM, behind, image_grid, latents, projections, refuse_ip_adapters
+from ditile.plan.layout import Grid
+from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+
+
+class SD3Attention:
+    """Joint or image-only attention of SD3's blocks, handed to an `AttentionCore` after projections and qk-norm."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
+        heads = (attn.heads, -1)
+        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+        makes = projections(hidden_states, linears, norms, heads)
+        if encoder_hidden_states is not None:
+            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            norms = (attn.norm_added_q, attn.norm_added_k, None)
+            makes = behind(makes, projections(encoder_hidden_states, linears, norms, heads))
+        out = self._core.of(*makes).flatten(2).to(hidden_states.dtype)
+        if encoder_hidden_states is None:
+            return attn.to_out[0](out)  # type: ignore[no-any-return]
+        image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
+        if not attn.context_pre_only:
+            words = attn.to_add_out(words)
+        return attn.to_out[0](image), words
+
+
+def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Skip-layer guidance and IP-adapters."""
+    if call.get("skip_guidance_layers") is not None:
+        return (
+            "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
+            "divided model; use data and cfg alone, which call whole models, or leave it out"
+        )
+    return refuse_ip_adapters(call)
+
+
+def conditioning(call: Mapping[str, Any]) -> Conditioning:
+    """CLIP's 77 tokens and T5's follow each other; guidance doubles the batch."""
+    guided = call.get("guidance_scale", 7.0) > 1
+    return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
+
+
+def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    """Latents, the joined states of three text encoders, CLIP's pooled state."""
+    return {
+        "hidden_states": latents(config, grid),
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
+        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]), "timestep": torch.empty(1),
+    }  # fmt: skip
+
+
+TENSOR = {
+    "transformer_blocks.*.attn.to_q": "colwise",
+    "transformer_blocks.*.attn.to_k": "colwise",
+    "transformer_blocks.*.attn.to_v": "colwise",
+    "transformer_blocks.*.attn.to_out.0": "rowwise",
+    "transformer_blocks.*.attn.add_q_proj": "colwise",
+    "transformer_blocks.*.attn.add_k_proj": "colwise",
+    "transformer_blocks.*.attn.add_v_proj": "colwise",
+    "transformer_blocks.*.attn.to_add_out": "rowwise",  # the last block has none
+    "transformer_blocks.*.attn2.to_q": "colwise",
+    "transformer_blocks.*.attn2.to_k": "colwise",
+    "transformer_blocks.*.attn2.to_v": "colwise",
+    "transformer_blocks.*.attn2.to_out.0": "rowwise",
+    "transformer_blocks.*.ff.net.0.proj": "colwise",
+    "transformer_blocks.*.ff.net.2": "rowwise",
+    "transformer_blocks.*.ff_context.net.0.proj": "colwise",
+    "transformer_blocks.*.ff_context.net.2": "rowwise",
+}
+
+TENSOR_TOKENS = {
+    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
+    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
+    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+    "transformer_blocks.*.attn2": {"hidden_states": "image"},
+    "transformer_blocks.*.attn2.to_out.0": {"return": "image"},
+    "transformer_blocks.*.ff": {"hidden_states": "image"},
+    "transformer_blocks.*.ff.net.2": {"return": "image"},
+    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
+    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
+}
+
+SD3 = ModelSpec(
+    name="Stable Diffusion 3 / 3.5",
+    pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
+    blocks={"transformer_blocks": BlockIO(returns=("text", "image"), image_attn=("attn2",), text=TEXT_STREAM)},
+    joint="image_first",
+    latent_dim=2,
+    grid=image_grid,
+    latent_per_token=lambda config: int(config["patch_size"]),
+    conditioning=conditioning,
+    example=example,
+    embed=embeds.patch_embed,
+    constant=("context_embedder",),
+    per_step=(
+        "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
+        "norm_out.linear",
+    ),
+    processor=SD3Attention,
+    stock=(JointAttnProcessor2_0,),
+    tensor=TENSOR,
+    tensor_tokens=TENSOR_TOKENS,
+    refuse=refuse,
+)  # fmt: skip

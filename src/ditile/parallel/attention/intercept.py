@@ -1,0 +1,94 @@
+"""Reaches attention that calls torch's scaled dot-product attention itself, as processors of the `Attention` class do.
+
+The processors run as they are, norms, rope and all; only that one function goes to the core while the model's forward
+runs. A layer that computes attention in another way is found out and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ditile.errors import ModelError
+from ditile.hooks.attention_processors import attentions, dispatches
+from ditile.hooks.block_hooks import Core
+from ditile.hooks.overrides import override
+from ditile.parallel.attention.dispatch import refuse_order
+
+
+class Redirect(TorchFunctionMode):
+    """While it is entered, scaled dot-product attention goes to a core.
+
+    Args:
+        core: attends.
+        busy: whether a core is at work, whose kernel means what it calls.
+
+    Attributes:
+        calls: how often it did.
+    """
+
+    def __init__(self, core: Core, busy: Callable[[], bool]) -> None:
+        super().__init__()
+        self._core, self._busy = core, busy
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention or self._busy():
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        refuse_order(dropout_p, is_causal)
+        if query.ndim == 3:  # every row and head is one: as many heads of one row
+            mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            return self._attend(query[None], key[None], value[None], mask, scale=scale)[0]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self._core(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
+
+
+def seat(stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[], bool]) -> None:
+    """Redirects attention in a model's forward, and checks that every attention module was reached.
+
+    Args:
+        stack: undoes it.
+        transformer: the model.
+        core: attends.
+        busy: whether a core is at work, whose kernel means what it calls.
+    """
+    redirect = Redirect(core, busy)
+    for name, module, processor in attentions(transformer):
+        if not dispatches(processor):
+            override(stack, module, "forward", _watched(name, module, redirect))
+    forward = transformer.forward
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with redirect:
+            return forward(*args, **kwargs)
+
+    override(stack, transformer, "forward", called)
+
+
+def _watched(name: str, module: nn.Module, redirect: Redirect) -> Callable[..., Any]:
+    forward = module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = redirect.calls
+        out = forward(*args, **kwargs)
+        if redirect.calls == before:
+            raise ModelError(
+                f"{name} ({type(module).__name__} with {type(getattr(module, 'processor', None)).__name__}) computes "
+                "attention without scaled_dot_product_attention, so its tokens cannot be shared out; run it with "
+                "ulysses=1 and ring=1"
+            )
+        return out
+
+    return watched

@@ -1,0 +1,253 @@
+"""The Denoise seam: one call of the model, of whose rows this rank computes some.
+
+It lies around all else that is seated in the model. The pipeline gives and gets full-size tensors; the model sees the
+rows of this replica's images and of this half's guidance branches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import Tensor, nn
+
+from ditile.distributed.mesh import Mesh
+from ditile.distributed.transport import Ballot, gather_json
+from ditile.errors import ModelError, StateError
+from ditile.hooks.batch_rows import take_rows
+from ditile.hooks.compile import seat_around
+from ditile.hooks.generation import Generation
+from ditile.parallel.batch.cfg import Cfg, Span, narrow
+from ditile.parallel.batch.data import Data, Receivers
+from ditile.parallel.batch.split import Rows, prediction_of, with_prediction
+
+
+class SharedBatch:
+    """The batch of one call of the pipeline, shared out over the axes data and cfg.
+
+    Args:
+        mesh: the axes, and groups for what must be agreed.
+        model: what the pipeline calls.
+        images: how many the pipeline makes.
+        latent_dim: the dimension of a prediction that patches cut.
+        never: arguments of the model that have no rows.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, never: Sequence[str] = ()
+    ) -> None:
+        self._mesh, self._model, self._images, self._dim, self._never = mesh, model, images, latent_dim, never
+        self._data, self._cfg = Data(mesh["data"], images, mesh.traffic), Cfg(mesh["cfg"], mesh.traffic)
+        self._is_last = mesh.stage == mesh.stages - 1
+        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self.begin()
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no images."""
+        return self._data.idle
+
+    @property
+    def by_calls(self) -> bool:
+        """Whether the halves compute calls of their own, now that the first step is over."""
+        return self._by_calls and self._current().micro.step > 0
+
+    def install(self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool) -> None:
+        """Seats the batch in the model, and the images in the decoder, until the stack is closed.
+
+        Args:
+            stack: undoes it.
+            pipe: the pipeline.
+            current: the generation under way.
+            first: whether rank 0 alone needs the pictures.
+        """
+        if self._data.size == self._cfg.size == 1:
+            return
+        self._current = current
+
+        def seated(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return functools.update_wrapper(functools.partial(self._called, forward), forward)
+
+        seat_around(stack, pipe, self._model, seated)
+        to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
+        self._data.seat_decode(stack, getattr(pipe, "vae", None), to, lambda: self._over)
+
+    # The loop
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self._over = self._announced = self._by_calls = False
+        self._hole: Tensor | None = None
+        self._predictions: dict[int, Tensor] = {}
+        self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
+        self._trailing: list[int] = []
+        self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
+
+    def branches(self, step: int, calls: int) -> Sequence[int]:
+        """Which of the calls of a step this rank computes."""
+        if not self._by_calls or step == 0:
+            return range(calls)
+        return [call for call in range(calls) if self._cfg.is_mine(call)]
+
+    def check(self, prediction: Tensor, sample: Tensor) -> None:
+        """The scheduler is stepped: the rows were those that the split took them for, and all calls were made.
+
+        Raises:
+            ModelError: if the latents have other rows than the call asked for, or guidance is off and cfg has no use.
+            StateError: if the number of calls changed.
+        """
+        if self._data.size == self._cfg.size == 1:
+            return
+        now = self._current()
+        if sample.shape[0] != self._images:
+            raise ModelError(
+                f"the latents have {sample.shape[0]} row(s) and the call asks for {self._images} image(s), so rows "
+                "cannot be shared out; use a plan with data=1 and cfg=1"
+            )
+        if not self._by_calls:
+            return
+        if now.calls is None and now.branch < self._cfg.size:
+            raise ModelError(
+                f"cfg={self._cfg.size} shares out branches of guidance, and {type(self._model).__name__} was called "
+                "once, with one row for each image; raise guidance_scale above 1, or use cfg=1"
+            )
+        if now.calls is not None and now.branch != now.calls:
+            raise self._other_calls(now, now.branch)
+        if now.micro.step == 1 and self._hole is None and self._is_last and not self.idle:
+            made = [torch.isnan(calls).any() for calls in self._predictions.values()]  # NaN of the model's own
+            self._hole = torch.isnan(self._data.own(prediction)).any() & ~torch.stack(made).any()  # read at the end
+
+    def own(self, batch: Tensor) -> Tensor:
+        """A view of the rows of `[images, ...]` that this rank is to get right."""
+        return self._data.own(batch)
+
+    def gathered(self, latents: Tensor) -> Tensor:
+        """All latents, on the last stages of all replicas; they must all call it."""
+        return self._data.gathered(latents)
+
+    def end(self) -> None:
+        """The loop is over.
+
+        Raises:
+            StateError: if a prediction was used before it was there.
+        """
+        self._over = True
+        by_calls, hole = self._by_calls, self._hole
+        self._predictions.clear()
+        self._results.clear()
+        if not by_calls:
+            return
+        ballot = Ballot(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
+        self._mesh.traffic.count("control", 8)
+        if ballot.result():
+            raise StateError(
+                "the pipeline computed with one prediction before it asked for the next, and cfg=2 fills both in when "
+                "the last is there; use cfg=1"
+            )
+
+    # A call of the model
+
+    def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        now = self._current()
+        branch, step = now.branch, now.micro.step
+        batch = self._batch(args, kwargs)
+        every = Rows.whole(batch.shape[0], self._images)
+        if branch == step == 0 and now.calls is None:
+            self._by_calls = self._cfg.size > 1 and every.num_branches == 1
+        before = self._num_branches.get(branch, every.num_branches)
+        if every.num_branches != before and now.is_stale(step):
+            raise StateError(
+                f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
+                "stale keys belong to branches; keep guidance on for the whole run, or use warmup equal to the steps"
+            )
+        self._num_branches[branch] = every.num_branches
+        if self._by_calls and every.num_branches > 1:
+            raise self._other_calls(now, every.num_branches * (branch + 1))
+        rows = replace(every, images=self._data.images)
+        by_calls = self._by_calls and step > 0
+        if by_calls and now.calls is not None and branch >= now.calls:
+            raise self._other_calls(now, branch + 1)
+        if self.idle:
+            return self._idle_call(now, batch, kwargs)
+        if not by_calls:
+            self._compute(forward, args, kwargs, self._cfg.rows(rows))
+            if self._is_last:
+                self._cfg.exchange_rows(self._predictions[branch], rows, self._span(now, branch))
+        elif self._cfg.is_mine(branch):
+            self._compute(forward, args, kwargs, rows)
+        else:
+            self._leave_out(now, rows)
+        if by_calls and self._is_last and branch + 1 == now.calls:
+            calls = [self._predictions[call] for call in range(now.calls)]
+            self._cfg.exchange_calls(calls, rows, self._span(now, branch))
+        return with_prediction(self._results[branch], self._predictions[branch])
+
+    def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """The noisy input, which is the first argument."""
+        named = [name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs]
+        batch = args[0] if args else kwargs[named[0]] if named else None
+        if not isinstance(batch, Tensor):
+            raise ModelError(
+                f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "
+                "use a plan with data=1 and cfg=1"
+            )
+        return batch
+
+    def _compute(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], rows: Rows) -> None:
+        """Calls the model on some rows, and writes what it says into the full-size prediction."""
+        now = self._current()
+        branch = now.branch
+        named = {str(k): arg for k, arg in enumerate(args)}
+        never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
+        split = take_rows(named, rows.total, rows.of, never)
+        result = forward(*split.values(), **take_rows(kwargs, rows.total, rows.of, self._never))
+        self._results[branch] = result
+        prediction = prediction_of(result)
+        self._announce(prediction)
+        shape = (rows.total, *prediction.shape[1:])
+        whole = self._predictions.get(branch)
+        if whole is None or now.micro.patch is None or whole.shape != shape:
+            whole = self._predictions[branch] = prediction.new_zeros(shape)  # the pipeline may have kept the last one
+        rows.write(whole, prediction)
+
+    def _leave_out(self, now: Generation, rows: Rows) -> None:
+        """The call of another half: its prediction is a hole until it arrives."""
+        branch = now.branch
+        if now.micro.step == 1 and now.micro.patch in (None, 0):
+            now.memory.forget_keys(branch)
+        if now.micro.patch is None:
+            self._predictions[branch] = torch.zeros_like(self._predictions[branch])
+        if self._is_last:
+            narrow(rows.grid(self._predictions[branch])[0], self._span(now, branch)).fill_(torch.nan)
+        now.end_call()
+
+    def _idle_call(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
+        """No images, no call: zeros as large as the others' predictions."""
+        self._announce(None)
+        now.end_call()
+        zeros = batch.new_zeros((batch.shape[0], *self._trailing))
+        return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
+
+    def _announce(self, prediction: Tensor | None) -> None:
+        """Where some replica is idle, it hears once from rank 0 how large a row of the prediction is."""
+        if not self._announced and self._data.some_idle:
+            mine = None if prediction is None else list(prediction.shape[1:])
+            self._trailing = gather_json(mine, self._mesh.everyone)[0]
+        self._announced = True
+
+    def _span(self, now: Generation, branch: int) -> Span | None:
+        """What is fresh of a prediction at the micro-step at hand."""
+        patch = now.micro.patch
+        return None if patch is None else (self._dim, now.layouts[branch].latents(patch))
+
+    def _other_calls(self, now: Generation, calls: int) -> StateError:
+        return StateError(
+            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro.step} and {now.calls} "
+            "times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
+        )

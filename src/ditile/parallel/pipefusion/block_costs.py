@@ -1,0 +1,171 @@
+"""What each block costs a stage, counted from its linear layers and the tokens that each of them sees.
+
+A linear layer multiplies every weight with every token. Few tokens do not make it faster: a device needs as long to
+read a weight as to use it some number of times, its `RIDGE` (roofline model, Williams et al. 2009). That is why FLUX's
+double blocks cost more than its single ones under PipeFusion, though they do as many operations: in every patch but the
+first, half of their weights meet two dummy tokens. `benchmarks.blocks` measures instead of counting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ditile.hooks.block_hooks import Seat, Seats
+from ditile.hooks.placeholders import twin
+from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
+from ditile.plan.plan import Plan
+from ditile.plan.stages import cut
+
+RIDGE = {1: 256, 2: 256, 4: 32}
+"""Tokens below which reading the weights takes longer than using them, by the bytes of a number.
+
+For 16 bits and less that of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits between those and CPUs.
+"""
+
+LATENT_SIDE = 128  # of the picture that a model was made for, where its config does not say
+
+
+class Costs(NamedTuple):
+    """Cost of each block in a step, and of what the first and the last stage do besides; in one unit."""
+
+    blocks: tuple[float, ...]
+    first: float = 0.0
+    last: float = 0.0
+
+
+class Micro(NamedTuple):
+    """Tokens of a micro-step: of the image, of the text (or the dummies for it)."""
+
+    image: int
+    text: int
+
+
+class Block(NamedTuple):
+    """A block: entries of its matrices by the tokens that they meet; whether each attention layer sees the text."""
+
+    matrices: Mapping[str, int]
+    attentions: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the costs of a model are counted from, whatever the plan.
+
+    Attributes:
+        blocks: hollow ones are as the model's config has them.
+        first, last: entries of the matrices that embed the latents, and of the head's.
+        side: token rows, and tokens in each, of the picture that the model was made for.
+        text: tokens of its text in joint attention.
+        joint: where they are.
+        width: channels of a token.
+        itemsize: bytes of a number.
+    """
+
+    blocks: Sequence[Block]
+    first: int
+    last: int
+    side: int
+    text: int
+    joint: Joint
+    width: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, seats: Seats) -> Parts:
+        """Of a model, which may be hollow."""
+        itemsize = min(_head(seats).weight.dtype.itemsize, 4)
+        if seats.is_cut():
+            seats = Seats(twin(seats.transformer), seats.spec)
+        spec, config = seats.spec, dict(seats.transformer.config)  # type: ignore[arg-type]
+        first, last = (sum(_weights(seats.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out))
+        return cls(
+            blocks=[_block(seats, seat) for seat in seats.chain], first=first, last=last,
+            side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
+            text=0 if spec.joint == "none" else spec.conditioning({}).text, joint=spec.joint,
+            width=int(config["num_attention_heads"] * config["attention_head_dim"]), itemsize=itemsize,
+        )  # fmt: skip
+
+    def costs(self, patches: int, ridge: int) -> Costs:
+        """As `counted` has them."""
+        layout = Layout.of(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
+        dummies = DUMMY_TEXT if self.text else 0
+        micros = [
+            Micro(layout.rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
+            for p in range(layout.patches)
+        ]
+        tokens = {
+            "image": sum(max(micro.image, ridge) for micro in micros),
+            "text": sum(max(micro.text, ridge) for micro in micros),
+            "both": sum(max(micro.image + micro.text, ridge) for micro in micros),
+        }
+        scores = {sees: 2 * self.width * (layout.image + sees * layout.text) ** 2 for sees in (False, True)}
+        blocks = tuple(
+            float(sum(size * tokens[stream] for stream, size in block.matrices.items()))
+            + float(sum(scores[sees] for sees in block.attentions))
+            for block in self.blocks
+        )
+        return Costs(blocks, float(self.first * tokens["image"]), float(self.last * tokens["image"]))
+
+
+def divide(seats: Seats, plan: Plan, parts: Parts | None = None) -> list[range]:
+    """The blocks of each stage under a plan; the same on every rank, whatever is hollow there.
+
+    Args:
+        seats: the blocks.
+        plan: the plan.
+        parts: of the seats, where they are known.
+    """
+    if plan.pipefusion == 1 or plan.stage_blocks is not None:
+        return cut([1.0] * len(seats.chain), plan.pipefusion, plan.stage_blocks)
+    parts = parts or Parts.of(seats)
+    costs = parts.costs(plan.num_patches, RIDGE[parts.itemsize])
+    return cut(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
+
+
+def counted(seats: Seats, patches: int, ridge: int) -> Costs:
+    """Multiplications of a step with one row of the batch, at the size and text that the model was made for.
+
+    Args:
+        seats: the blocks; hollow ones count as the model's config has them.
+        patches: M.
+        ridge: tokens below which a linear layer gets no faster.
+    """
+    return Parts.of(seats).costs(patches, ridge)
+
+
+def _head(seats: Seats) -> Any:
+    return seats.transformer.get_submodule(seats.spec.out)
+
+
+def _block(seats: Seats, seat: Seat) -> Block:
+    """The linear layers that run in every micro-step, and the attention."""
+    rare = (*seats.spec.constant, *seats.spec.per_step)
+    other = "both" if "text" in seat.io.returns and not seat.io.text else "image"
+    matrices = Counter[str]()
+    for path, module in seat.block.named_modules():
+        size = sum(_weights(module)) if not module._modules else 0
+        if size and not any(_under(f"{seat.name}.{path}", pattern) for pattern in rare):
+            matrices["text" if any(_under(path, pattern) for pattern in seat.io.text) else other] += size
+    joint = seats.spec.joint != "none" and seats.spec.conditioning({}).text > 0
+    return Block(matrices, [joint and name in seat.io.attn for name, _ in seat.attentions()])
+
+
+def _weights(module: nn.Module) -> Iterator[int]:
+    """Entries of the matrices in a module."""
+    for part in module.modules():
+        weight: Any = part._parameters.get("weight")
+        if isinstance(part, nn.Linear | nn.Conv2d) and weight is not None:
+            yield weight.numel()
+
+
+@functools.cache
+def _under(path: str, pattern: str) -> bool:
+    """Whether a module is the pattern's, or inside of it."""
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) >= len(wanted) and all(w in ("*", n) for n, w in zip(names, wanted, strict=False))

@@ -1,0 +1,178 @@
+"""One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays right.
+
+A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
+is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
+draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ditile.distributed import rng
+from ditile.errors import StateError
+
+Span = tuple[int, slice]
+ROLES = ("model_output", "timestep", "sample")
+
+
+class PatchSchedulers:
+    """Copies of one scheduler, made right after its `set_timesteps`.
+
+    Args:
+        scheduler: the stock scheduler.
+        hide: attributes of the instance that must not be copied (overrides).
+        timesteps: the plain timesteps.
+        patches: M, or 1 where no patch is stepped.
+        steps: how many steps will be made.
+        names: what its `step` calls the prediction, the timestep and the latents.
+    """
+
+    def __init__(
+        self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int, names: Sequence[str]
+    ) -> None:  # fmt: skip
+        kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
+        kept["timesteps"] = timesteps
+        self._copies = [_clone(scheduler, kept) for _ in range(patches)]
+        self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
+        self._stochastic: bool | None = None
+        self._names = names
+        self._saved: list[Tensor] = []
+        self._shadowed: Any = None
+
+    def count_along(self, scheduler: Any) -> None:
+        """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
+        if "_step_index" in vars(scheduler):
+            scheduler._step_index = self._copies[0]._step_index
+
+    def scale(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
+        """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
+        tiny = x.new_zeros(1)
+        scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
+        for patch in patches[1:]:
+            self._copies[patch].scale_model_input(tiny, timestep)
+        return scaled if read else x
+
+    def shadow(
+        self, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], *, closes: bool
+    ) -> Any:
+        """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
+
+        Args:
+            closes: whether a step ends here; before that a result is only looked at for its form.
+
+        Returns:
+            The scheduler's result; its dtype is that of a real step.
+        """
+        if closes or self._shadowed is None:
+            generators = rng.sources(call.get("generator"), sample.device)
+            saved = rng.states(generators)
+            corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
+            scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
+            self._shadowed = self._stepped(scheduler, prediction[corner], timestep, sample[corner], call)
+            rng.restore(generators, saved)
+        return self._shadowed
+
+    def step(
+        self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, span: Span, call: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Steps one patch. Returns its new latents and the scheduler's own result.
+
+        Args:
+            patch: which.
+            prediction, sample: full tensors, fresh at the patch.
+            timestep: the step's timestep.
+            span: (dimension, slice) of the patch.
+            call: further arguments of `scheduler.step`.
+
+        Raises:
+            StateError: if the scheduler draws random numbers now and drew none in the first step.
+        """
+        generators = rng.sources(call.get("generator"), sample.device)
+        before = rng.states(generators)
+        part = _own(prediction, span), _own(sample, span)
+        if self._stochastic is None:
+            probe = copy.deepcopy(self._copies[patch])
+            for _ in range(self._probes):
+                self._stepped(probe, part[0], timestep, part[1], call)
+            self._stochastic = rng.moved(generators, before)
+            rng.restore(generators, before)
+        if not self._stochastic:
+            result = self._stepped(self._copies[patch], part[0], timestep, part[1], call)
+            if rng.moved(generators, before):
+                raise StateError(
+                    f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
+                    "use patches=1, or another scheduler"
+                )
+            return first(result), result
+        if patch == 0:
+            self._saved = before
+        rng.restore(generators, self._saved)
+        result = self._stepped(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
+        return _narrow(first(result), span), result
+
+    def _stepped(
+        self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]
+    ) -> Any:
+        return scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **call)
+
+
+def roles(step: inspect.Signature) -> Sequence[str]:
+    """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
+    names = list(step.parameters)
+    return ROLES if set(ROLES) <= set(names) else names[:3]
+
+
+def _narrow(x: Tensor, span: Span) -> Tensor:
+    return x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
+
+
+def _own(x: Tensor, span: Span) -> Tensor:
+    """A patch of a tensor, which the scheduler may keep: the tensor itself is written over in the next step."""
+    return _narrow(x, span).clone()
+
+
+def first(result: Any) -> Tensor:
+    """The new sample of a scheduler's result, tuple or output object."""
+    found: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
+    return found
+
+
+class StepResult(tuple[Any, ...]):
+    """The results of a scheduler's step: the new latents first, as nearly all pipelines index it.
+
+    The others are made of what this rank stepped. A few pipelines unpack them, and get what `whole` makes of them then.
+    """
+
+    whole: Callable[[Sequence[Any]], Sequence[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self[0], *self.whole(self[1:])))
+
+
+def with_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]], *, keep: bool) -> Any:
+    """A scheduler's result with other latents in it.
+
+    Args:
+        result: tuple or output object.
+        latents: of all images.
+        whole: what else the step made, whole, from what it made here.
+        keep: whether that is the same.
+    """
+    if not isinstance(result, tuple):
+        return type(result)(**{**(result if keep else {}), "prev_sample": latents})
+    made = StepResult((latents, *result[1:]))
+    made.whole = whole
+    return made
+
+
+def _clone(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
+    clone = copy.copy(scheduler)
+    vars(clone).clear()
+    vars(clone).update(copy.deepcopy(dict(attributes)))
+    return clone

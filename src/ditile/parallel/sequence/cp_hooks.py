@@ -1,0 +1,139 @@
+"""The seats of models that have a table of splits in place of a `ModelSpec`: their blocks run as they are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.hooks.attention_processors import attentions, dispatches
+from ditile.hooks.block_hooks import Core, Fuse, Policy, Seats
+from ditile.hooks.compile import Compile, set_all_aside
+from ditile.hooks.generation import Generation
+from ditile.hooks.overrides import override
+from ditile.parallel.sequence import cp_plan
+from ditile.parallel.sequence.cp_plan import Entries, Splits, Table
+from ditile.plan.layout import Grid
+from ditile.plan.spec import Conditioning, ModelSpec
+
+LOG = logging.getLogger("ditile")
+PLANNED = ModelSpec(
+    name="a model with a table of splits",
+    blocks={},
+    joint="none",
+    latent_dim=0,  # nothing is cut
+    grid=lambda transformer, inputs: Grid(1, 1, 1),
+    latent_per_token=lambda config: 1,
+    conditioning=lambda call: Conditioning(),
+)
+"""What is known of a model beside its table."""
+
+
+class Redirect(Protocol):
+    """Sends a model's own scaled dot-product attention to a core, until the stack is closed."""
+
+    def __call__(self, stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[], bool]) -> None: ...
+
+
+class Planned(NamedTuple):
+    """A transformer and its table, looked up."""
+
+    name: str
+    transformer: nn.Module
+    entries: list[Entries]
+
+
+class PlannedSeats(Seats):
+    """The transformers of one pipeline: Wan 2.2 has two.
+
+    Args:
+        transformers: by the names that the pipeline has for them.
+        tables: of each.
+        splits: what is split in the call at hand; None where one rank has all tokens.
+        redirect: reaches attention that does not go through diffusers' dispatch.
+
+    Raises:
+        PlanError: if a table does not fit its transformer.
+        ModelError: if a transformer has no attention that could be reached.
+    """
+
+    def __init__(
+        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect
+    ) -> None:
+        super().__init__(next(iter(transformers.values())), PLANNED)
+        self.splits, self._redirect = splits, redirect
+        self._all = [
+            Planned(name, transformer, cp_plan.read(transformer, table))
+            for (name, transformer), table in zip(transformers.items(), tables, strict=True)
+        ]
+        for name, transformer, _ in self._all:
+            if not any(True for _ in attentions(transformer)):
+                raise ModelError(
+                    f"{name} ({type(transformer).__name__}) has no attention processors, so its attention cannot be "
+                    "reached; run it with ulysses=1 and ring=1"
+                )
+
+    @property
+    def heads(self) -> list[int]:
+        """The heads of the attention layers, where those say."""
+        found = (getattr(module, "heads", None) for _, model, _ in self._all for _, module, _ in attentions(model))
+        return sorted({heads for heads in found if isinstance(heads, int)})
+
+    def refuse(self, blocks: range) -> str | None:
+        """Why some attention cannot be reached, or None."""
+        for name, transformer, _ in self._all:
+            config: Any = transformer.config
+            if config.get("is_amplify_history"):
+                return f"{name} has is_amplify_history=True, which counts tokens of the whole history; use ulysses=1"
+        return None
+
+    @contextmanager
+    def installed(
+        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
+        dispatch: Callable[[Any], Any], *, fuse: Fuse, pipe: Any = None, compile_: Compile | None = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
+        with ExitStack() as stack:
+            for name, transformer, entries in self._all:
+                if set_all_aside(stack, pipe, transformer):
+                    LOG.warning("%s runs uncompiled: its tokens are split in the midst of it", name)
+                if self.splits is not None:
+                    self._seat(stack, name, transformer, core, dispatch)
+                    cp_plan.install(stack, transformer, entries, self.splits)
+                self._seat_count(stack, transformer, current)
+            yield
+
+    def _seat(
+        self, stack: ExitStack, name: str, transformer: nn.Module, core: Callable[..., Core],
+        dispatch: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
+        assert self.splits is not None
+        plain = False
+        for path, module, stock in attentions(transformer):
+            if not dispatches(stock):
+                plain = True
+                continue
+            mine = copy.copy(stock)
+            mine._parallel_config = core(f"{name}.{path}", stock._attention_backend, joint=False, through_dispatch=True)
+            mine._attention_backend = dispatch(stock._attention_backend)
+            override(stack, module, "processor", mine)
+        if plain:
+            attend = core(name, None, joint=False, through_dispatch=False)
+            self._redirect(stack, transformer, attend, lambda: self.splits is not None and self.splits.attending)
+
+    def _seat_count(self, stack: ExitStack, transformer: nn.Module, current: Callable[[], Generation]) -> None:
+        forward = transformer.forward
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            now = current()
+            result = forward(*args, **kwargs)
+            now.end_call()
+            return result
+
+        override(stack, transformer, "forward", functools.update_wrapper(called, forward))

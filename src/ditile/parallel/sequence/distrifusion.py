@@ -1,0 +1,103 @@
+"""DistriFusion: a rank owns one patch and all blocks; its keys are fresh, the others' one step old (arXiv 2402.19481).
+
+The exchange of a layer starts as soon as its keys are there and is waited for at the same layer of the next step, so it
+hides under the whole step. Text is computed by every rank and never exchanged. Each rank sends 2 (n - 1) / n of a
+layer's image tokens and keeps the keys of the whole image for every layer, which PipeFusion's stages divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Pending, Traffic, start_exchange
+from ditile.hooks.generation import Generation, Tokens
+from ditile.hooks.key_padding import Extra, refuse_masks
+from ditile.hooks.kv_store import AgeChecks, KeyStore
+from ditile.hooks.protocols import Kernel
+from ditile.parallel.sequence.ring import rows
+
+KIND = "distrifusion"
+
+
+def ages(own: int, ranks: int, stale: bool) -> tuple[int, ...]:
+    """The age in steps of each patch's keys on the rank that owns one of them. The fresh area is 1/N at every step."""
+    return tuple(int(stale and patch != own) for patch in range(ranks))
+
+
+class DistriKeys:
+    """The keys of one layer on one rank.
+
+    Args:
+        current: the generation under way.
+        layer: the layer's name in the model.
+        axis: the ranks that own a patch each.
+        kernel: attends.
+        traffic: counts bytes.
+        check: asserts that the ages of the keys are what the schedule says, if given.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], Generation],
+        layer: str,
+        axis: Axis,
+        kernel: Kernel,
+        traffic: Traffic,
+        *,
+        check: AgeChecks | None,
+    ) -> None:
+        assert axis.group is not None
+        self._current, self._layer, self._axis, self._group = current, layer, axis, axis.group
+        self._kernel, self._traffic, self._check = kernel, traffic, check
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+        """Attends."""
+        refuse_masks(extra, self._layer)
+        now, own = self._current(), self._axis.index
+        step, stale = now.micro.step, now.is_stale(now.micro.step)
+        store = now.memory.store(now.branch, self._layer, tokens.length, self._axis.size)
+        if store.incoming is not None:
+            self._receive(store, tokens, step - 1)
+        whole = store.write(k, v, rows(tokens, self._axis.size)[own])
+        store.stamp(step, own)
+        if not stale or now.keeps_keys(step):
+            store.incoming = self._send(k, v, tokens)
+        if not stale:
+            self._receive(store, tokens, step)
+        if self._check is not None:
+            self._check.expect(store, step, ages(own, self._axis.size, stale), f"{self._layer} in step {step}")
+        return self._kernel(q, *whole, scale=extra.scale)
+
+    def _send(self, k: Tensor, v: Tensor, tokens: Tokens) -> Pending:
+        """Starts to give this patch to the other ranks. What is under way in all layers is as much as their keys."""
+        of_rank = rows(tokens, self._axis.size)
+        lengths = [len(run) for run in of_rank[self._axis.index]]
+        seen = [run.start in tokens.image for run in of_rank[self._axis.index]]
+        fresh = torch.stack([k, v])
+        if not all(seen):
+            fresh = torch.cat([x for x, image in zip(fresh.split(lengths, dim=2), seen, strict=True) if image], dim=2)
+        others = [
+            (rank, (*fresh.shape[:2], sum(map(len, self._image(runs, tokens))), *fresh.shape[3:]))
+            for rank, runs in enumerate(of_rank)
+            if rank != self._axis.index
+        ]
+        sends = [(rank, fresh) for rank, _ in others]
+        return start_exchange(sends, others, fresh, self._group, self._traffic, KIND)
+
+    def _receive(self, store: KeyStore, tokens: Tokens, step: int) -> None:
+        """Waits for the other patches, which are of `step`, and keeps them."""
+        assert store.incoming is not None
+        received = iter(store.incoming.wait())
+        for rank, runs in enumerate(rows(tokens, self._axis.size)):
+            if rank != self._axis.index:
+                k, v = next(received)
+                store.write(k, v, self._image(runs, tokens))
+                store.stamp(step, rank)
+        store.incoming = None
+
+    def _image(self, runs: tuple[range, ...], tokens: Tokens) -> tuple[range, ...]:
+        return tuple(run for run in runs if run.start in tokens.image)

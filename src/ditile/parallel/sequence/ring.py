@@ -1,0 +1,86 @@
+"""Ring: keys and values are passed round while each rank's queries attend to those at hand (arXiv 2310.01889).
+
+n - 1 rounds of one message each, sent while the block that came before is attended to; partial outputs are merged by
+their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. With Ulysses inside it is USP
+(arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic, start_gather, start_shift
+from ditile.hooks.generation import Tokens
+from ditile.hooks.key_padding import Extra
+from ditile.hooks.protocols import Kernel
+
+KIND = "ring"
+
+
+class RingKeys:
+    """Attends to the keys of all ranks along ring, block by block.
+
+    Args:
+        axis: the ring.
+        kernel: attends to a block, and knows the log-sum-exp.
+        traffic: counts bytes.
+    """
+
+    def __init__(self, axis: Axis, kernel: Kernel, traffic: Traffic) -> None:
+        assert axis.group is not None
+        self._axis, self._group, self._kernel, self._traffic = axis, axis.group, kernel, traffic
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+        """Attends."""
+        lengths, size = row_lengths(tokens, self._axis.size), self._axis.size
+        block, merged = torch.stack([k, v]), None
+        for turn in range(size):
+            coming = None
+            if turn < size - 1:
+                length = lengths[(self._axis.index - turn - 1) % size]
+                shape = (*block.shape[:2], length, *block.shape[3:])
+                coming = start_shift(block, shape, self._group, self._traffic, KIND)
+            mask = extra.mask.rows[(self._axis.index - turn) % size] if extra.mask else None
+            part = self._kernel.with_lse(q, block[0], block[1], mask=mask, scale=extra.scale)
+            merged = part if merged is None else merge(merged, part)
+            if coming is not None:
+                (block,) = coming.wait()
+        assert merged is not None
+        return merged[0].to(q.dtype)
+
+
+class RingGather:
+    """Collects the fresh keys of all ranks along ring once, for a store that all of them keep."""
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        assert axis.group is not None
+        self._axis, self._group, self._traffic = axis, axis.group, traffic
+
+    def __call__(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """`[B, own tokens, N, H]` to those of all ranks, in their order."""
+        own = torch.stack([k, v])
+        shapes = [(*own.shape[:2], n, *own.shape[3:]) for n in row_lengths(tokens, self._axis.size)]
+        k, v = torch.cat(start_gather(own, shapes, self._group, self._traffic, KIND).wait(), dim=2)
+        return k, v
+
+
+def rows(tokens: Tokens, size: int) -> list[tuple[range, ...]]:
+    """What each rank along the outer axis has of the sequence, together with the ranks inside it."""
+    inside = len(tokens.runs) // size
+    return [tuple(run for runs in tokens.runs[k * inside : (k + 1) * inside] for run in runs) for k in range(size)]
+
+
+def row_lengths(tokens: Tokens, size: int) -> list[int]:
+    """Tokens of each of them."""
+    return [sum(map(len, runs)) for runs in rows(tokens, size)]
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
+    (a, lse_a), (b, lse_b) = one, other
+    precise = torch.promote_types(a.dtype, torch.float32)
+    share = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)  # neither has a key that is attended to
+    out = torch.lerp(a.to(precise), b.to(precise), share.unsqueeze(-1).to(precise))
+    return out, torch.logaddexp(lse_a, lse_b)

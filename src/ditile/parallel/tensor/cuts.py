@@ -1,0 +1,224 @@
+"""Cuts: the share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device will do.
+
+A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
+`PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
+from diffusers.models.activations import GEGLU, SwiGLU
+from diffusers.models.normalization import RMSNorm
+from torch import nn
+
+from ditile.errors import ModelError, PlanError
+from ditile.hooks.overrides import matching
+from ditile.runner.checkpoint import Cut
+
+_DIMS: dict[str, dict[str, int]] = {
+    "colwise": {"weight": 0, "bias": 0, "lora_B": 0},
+    "rowwise": {"weight": 1, "lora_A": 1},
+    "rms_norm": {"weight": 0, "bias": 0},
+}
+"""The dimension of each parameter that is cut; the others are whole on every rank."""
+
+_PACKED = {
+    PackedColwiseParallel: ("colwise", "_tp_packed_col_blocks"),
+    PackedRowwiseParallel: ("rowwise", "_tp_packed_row_blocks"),
+}
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a module is cut.
+
+    Attributes:
+        kind: "colwise" (outputs), "rowwise" (inputs) or "rms_norm" (channels).
+        blocks: sizes, in proportion, of what is fused side by side in that dimension; each block is cut by itself.
+    """
+
+    kind: str
+    blocks: tuple[int, ...] = (1,)
+
+    def sizes(self, total: int) -> list[int]:
+        """The blocks of a dimension of `total`."""
+        return [block * (total // sum(self.blocks)) for block in self.blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A table that met a model, for one rank.
+
+    Attributes:
+        styles: module path -> how it is cut.
+        index: this rank's place on the tensor axis.
+        size: ranks on it.
+    """
+
+    styles: Mapping[str, Style]
+    index: int
+    size: int
+
+    @classmethod
+    def of(
+        cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int, *, loaded: bool = False
+    ) -> Cuts:
+        """Meets a table with a model, whose blocks may be hollow and whose weights may be on the meta device.
+
+        With `loaded` the model has this rank's share alone, which was checked when it was read.
+
+        Raises:
+            ModelError: if the table names what cannot be cut, or nothing that is there.
+            PlanError: if `size` does not divide heads or features.
+        """
+        styles = {
+            path: _style(given, transformer, path, module)
+            for pattern, given in table.items()
+            for path, module in matching(transformer, pattern)
+        }
+        if not styles:
+            raise ModelError(
+                f"the tensor table of {type(transformer).__name__} names no module that is there: {', '.join(table)}"
+            )
+        if not loaded:
+            _check_degree(transformer, styles, size)
+        return cls(styles, index, size)
+
+    def part(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """This rank's part of a parameter of the whole model; None is all of it.
+
+        Args:
+            name: as in the model's `state_dict`, LoRAs included.
+            shape: of the whole parameter.
+        """
+        path, is_lora, rest = name.partition(".lora_")
+        leaf = "lora_" + rest.split(".")[0]
+        if not is_lora:
+            path, _, leaf = name.rpartition(".")
+        style = self.styles.get(path.removesuffix(".base_layer"))
+        dim = None if style is None else _DIMS[style.kind].get(leaf)
+        if style is None or dim is None or self.size == 1:
+            return None
+        pieces, start = [], 0
+        for block in style.sizes(shape[dim]):
+            share = block // self.size
+            pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
+            start += block
+        return Cut(dim, tuple(pieces))
+
+
+def attentions(transformer: nn.Module, styles: Mapping[str, Style]) -> dict[str, Any]:
+    """The attention modules that own what is cut, by path: the nearest modules above with a number of `heads`."""
+    found = {}
+    for path in styles:
+        while path:
+            path = path.rpartition(".")[0]
+            module = transformer.get_submodule(path)
+            if isinstance(getattr(module, "heads", None), int):
+                found[path] = module
+                break
+    return found
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The Linear below a LoRA, or the module itself."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def _style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> Style:
+    blocks: Sequence[int] | None = (1,)
+    if type(given) in _PACKED:
+        kind, attribute = _PACKED[type(given)]
+        blocks = given.blocks or getattr(base_of(module), attribute, None)
+    else:
+        kind = given
+        parent = transformer.get_submodule(path.rpartition(".")[0])
+        if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU):
+            blocks = (1, 1)  # value and gate
+    if kind not in _DIMS or not blocks:
+        raise ModelError(
+            f"{path} cannot be cut as {given!r}; known are {', '.join(_DIMS)}, and diffusers' PackedColwiseParallel "
+            "and PackedRowwiseParallel with blocks"
+        )
+    (_check_norm if kind == "rms_norm" else _check_linear)(path, module)
+    if any("forward" in vars(each) for each in (module, base_of(module))):
+        raise ModelError(
+            f"the forward of {path} is replaced by a hook, such as one of enable_layerwise_casting, and tensor "
+            "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
+        )
+    return Style(kind, tuple(blocks))
+
+
+def _check_norm(path: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.RMSNorm | RMSNorm):
+        raise ModelError(f"{path} is a {type(module).__name__}, and rms_norm is for torch's or diffusers' RMSNorm")
+
+
+def _check_linear(path: str, module: nn.Module) -> None:
+    base = base_of(module)
+    if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter:
+        kind = type(base).__name__ if type(base) is not nn.Linear else type(base.weight).__name__
+        raise ModelError(f"{path} is a {kind}, and tensor parallelism cuts plain Linears; load it unquantized")
+    if base is module:
+        return
+    lora = isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+    if not lora or getattr(module, "lora_variant", None) or getattr(module, "lora_magnitude_vector", None):
+        raise ModelError(
+            f"{path} has a {type(module).__module__} adapter, and tensor parallelism cuts plain LoRAs; fuse it into "
+            "the weights and unload it first"
+        )
+
+
+def _check_degree(transformer: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """Every head and every feature of a block must have its rank."""
+    found: list[tuple[int, str]] = []
+    for path, attention in attentions(transformer, styles).items():
+        _check_attention(path, attention, styles)
+        found += [(heads, f"heads of {path}") for heads in _heads(attention)]
+    for path, style in styles.items():
+        parameter = next(base_of(transformer.get_submodule(path)).parameters(), None)
+        if parameter is None:  # a norm without weights follows its heads
+            continue
+        total = parameter.shape[_DIMS[style.kind]["weight"]]
+        if total % sum(style.blocks):
+            raise ModelError(f"the {total} features of {path} have no blocks in proportion {list(style.blocks)}")
+        found += [(block, f"features of {path}") for block in style.sizes(total)]
+    wrong = next(((number, what) for number, what in found if number % size), None)
+    if wrong:
+        most = math.gcd(*(number for number, _ in found))
+        legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        raise PlanError(f"tensor={size} does not divide the {wrong[0]} {wrong[1]}; try {legal}")
+
+
+def _heads(attention: Any) -> list[int]:
+    """Heads of queries, and of keys where they are fewer."""
+    heads: int = attention.heads
+    inner, keys = getattr(attention, "inner_dim", None), getattr(attention, "inner_kv_dim", None)
+    return [heads, keys // (inner // heads)] if inner and keys else [heads]
+
+
+def _check_attention(path: str, attention: Any, styles: Mapping[str, Style]) -> None:
+    if getattr(attention, "fused_projections", False):
+        raise ModelError(
+            f"{path} has fused projections, and the tensor table names them apart; call unfuse_qkv_projections()"
+        )
+    processor = getattr(attention, "processor", None)
+    if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
+        raise ModelError(
+            f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
+            "unload the IP-adapter that brought it"
+        )
+    for name in _NORMS:
+        norm = getattr(attention, name, None)
+        shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
+        across = isinstance(shape, tuple) and attention.heads > 1 and shape[-1] == getattr(attention, "inner_dim", None)
+        if across and f"{path}.{name}" not in styles:
+            raise ModelError(f"{path}.{name} normalises across heads; the tensor table must name it as rms_norm")

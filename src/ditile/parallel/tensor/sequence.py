@@ -1,0 +1,131 @@
+"""The "sequence" scheme of tensor parallelism: between its blocks' Linears a rank has its share of the tokens.
+
+Where this happens is a table (`ModelSpec.tensor_tokens`): module pattern -> what of it holds tokens -> their stream. An
+argument is gathered before the module runs; "return" (or the first of several results) is gathered behind it, or, of a
+row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one sequence,
+"text+image": each rank has its share of the text and then its share of the image, and the whole has the same order,
+so that rotary tables are those of the undivided call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ditile.distributed.mesh import Axis
+from ditile.errors import ModelError, StateError
+from ditile.hooks.opaque import opaque
+from ditile.hooks.overrides import matching
+from ditile.parallel.tensor.collectives import Collectives
+from ditile.parallel.tensor.cuts import Cuts
+from ditile.plan.layout import share
+
+RETURN = "return"
+
+
+class SharedStreams:
+    """Every rank has its share of each stream.
+
+    Args:
+        tokens: where the lengths of the call at hand go.
+        axis: the ranks.
+        collectives: gather.
+    """
+
+    def __init__(self, tokens: Tokens, axis: Axis, collectives: Collectives) -> None:
+        self._tokens, self._axis, self._collectives = tokens, axis, collectives
+
+    def begin(self, image: int, text: int) -> None:
+        """Keeps the lengths for the gathers inside the blocks."""
+        self._tokens.image, self._tokens.text = image, text
+
+    def own(self, length: int) -> slice:
+        """This rank's share of a stream."""
+        mine = share(range(length), self._axis.size, self._axis.index)
+        return slice(mine.start, mine.stop)
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """`[B, own, C]` to `[B, length, C]`."""
+        return self._collectives.gather(x, [length])
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Whole lengths of the streams of the call at hand, set by whoever cuts them; the same on all ranks."""
+
+    image: int = 0
+    text: int = 0
+
+    def of(self, stream: str) -> list[int]:
+        """The lengths that follow each other in a stream."""
+        return [self.text if name == "text" else self.image for name in stream.split("+")]
+
+
+def spread(
+    stack: ExitStack, transformer: nn.Module, cuts: Cuts, table: Mapping[str, Mapping[str, str]], tokens: Tokens,
+    collectives: Collectives,
+) -> dict[str, Callable[[Tensor], Tensor]]:  # fmt: skip
+    """Hooks the gathers into a model; what each row-parallel Linear does to its sums.
+
+    Raises:
+        ModelError: if a row-parallel Linear is not in the table.
+    """
+    scatters: dict[str, Callable[[Tensor], Tensor]] = {}
+    for pattern, streams in table.items():
+        for path, module in matching(transformer, pattern):
+            if path in cuts.styles:
+                scatters[path] = _scatter(collectives, tokens, streams[RETURN])
+                continue
+            gather = {what: _gather(path, collectives, tokens, stream) for what, stream in streams.items()}
+            after = gather.pop(RETURN, None)
+            if after is not None:
+                stack.callback(module.register_forward_hook(_after(after)).remove)
+            if gather:
+                hook = module.register_forward_pre_hook(_before(module, gather), with_kwargs=True)
+                stack.callback(hook.remove)
+    for path, style in cuts.styles.items():
+        if style.kind == "rowwise" and path not in scatters:
+            raise ModelError(f"the token table does not say what stream {path} returns, for split_scheme=sequence")
+    return scatters
+
+
+def _scatter(collectives: Collectives, tokens: Tokens, stream: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: collectives.scatter(x, tokens.of(stream))
+
+
+def _gather(path: str, collectives: Collectives, tokens: Tokens, stream: str) -> Callable[[Tensor], Tensor]:
+    def gather(x: Tensor) -> Tensor:
+        lengths = tokens.of(stream)
+        if x.shape[1] != collectives.own(lengths):
+            raise StateError(
+                f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is "
+                f"{collectives.own(lengths)}; call it with the share, unchunked"
+            )
+        return collectives.gather(x, lengths)
+
+    return opaque(gather)
+
+
+def _before(module: nn.Module, gather: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[..., Any]:
+    names: Sequence[str] = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def whole(name: str, value: Any) -> Any:
+            return gather[name](value) if name in gather and value is not None else value
+
+        named = [whole(name, value) for name, value in zip(names, args, strict=False)]
+        return (*named, *args[len(named) :]), {name: whole(name, value) for name, value in kwargs.items()}
+
+    return hook
+
+
+def _after(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: Any, result: Any) -> Any:
+        return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
+
+    return hook

@@ -1,0 +1,252 @@
+"""Tensor parallel: every rank has a share of the heads and of the hidden features of each block (arXiv 1909.08053).
+
+The finished model is edited in place, on the instance, and has plain tensors. A column-parallel Linear keeps the
+weights of its share of the outputs; a row-parallel one those of its share of the inputs, and what it makes is summed
+over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its share of
+the heads.
+
+Two schemes. "row": an all-reduce behind each row-parallel Linear. "sequence" (arXiv 2205.05198): between them every
+rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and feed-forward
+and reduce-scattered behind them: the same bytes, 1/n of the activations in between.
+
+Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; batch and element size apart:
+
+    block                              all-reduces    sent
+    self attention + feed-forward      2              2 f h p
+    PixArt (with cross attention)      3              3 f h p
+    SD3 double (last block)            4 (2)          2 f h (p + t)   (2 f h p)
+      with dual attention              1 more         f h p more
+    FLUX double, single                4, 1           2 f h (p + t), f h (p + t)
+
+"sequence" has twice the calls. A LoRA of rank r that was loaded before adds f r per token of each row-parallel Linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, StateError
+from ditile.hooks.opaque import opaque
+from ditile.hooks.overrides import override
+from ditile.hooks.protocols import Streams, WholeStreams
+from ditile.parallel.tensor.collectives import Collectives
+from ditile.parallel.tensor.cuts import Cuts, attentions, base_of
+from ditile.parallel.tensor.sequence import SharedStreams, Tokens, spread
+from ditile.plan.spec import ModelSpec
+
+_MARK = "_ditile_tensor"
+_LOCAL = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
+"""Attributes of an attention module that processors read, and that count heads or their channels."""
+_WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
+_WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
+"""What a model can do only while it has whole weights."""
+
+
+class Sharded:
+    """A transformer of which this rank holds a share of the weights.
+
+    Attributes:
+        cuts: what is cut; `part` is the loader's question.
+        tokens: lengths of the streams of the call at hand; only "sequence" reads them.
+        streams: what this rank has of the tokens between its Linears.
+        edits: what `undo` takes back.
+    """
+
+    def __init__(self, cuts: Cuts, *, keep: bool) -> None:
+        self.cuts, self.tokens, self.edits = cuts, Tokens(), ExitStack()
+        self.streams: Streams = WholeStreams()
+        self.part = cuts.part
+        self._keep = keep
+        self._fused: list[tuple[str, Any, list[str]]] = []
+
+    def watch(self, path: str, module: Any) -> None:
+        """Remembers which LoRAs are fused into a Linear's whole weight."""
+        if base_of(module) is not module:
+            self._fused.append((path, module, list(module.merged_adapters)))
+
+    def guard(self, pipe: Any) -> None:
+        """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
+        for name in _WHOLE_OF_PIPE:
+            if hasattr(pipe, name):
+                override(self.edits, pipe, name, _refusal(type(pipe), name))
+
+    def undo(self) -> None:
+        """Puts the whole weights back, bit for bit, and lets go of a pipeline that was guarded.
+
+        Raises:
+            StateError: if they were not kept, or if a LoRA was fused into the share, or out of it, since.
+        """
+        if not self._keep:
+            raise StateError(
+                "the whole weights were not kept, so tensor parallelism cannot be undone; reload the model"
+            )
+        for path, module, fused in self._fused:
+            if module.merged_adapters != fused:
+                raise StateError(
+                    f"LoRAs {module.merged_adapters} are fused into this rank's share of {path}, and {fused} were when "
+                    "it was cut, so the whole is not known; fuse or unfuse them as they were, or reload the model"
+                )
+        self.edits.close()
+        self._fused.clear()
+
+
+def is_sharded(transformer: nn.Module) -> bool:
+    """Whether a model holds a share of its weights."""
+    return _MARK in vars(transformer)
+
+
+def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
+    """The tensor table of a model: its spec's, else diffusers' own.
+
+    Raises:
+        ModelError: if it has none.
+    """
+    table: Mapping[str, Any] | None = (spec.tensor if spec else None) or getattr(transformer, "_tp_plan", None)
+    if not table:
+        raise ModelError(
+            f"{type(transformer).__name__} has no tensor table; give ModelSpec(tensor=...) one, in the format of "
+            "diffusers' _tp_plan, or use ulysses or ring"
+        )
+    return table
+
+
+def shard(
+    transformer: nn.Module, table: Mapping[str, Any], axis: Axis, traffic: Traffic, *,
+    sequence: Mapping[str, Mapping[str, str]] | None = None, loaded: bool = False, keep: bool = False,
+) -> Sharded:  # fmt: skip
+    """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
+
+    Args:
+        transformer: the model, on any device, meta included; LoRAs that it has are cut too.
+        table: which Linears are cut and how (`ModelSpec.tensor`).
+        axis: the ranks that share the weights.
+        traffic: where bytes are counted, as "tensor".
+        sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
+        loaded: the weights are this rank's share already: no other part was read.
+        keep: keep the whole weights aside, for `undo`.
+
+    Raises:
+        ModelError: if the model has what cannot be cut.
+        PlanError: if the degree does not divide its heads or features; the message names those that do.
+        StateError: if it is cut already.
+    """
+    if is_sharded(transformer):
+        raise StateError(
+            f"this {type(transformer).__name__} holds a share of its weights already; undo that, or reload it"
+        )
+    if sequence is not None and not sequence:
+        raise ModelError(
+            f"{type(transformer).__name__} has no table of its token streams for split_scheme=sequence; use row"
+        )
+    cuts = Cuts.of(transformer, table, axis.index, axis.size, loaded=loaded)  # says no before anything is touched
+    sharded = Sharded(cuts, keep=keep)
+    if axis.size == 1:
+        return sharded
+    collectives = Collectives(axis, traffic)
+    with ExitStack() as stack:
+        scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
+        if sequence is not None:
+            scatters = spread(stack, transformer, cuts, sequence, sharded.tokens, collectives)
+            sharded.streams = SharedStreams(sharded.tokens, axis, collectives)
+        for attention in attentions(transformer, cuts.styles).values():
+            _localise(stack, attention, cuts.size)
+        for path, style in cuts.styles.items():
+            module = transformer.get_submodule(path)
+            if style.kind == "rms_norm":
+                override(stack, module, "forward", _norm(module, cuts.size, opaque(collectives.reduce)))
+            if style.kind == "rowwise":
+                _sum(stack, module, opaque(scatters.get(path, collectives.reduce)))
+            sharded.watch(path, module)
+            if not loaded:
+                _cut(stack, path, module, cuts, keep=keep)
+            _resize(stack, module)
+        for name in _WHOLE:
+            if hasattr(transformer, name):
+                override(stack, transformer, name, _refusal(type(transformer), name))
+        override(stack, transformer, _MARK, True)
+        sharded.edits = stack.pop_all()
+    return sharded
+
+
+def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bool) -> None:
+    """Cuts the parameters of a Linear, of the LoRAs around it, or of a norm."""
+    for name, owner in list(module.named_modules()):
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            cut = cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
+            if cut is None:
+                continue
+            whole = parameter.detach()
+            share = torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
+            owner._parameters[leaf] = nn.Parameter(share, requires_grad=parameter.requires_grad)
+            if keep:
+                stack.callback(owner._parameters.__setitem__, leaf, parameter)
+
+
+def _resize(stack: ExitStack, module: nn.Module) -> None:
+    """The sizes that a Linear tells, and the LoRAs around it, are those of its share."""
+    for owner in module.modules():
+        if isinstance(owner, nn.Linear):
+            override(stack, owner, "out_features", owner.weight.shape[0])
+            override(stack, owner, "in_features", owner.weight.shape[1])
+    if base_of(module) is not module:  # peft's layer repeats them
+        override(stack, module, "out_features", base_of(module).out_features)
+        override(stack, module, "in_features", base_of(module).in_features)
+
+
+def _localise(stack: ExitStack, attention: nn.Module, size: int) -> None:
+    for name in _LOCAL:
+        value = vars(attention).get(name)
+        if isinstance(value, int):
+            override(stack, attention, name, value // size)
+
+
+def _sum(stack: ExitStack, module: nn.Module, over_ranks: Callable[[Tensor], Tensor]) -> None:
+    """A row-parallel Linear, and the LoRAs around it: each sums what it has of its own, so that LoRAs may go later."""
+    for linear in (base_of(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
+        assert isinstance(linear, nn.Linear)
+        override(stack, linear, "forward", _row(linear, over_ranks))
+
+
+def _row(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        out = over_ranks(functional.linear(x, linear.weight))
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    return forward
+
+
+def _norm(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
+
+    def forward(x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        out = wide * torch.rsqrt(squares + eps)
+        if norm.weight is None:
+            return out.to(x.dtype)
+        out = out * norm.weight
+        bias = getattr(norm, "bias", None)
+        return (out if bias is None else out + bias).to(norm.weight.dtype)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _refusal(owner: type, name: str) -> Callable[..., NoReturn]:
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            f"{owner.__name__}.{name} needs whole weights, and this rank has a share of them; do it before the model "
+            "is divided with tensor parallelism"
+        )
+
+    return refused

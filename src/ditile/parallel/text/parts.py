@@ -1,0 +1,177 @@
+"""What a rank holds of a text encoder: everything, nothing, or a run of its layers; taken out, or never read.
+
+The first rank has what comes before the layers (token embeddings), every rank the little that comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ditile.errors import LoadError, ModelError
+from ditile.hooks.placeholders import Parts, hollow
+from ditile.parallel.text.encoder_place import Place, mark
+
+_STAND_IN = "stand_in"
+"""A parameter without elements: an encoder without weights still has a dtype and a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The parts of an encoder, by the last names of its modules.
+
+    Attributes:
+        layers: the list of layers.
+        first: what comes before the layers.
+        every: what comes after them.
+    """
+
+    layers: str
+    first: tuple[str, ...]
+    every: tuple[str, ...]
+
+
+ANATOMY: dict[type, Anatomy] = {
+    transformers.T5EncoderModel: Anatomy("block", ("shared", "embed_tokens"), ("final_layer_norm",)),
+    transformers.CLIPTextModel: Anatomy("layers", ("embeddings",), ("final_layer_norm",)),
+    transformers.CLIPTextModelWithProjection: Anatomy(
+        "layers", ("embeddings",), ("final_layer_norm", "text_projection")
+    ),
+}
+"""The encoders that can be split."""
+
+
+def anatomy_of(encoder: nn.Module) -> Anatomy:
+    """The anatomy of an encoder, by its class or the nearest of its bases.
+
+    Raises:
+        ModelError: if it has none.
+    """
+    for cls in type(encoder).__mro__:
+        if cls in ANATOMY:
+            return ANATOMY[cls]
+    known = ", ".join(cls.__name__ for cls in ANATOMY)
+    raise ModelError(
+        f"text=split cannot cut a {type(encoder).__name__}; known are {known}; text=first runs any encoder"
+    )
+
+
+def layers_of(encoder: nn.Module) -> nn.ModuleList:
+    """The list of layers of an encoder."""
+    wanted = anatomy_of(encoder).layers
+    found = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
+    return next(module for module in found if isinstance(module, nn.ModuleList))
+
+
+def owners(layers: int, ranks: int) -> list[int]:
+    """The rank of each layer: runs of equal length, the last ones longer, as the first rank has the embeddings."""
+    sizes = [layers // ranks + (rank >= ranks - layers % ranks) for rank in range(ranks)]
+    return [rank for rank, size in enumerate(sizes) for _ in range(size)]
+
+
+def foreign(encoder: nn.Module, place: Place) -> list[nn.Module]:
+    """The largest modules that belong to other ranks alone; the list of layers stays, for the encoder walks along it.
+
+    Raises:
+        ModelError: if the encoder cannot be split.
+    """
+    if place.mode == "first":
+        return list(encoder.children()) if place.is_empty else []
+    anatomy, layers = anatomy_of(encoder), layers_of(encoder)
+    of_layers = owners(len(layers), place.ranks)
+    mine = {id(layers)}
+    for path, module in encoder.named_modules():
+        if module._parameters and _owner(path.split("."), anatomy, of_layers) in (place.index, None):
+            mine.add(id(module))
+    return list(_largest(encoder, mine))
+
+
+def strip(encoder: nn.Module, place: Place) -> list[tuple[nn.Module, Parts]]:
+    """Takes out what belongs to other ranks, and returns it."""
+    dtype, device = next((p.dtype, p.device) for p in encoder.parameters() if p.is_floating_point())
+    taken = [(module, hollow(module)) for module in foreign(encoder, place)]
+    mark(encoder, place)
+    if place.is_empty:
+        stand_in(encoder, dtype, device)
+    return taken
+
+
+def stand_in(encoder: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None) -> None:
+    """Gives an encoder without weights a dtype and a device; without a dtype, takes them away again."""
+    encoder._parameters.pop(_STAND_IN, None)
+    if dtype is not None:
+        encoder._parameters[_STAND_IN] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+
+
+def read(kind: type[Any], source: str, place: Place, dtype: torch.dtype, **options: Any) -> Any:
+    """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
+
+    transformers' own loader does it, by its own rules of names and dtypes: it reads what the model has once it is made.
+
+    Args:
+        kind: the class of the encoder.
+        source: folder, or hub id.
+        options: of `from_pretrained`, such as `subfolder` and `variant`.
+
+    Raises:
+        ModelError: if it cannot be split.
+        LoadError: if a weight of this part is missing.
+    """
+    if place.is_empty:
+        subfolder = options.get("subfolder", "")
+        with torch.device("meta"):
+            made = kind._from_config(kind.config_class.from_pretrained(source, subfolder=subfolder), dtype=dtype).eval()
+        strip(made, place)
+        stand_in(made, dtype)
+        return made
+    cls = kind if place.mode == "first" else _partial(kind, place)
+    made, info = cls.from_pretrained(source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
+    made.__class__ = kind
+    if lacking := sorted(info["missing_keys"]):
+        raise LoadError(
+            f"{kind.__name__} in {source} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again"
+        )
+    mark(made, place)
+    return made
+
+
+def _partial(kind: type[Any], place: Place) -> type[Any]:
+    """The class under its own name, but instances lose what belongs to other ranks when they are made."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        gone = {id(module) for module, _ in strip(self, place)}
+        for module in self.modules():
+            if any(id(part) in gone for part in module.modules()):
+                module._is_hf_initialized = True  # else transformers draws random weights for what is not there
+        here = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        tied = self.all_tied_weights_keys
+        self.all_tied_weights_keys = {name: other for name, other in tied.items() if {name, other} <= here}
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "__init__": init, "_keys_to_ignore_on_load_unexpected": ["."]})
+
+
+def _owner(path: list[str], anatomy: Anatomy, of_layers: list[int]) -> int | None:
+    """The rank that holds a module; None is every rank."""
+    for before, name in zip(path, path[1:], strict=False):
+        if before == anatomy.layers and name.isdigit():
+            return of_layers[int(name)]
+    if set(path) & set(anatomy.first):
+        return 0
+    if set(path) & set(anatomy.every):
+        return None
+    raise ModelError(f"text=split does not know where {'.'.join(path)} of this text encoder belongs; use text=first")
+
+
+def _largest(module: nn.Module, mine: set[int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if any(id(part) in mine for part in child.modules()):
+            yield from _largest(child, mine)
+        elif next(child.parameters(), None) is not None:
+            yield child

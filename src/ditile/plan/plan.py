@@ -1,0 +1,431 @@
+"""Plan: how one picture is divided over the ranks. Validated when made, checked against a model before it runs.
+
+A plan is a value: it knows no process, device or model. `str(plan)` is one line that `Plan.parse` reads back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ditile.errors import PlanError
+from ditile.plan.flags import documented, option, readers, signature
+from ditile.plan.layout import cut_rows
+
+DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
+SPLIT_SCHEMES = ("row", "sequence")
+TEXT_PLACES = ("each", "first", "split")
+TEXT_AFTER = ("keep", "offload", "free")
+VAE_PLACES = ("whole", "rows")
+AUTO = "auto"
+
+WORTH = 0.7
+"""A pipeline that can reach less than this share of its stages' speed is worth a warning."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What is known of a model and a call; None is not known, and nothing is said about it.
+
+    Attributes:
+        model: what to call it.
+        blocks: blocks that stages are cut from.
+        heads: attention heads.
+        rows: token rows of the image.
+        tokens_per_row: image tokens in each.
+        text: text tokens in joint attention.
+        branches: branches of guidance: rows of the batch for each image, times transformer calls per step.
+    """
+
+    model: str = "this model"
+    blocks: int | None = None
+    heads: int | None = None
+    rows: int | None = None
+    tokens_per_row: int | None = None
+    text: int = 0
+    branches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Degrees, patches and warmup of one generation. World = the product of the degrees.
+
+    Raises:
+        PlanError: if a field is not known, a value is out of its range, or two of them contradict each other.
+    """
+
+    data: int = option(1, "replicas that share out prompts and images", metavar="N")
+    cfg: int = option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
+    pipefusion: int = option(1, "stages that the blocks are cut into, one rank each", metavar="N")
+    ring: int = option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
+    distrifusion: int = option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
+    ulysses: int = option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
+    tensor: int = option(1, "ranks that share the weights of every block", metavar="N")
+    patches: int | None = option(None, "patches that the image is cut into; as many as stages by default", metavar="M")
+    warmup: int | Literal["auto"] = option(1, "synchronous steps before stale keys are used, or auto", metavar="W")
+    warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = option(
+        "serial", "how the synchronous steps run", choices=WARMUP_MODES
+    )
+    warmup_bound: float = option(0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X")
+    warmup_ranks: int | None = option(
+        None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
+    )
+    stage_blocks: tuple[int, ...] | None = option(
+        None,
+        "blocks of each stage, such as 7,7,8; balanced by their cost by default",
+        metavar="A,B,..",
+        example="7,7,8",
+    )
+    stage_weights: tuple[float, ...] | None = option(
+        None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,..", example="1,0.5"
+    )
+    uaa: bool | None = option(None, "force or forbid lengths and heads that ulysses does not divide")
+    async_ulysses: bool = option(False, "exchange each projection while the next one is computed")
+    split_scheme: Literal["row", "sequence"] = option(
+        "row", "tensor: all-reduce, or reduce-scatter and all-gather", choices=SPLIT_SCHEMES
+    )
+    text: Literal["each", "first", "split"] = option(
+        "each", "text encoders on each rank, on the first one, or their layers shared out", choices=TEXT_PLACES
+    )
+    vae: Literal["whole", "rows"] = option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
+    vae_block_size: int | None = option(
+        None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
+    )
+
+    __doc__, __signature__ = documented(__doc__, vars()), signature(vars())
+
+    def __new__(cls, **values: Any) -> Any:
+        """Raises `PlanError`, with the nearest known one, for a field that there is not."""
+        known = cls.__dataclass_fields__
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise PlanError(f"Plan({name}=..) is not known; {hint}")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        optional = ("patches", "warmup_ranks", "vae_block_size")
+        for name, least in (*((name, 1) for name in (*DEGREES, *optional)), ("warmup", 0)):
+            value = getattr(self, name)
+            if (value is None and name in optional) or (name == "warmup" and value == AUTO):
+                continue
+            if not _is_number(value, int) or value < least:
+                also = f" or warmup={AUTO}" if name == "warmup" else ""
+                raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}{also}")
+        for name, known in (
+            ("warmup_mode", WARMUP_MODES), ("split_scheme", SPLIT_SCHEMES), ("text", TEXT_PLACES), ("vae", VAE_PLACES),
+            ("uaa", (None, True, False)), ("async_ulysses", (True, False)),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not any(value is word or (isinstance(word, str) and value == word) for word in known):
+                raise PlanError(f"{name}={value!r} is not known; try one of {', '.join(map(str, known))}")
+        if not (_is_number(self.warmup_bound, int, float) and 0 < self.warmup_bound < math.inf):
+            raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.6")
+        for name in ("stage_blocks", "stage_weights"):
+            if getattr(self, name) is not None:
+                self._check_stages(name, getattr(self, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """What excludes each other. There is little."""
+        if self.cfg > 2:
+            raise PlanError(f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once")
+        if self.distrifusion > 1 and self.pipefusion > 1:
+            raise PlanError(
+                f"distrifusion={self.distrifusion} and pipefusion={self.pipefusion} spend the same staleness; set one "
+                "of them to 1, and use ulysses or tensor for the other ranks"
+            )
+        if self.distrifusion > 1 and self.ring > 1:
+            raise PlanError(
+                f"distrifusion={self.distrifusion} takes the place of ring={self.ring}; use ulysses beside it"
+            )
+        if self.distrifusion > 1 and self.patches is not None:
+            raise PlanError(f"patches={self.patches}: distrifusion has one patch per rank; leave patches out")
+        if self.async_ulysses and self.ulysses == 1:
+            raise PlanError("async_ulysses needs an exchange to hide; use it with ulysses=2 or more")
+        if self.warmup_mode != "serial" and self.pipefusion == 1:
+            raise PlanError(
+                f"warmup_mode={self.warmup_mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
+            )
+        others = [name for name in ("ring", "ulysses", "tensor") if getattr(self, name) > 1]
+        if self.warmup_mode in ("sequence", "separate") and others:
+            raise PlanError(
+                f"warmup_mode={self.warmup_mode} shares out tokens over the stages, and {others[0]}="
+                f"{getattr(self, others[0])} shares out tokens or weights already; use pipelined or serial"
+            )
+        if self.warmup_ranks is not None and self.warmup_mode != "separate":
+            raise PlanError(f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out")
+        if self.warmup_ranks is not None and self.warmup_ranks > self.pipefusion:
+            raise PlanError(
+                f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={self.pipefusion}; try 1 to {self.pipefusion}"
+            )
+        if self.vae_block_size is not None and self.vae != "rows":
+            raise PlanError(f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out")
+        if self.stage_blocks is not None and self.stage_weights is not None:
+            raise PlanError(
+                f"stage_blocks={_text(self.stage_blocks)} says where to cut, and stage_weights="
+                f"{_text(self.stage_weights)} too; give one of them"
+            )
+
+    def _check_stages(self, name: str, values: Any) -> None:
+        kinds, wanted = ((int,), "whole numbers") if name == "stage_blocks" else ((int, float), "numbers")
+        if not isinstance(values, list | tuple) or not all(_is_number(value, *kinds) for value in values):
+            raise PlanError(f"{name}={values!r} are no {wanted}; give one for each of {self.pipefusion} stage(s)")
+        object.__setattr__(self, name, tuple(values))
+        if len(values) != self.pipefusion:
+            raise PlanError(
+                f"{name}={_text(tuple(values))} names {len(values)} stages and pipefusion={self.pipefusion}; "
+                f"give {self.pipefusion} numbers"
+            )
+        if name == "stage_blocks" and min(values) < 1:
+            raise PlanError(
+                f"stage_blocks={_text(tuple(values))}: every stage needs a block; give numbers of at least 1"
+            )
+        if not all(0 < value < math.inf for value in values):
+            raise PlanError(f"{name}={_text(tuple(values))}: a stage needs some speed; give numbers above 0")
+
+    @property
+    def world(self) -> int:
+        """The number of ranks: the product of the degrees."""
+        return math.prod(getattr(self, degree) for degree in DEGREES)
+
+    @property
+    def divides_the_batch_alone(self) -> bool:
+        """Whether each rank runs whole models on whole images: all that a model of any kind is good for."""
+        return self.world == self.data * self.cfg and self.num_patches == 1
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank holds less than the whole pipeline."""
+        return self.pipefusion * self.tensor > 1 or self.text != "each"
+
+    @property
+    def num_patches(self) -> int:
+        """M: `patches`, or as many as stages."""
+        return self.pipefusion if self.patches is None else self.patches
+
+    @property
+    def attends_to_stale_keys(self) -> bool:
+        """Whether patches attend to keys of the step before, once the warmup is over; one patch has all keys fresh."""
+        return self.num_patches * self.distrifusion > 1
+
+    @property
+    def least_warmup(self) -> int:
+        """W, or with warmup=auto the least that it can be: keys change first in step 1, which decides on step 3."""
+        return self.warmup if isinstance(self.warmup, int) else 3
+
+    @property
+    def crew(self) -> int:
+        """Stages that hold the weights of all blocks, for the synchronous steps of warmup_mode=separate."""
+        return (self.warmup_ranks or 1) if self.warmup_mode == "separate" else 0
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that share out the tokens of a patch exactly: ring x ulysses."""
+        return self.ring * self.ulysses
+
+    @property
+    def rounds_otherwise(self) -> bool:
+        """Whether every step rounds otherwise than in one process: products of shared-out tokens have other shapes."""
+        return self.token_ranks > 1
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanError: if the text is no JSON object of a plan's fields.
+        """
+        example = '{"pipefusion": 2}'
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{text!r} is no JSON ({error}); a plan is an object such as {example}") from error
+        if not isinstance(values, dict):
+            raise PlanError(f"{text!r} is no JSON object; a plan is one such as {example}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """The plan as a JSON object with all its fields."""
+        return json.dumps(self.to_dict())
+
+    def check_world(self, world: int) -> None:
+        """Raises `PlanError` unless the plan uses all of `world` ranks."""
+        if world != self.world:
+            raise PlanError(
+                f"the plan '{self}' needs {self.world} rank(s) and {world} are running; "
+                f"start {self.world}, or use degrees whose product is {world}, such as pipefusion={world}"
+            )
+
+    def illegal(self, facts: Facts) -> list[str]:
+        """Everything that a model and a call forbid, one line each with what would work; empty if the plan fits.
+
+        A stage needs a block, a patch a row of tokens, a rank a token, a rank of tensor whole heads, half of the ranks
+        a branch of guidance. A replica without images is idle, and allowed.
+        """
+        return [line for check in (_blocks, _heads, _rows, _tokens, _batch) for line in check(self, facts)]
+
+    def check(self, facts: Facts) -> None:
+        """Raises `PlanError` with all that is illegal, unless the plan fits what is known of a model and a call."""
+        if found := self.illegal(facts):
+            raise PlanError("; and ".join(found))
+
+    def advice(self, bound: float) -> str | None:
+        """What to say where warmup and the filling of the pipeline eat more than 30 % of the gain; else None.
+
+        Args:
+            bound: the speed-up over one rank that its stages can reach, as `Schedule.bound` has it.
+        """
+        stages = self.pipefusion
+        if stages == 1 or bound >= WORTH * stages:
+            return None
+        few = f"patches={stages} or more, " if self.num_patches < stages else ""
+        less = "less warmup, " if self.least_warmup > 1 else ""
+        mode = "another warmup_mode, " if self.warmup_mode == "serial" else ""
+        return (
+            f"pipefusion={stages} can be at most {bound:.1f}x as fast as one rank here: warmup and the filling of the "
+            f"pipeline eat {1 - bound / stages:.0%}; try more steps, {few}{less}{mode}"
+            f"or fewer stages and ulysses or tensor beside them"
+        )
+
+    def check_planned(self, model: str) -> None:
+        """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided so."""
+        wanted = {
+            name: getattr(self, name)
+            for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses")
+            if getattr(self, name) is True or (getattr(self, name) or 1) > 1
+        }
+        for name, value in wanted.items():
+            raise PlanError(
+                f"{name}={value} needs a ModelSpec, and {model} has a table of splits alone, which gives ulysses, "
+                f"ring, data and cfg; try ulysses={self.world}, or ditile.register({model}, ModelSpec(...))"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON types; `Plan(**d)` is its inverse."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        shown = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{f.name}={_text(getattr(self, f.name))}" for f in shown) or "pipefusion=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The inverse of `str`: `Plan.parse("pipefusion=2 patches=4")`.
+
+        Raises:
+            PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
+        """
+        known = {field.name: read for field, read in readers(cls)}
+        values: dict[str, Any] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            name = name.replace("-", "_")
+            if not equals or name not in known or name in values:
+                raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(known)}, each once")
+            try:
+                values[name] = known[name](value)
+            except argparse.ArgumentTypeError as error:
+                raise PlanError(f"{word!r}: {error}") from None
+        return cls(**values)
+
+
+def checked_plan(plan: Any) -> Plan:
+    """The plan as it is. Raises `PlanError` if it is something else."""
+    if isinstance(plan, Plan):
+        return plan
+    instead = (
+        f"ditile.Plan.parse({plan!r})"
+        if isinstance(plan, str) and plan.strip()
+        else "one, such as ditile.Plan(pipefusion=2)"
+    )
+    raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
+
+
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _blocks(plan: Plan, facts: Facts) -> Iterator[str]:
+    blocks, model = facts.blocks, facts.model
+    if blocks is None:
+        return
+    if plan.pipefusion > blocks:
+        yield f"pipefusion={plan.pipefusion} exceeds the {blocks} blocks of {model}; try 1 to {blocks}"
+    elif plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks:
+        yield (
+            f"stage_blocks={','.join(map(str, plan.stage_blocks))} has {sum(plan.stage_blocks)} blocks and {model} has "
+            f"{blocks}; give {plan.pipefusion} numbers that add up to {blocks}"
+        )
+
+
+def _heads(plan: Plan, facts: Facts) -> Iterator[str]:
+    heads, model = facts.heads, facts.model
+    if heads is None:
+        return
+    if heads % plan.tensor:
+        yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {divisors(heads)}"
+    elif plan.uaa is False and (own := heads // plan.tensor) % plan.ulysses:
+        of_each = f"{own} heads" + (f" of each of tensor={plan.tensor}" if plan.tensor > 1 else "")
+        yield (
+            f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try {divisors(own)}, "
+            "or leave uaa out"
+        )
+
+
+def _rows(plan: Plan, facts: Facts) -> Iterator[str]:
+    rows = facts.rows
+    if rows is None:
+        return
+    if plan.distrifusion > rows:
+        yield (
+            f"distrifusion={plan.distrifusion} exceeds the {rows} token rows of this image, a patch for each rank; "
+            f"try 1 to {rows}, or a taller image"
+        )
+    if plan.patches is not None and plan.patches > rows:
+        yield f"patches={plan.patches} exceeds the {rows} token rows of this image; try 1 to {rows}, or a taller image"
+    elif plan.num_patches > rows and (facts.blocks is None or plan.pipefusion <= facts.blocks):
+        yield (
+            f"pipefusion={plan.pipefusion} makes as many patches, more than the {rows} token rows of this image; try "
+            f"patches=1 to {rows}, or a taller image"
+        )
+
+
+def _tokens(plan: Plan, facts: Facts) -> Iterator[str]:
+    """Every rank needs a token of every patch that it shares."""
+    rows, each = facts.rows, facts.tokens_per_row
+    patches = plan.distrifusion if plan.distrifusion > 1 else plan.num_patches
+    if rows is None or each is None or patches > rows:
+        return
+    text = 0 if plan.distrifusion > 1 else facts.text / each
+    least = each * min(cut_rows(rows, patches, text))
+    if plan.token_ranks > least:
+        yield (
+            f"ring={plan.ring} x ulysses={plan.ulysses} share out a patch of {least} tokens, less than one each; "
+            f"try a product of 1 to {least}, fewer patches than {patches}, or a larger image"
+        )
+
+
+def _batch(plan: Plan, facts: Facts) -> Iterator[str]:
+    if facts.branches is not None and plan.cfg > facts.branches:
+        yield (
+            f"cfg={plan.cfg} shares out branches of guidance, and this call has {facts.branches}; raise guidance_scale "
+            "or --guidance (of FLUX: true_cfg_scale with a negative_prompt, or --true-cfg) above 1, or use cfg=1"
+        )
+
+
+def divisors(number: int) -> str:
+    """The degrees that divide a number, as text."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,317 @@
+"""The schedule of PipeFusion as data: what each stage does, in order (arXiv 2405.14430, section 3.4, figures 3 and 4).
+
+A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch, keys and values of the patches
+that are still to come taken from the step before). One unit of the pipeline's loop is a `Micro`: a whole synchronous
+step, or one patch of an asynchronous one. `before`, `call` and `after` say what a stage does around it; the executor
+runs these, `simulate` prices them, and a test proves them free of deadlock without starting a process.
+
+The wire carries the same messages whether a step is synchronous or not: M patches per step and branch, in patch order.
+(The branches come one after the other in a synchronous step, and take turns in an asynchronous one.)
+Where a synchronous step is `pipelined`, it does so for each piece of the batch; where its tokens are shared out
+(`sequence`, `separate`), a crew of stages computes it without the wire, and the last stage gets their predictions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from ditile.hooks.batch_rows import row_parts
+from ditile.hooks.generation import Micro
+from ditile.plan.plan import AUTO, Plan
+
+
+class Kind(Enum):
+    """What an `Op` does."""
+
+    RECEIVE = "receive"  # activations of a patch, from the stage before
+    COMPUTE = "compute"  # the stage's own blocks, on a patch or on the whole image (patch None)
+    SEND = "send"  # activations of a patch, to the stage behind
+    STEP = "step"  # the scheduler, on a patch (last stage)
+    RETURN = "return"  # the stepped patch, from the last stage to the first
+    TAKE = "take"  # the stepped patch of the step before, on the first stage
+    SHARE = "share"  # the whole latents, from the last stage to one of the crew of the next step
+    ADOPT = "adopt"  # the same, on that stage
+    PREDICT = "predict"  # the prediction of a crew member's tokens, to the last stage
+    COLLECT = "collect"  # the same, on the last stage
+    GIVE = "give"  # keys and values of a stage's layers, from the crew to that stage
+    KEEP = "keep"  # the same, on that stage
+
+
+RECEIVES = {
+    Kind.RECEIVE: Kind.SEND, Kind.TAKE: Kind.RETURN, Kind.ADOPT: Kind.SHARE, Kind.COLLECT: Kind.PREDICT,
+    Kind.KEEP: Kind.GIVE,
+}  # fmt: skip
+"""What waits for a message, and what sends it."""
+
+
+class Op(NamedTuple):
+    """One thing that one stage does.
+
+    `branch` is the transformer call within the step, `piece` the run of rows within the call; `peer` the other stage.
+    """
+
+    kind: Kind
+    step: int
+    patch: int | None
+    branch: int = 0
+    peer: int | None = None
+    piece: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """N stages, M patches, S steps, the first W of them synchronous.
+
+    Attributes:
+        stages, patches, steps, warmup: N, M, S, W.
+        distrifusion: patches, one per rank; an asynchronous step is then one micro-step on every rank.
+        mode: how a synchronous step runs; see `Plan.warmup_mode`.
+        crew: the first stages, which compute a synchronous step together (`sequence`, `separate`).
+        rows: rows of a transformer call, which a pipelined synchronous step computes in pieces.
+        adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
+        again: those that did.
+    """
+
+    stages: int
+    patches: int
+    steps: int
+    warmup: int
+    distrifusion: int = 1
+    mode: str = "serial"
+    crew: int = 0
+    rows: int = 1
+    adaptive: bool = False
+    again: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, plan: Plan, steps: int, rows: int = 1) -> Schedule:
+        """The schedule of a plan over some steps, with so many rows in a transformer call."""
+        n = plan.pipefusion
+        crew = n if plan.warmup_mode == "sequence" else plan.crew
+        return cls(
+            n, plan.num_patches, steps, min(plan.least_warmup, steps), plan.distrifusion, plan.warmup_mode, crew, rows,
+            plan.warmup == AUTO,
+        )  # fmt: skip
+
+    def synchronous(self, step: int) -> bool:
+        """Whether nothing is stale in a step. With one patch nothing can be."""
+        return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
+
+    def is_stale(self, step: int) -> bool:
+        """Whether keys of the step before are read in a step."""
+        return not self.synchronous(step)
+
+    def keeps_keys(self, step: int) -> bool:
+        """Whether keys and values of a step are, or may be, read in the next one."""
+        if self.adaptive:
+            return step + 1 < self.steps and self.patches * self.distrifusion > 1
+        return step + 1 < self.steps and self.is_stale(step + 1)
+
+    def certain(self, step: int, calls: int) -> int:
+        """The last step whose messages, in their order, are certain when `step` begins.
+
+        With several calls they come branch after branch in a synchronous step, patch after patch in another.
+        """
+        return step if self.adaptive and (self.mode != "serial" or calls > 1) else step + 1
+
+    def micros(self, step: int) -> list[Micro]:
+        """The iterations of the pipeline's loop that make up a step."""
+        if self.synchronous(step) or self.distrifusion > 1:
+            return [Micro(step, None)]
+        return [Micro(step, patch) for patch in range(self.patches)]
+
+    def micro_of(self, step: int, patch: int) -> Micro:
+        """The micro-step that computes a patch."""
+        return Micro(step, None if self.synchronous(step) or self.distrifusion > 1 else patch)
+
+    def pieces(self, micro: Micro) -> list[range]:
+        """The runs of rows that a call of a micro-step computes one after the other."""
+        split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
+        return row_parts(self.rows, self.stages if split else 1)
+
+    def crew_of(self, micro: Micro) -> range:
+        """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""
+        return range(self.crew if micro.patch is None else 0)
+
+    def patches_of(self, micro: Micro) -> range:
+        """The patches that a micro-step computes."""
+        return range(self.patches) if micro.patch is None else range(micro.patch, micro.patch + 1)
+
+    def closes(self, micro: Micro) -> bool:
+        """Whether a micro-step is the last of its step."""
+        return micro.patch is None or micro.patch == self.patches - 1
+
+    def ages(self, micro: Micro) -> tuple[int, ...]:
+        """The age in steps of each patch's keys while a micro-step attends: 0 fresh, 1 from the step before.
+
+        The fresh area grows within a step, as in figure 4 of the paper. Every stage and branch sees the same ages.
+        """
+        last = self.patches - 1 if micro.patch is None else micro.patch
+        return tuple(int(patch > last) for patch in range(self.patches))
+
+    def before(self, stage: int, micro: Micro) -> Iterator[Op]:
+        """What a stage does before the transformer is called: the first one takes the stepped patches.
+
+        The other members of a crew get the whole latents.
+        """
+        if micro.step == 0 or self.stages == 1:
+            return
+        step, last = micro.step - 1, self.stages - 1
+        if stage == 0:
+            for patch in self.patches_of(micro):
+                yield Op(Kind.TAKE, step, patch, peer=last)
+        others = [member for member in self.crew_of(micro) if 0 < member < last]
+        if stage == last:
+            for member in others:
+                yield Op(Kind.SHARE, step, None, peer=member)
+        elif stage in others:
+            yield Op(Kind.ADOPT, step, None, peer=last)
+
+    def call(self, stage: int, micro: Micro, branch: int, piece: int = 0) -> Iterator[Op]:
+        """What a stage does in one call of the transformer, or in a piece of it."""
+        if self.stages > 1 and self.crew_of(micro):
+            yield from self._together(stage, micro, branch)
+            return
+        if stage > 0:
+            for patch in self.patches_of(micro):
+                yield Op(Kind.RECEIVE, micro.step, patch, branch, stage - 1, piece)
+        yield Op(Kind.COMPUTE, micro.step, micro.patch, branch, piece=piece)
+        if stage < self.stages - 1:
+            for patch in self.patches_of(micro):
+                yield Op(Kind.SEND, micro.step, patch, branch, stage + 1, piece)
+
+    def _together(self, stage: int, micro: Micro, branch: int) -> Iterator[Op]:
+        """A call that a crew computes: predictions go to the last stage, keys to the stages that own their layers."""
+        step, last, crew = micro.step, self.stages - 1, self.crew_of(micro)
+        strangers = range(len(crew), self.stages) if self.keeps_keys(step) else range(0)
+        if stage in crew:
+            yield Op(Kind.COMPUTE, step, None, branch)
+        if stage == 0:
+            for owner in strangers:
+                yield Op(Kind.GIVE, step, None, branch, owner)
+        if stage in strangers:
+            yield Op(Kind.KEEP, step, None, branch, 0)
+        if stage == last:
+            for member in crew:
+                if member != last:
+                    yield Op(Kind.COLLECT, step, None, branch, member)
+        elif stage in crew:
+            yield Op(Kind.PREDICT, step, None, branch, last)
+
+    def after(self, stage: int, micro: Micro) -> Iterator[Op]:
+        """What a stage does when the scheduler steps: the last one steps and returns the patches to the first."""
+        if stage < self.stages - 1:
+            return
+        for patch in self.patches_of(micro):
+            yield Op(Kind.STEP, micro.step, patch)
+            if self.stages > 1 and micro.step < self.steps - 1:
+                yield Op(Kind.RETURN, micro.step, patch, peer=0)
+
+    def step_ops(self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None) -> Iterator[Op]:
+        """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
+        for micro in self.micros(step):
+            yield from self.before(stage, micro)
+            for branch in range(calls) if branches is None else branches:
+                for piece in range(len(self.pieces(micro))):
+                    yield from self.call(stage, micro, branch, piece)
+            yield from self.after(stage, micro)
+
+    def program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
+        """All that a stage does in a generation of so many transformer calls in every step, or in each."""
+        for step in range(self.steps):
+            yield from self.step_ops(stage, step, calls(step) if callable(calls) else calls)
+
+    def bound(self, calls: int = 1) -> float:
+        """The speed-up over one rank that no implementation exceeds, with equal stages and a free wire.
+
+        In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
+        M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
+        """
+        return self.steps / self.makespan(calls)
+
+    def makespan(self, calls: int = 1) -> float:
+        """The time of a generation in units of one step on one rank; `simulate` with unit costs gives the same.
+
+        In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
+        max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
+        pieces (or calls) of which the largest is a share q of the step, (1 + (N - 1) q) / N; with a crew of R, 1 / R.
+        """
+        n, m, c, s = self.stages, self.patches, calls, self.steps
+        if self.distrifusion > 1:
+            return s / self.distrifusion
+        stale = [self.is_stale(step) for step in range(s)]
+        begins = sum(now and not before for now, before in zip(stale, [False, *stale], strict=False))
+        period = max(m * c, n - 1 + c)
+        asynchronous = sum(stale) * period + begins * (m * c + n - 1 - period)
+        return (s - sum(stale)) * self._synchronous_time(c) + asynchronous / (n * m * c)
+
+    def _synchronous_time(self, calls: int) -> float:
+        if self.crew:
+            return 1 / self.crew
+        largest = len(self.pieces(Micro(0, None))[0]) / self.rows / calls
+        return (1 + (self.stages - 1) * largest) / self.stages
+
+
+class Span(NamedTuple):
+    """An `Op` on a stage with its start and end, in the unit of the costs."""
+
+    stage: int
+    op: Op
+    start: float
+    end: float
+
+
+def simulate(
+    schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int | Callable[[int], int] = 1,
+    travel: Callable[[int, Op], float] | None = None,
+) -> list[Span]:  # fmt: skip
+    """Runs the programs of all stages against each other, each message as early as it can be.
+
+    Args:
+        schedule: the schedule.
+        cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, all else 0.
+        calls: transformer calls in every step, or in each.
+        travel: the time of a message on its way, from the end of the op that sends it; by default none.
+
+    Raises:
+        RuntimeError: if the stages wait for each other for ever.
+    """
+    price = cost or (lambda stage, op: _unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
+    programs = [deque(schedule.program(stage, calls)) for stage in range(schedule.stages)]
+    clocks, sent, spans = [0.0] * schedule.stages, dict[tuple[object, ...], float](), list[Span]()
+    while any(programs):
+        moved = False
+        for stage, program in enumerate(programs):
+            while program and (arrival := _arrival(sent, stage, program[0])) is not None:
+                op = program.popleft()
+                start = max(clocks[stage], arrival)
+                clocks[stage] = start + price(stage, op)
+                spans.append(Span(stage, op, start, clocks[stage]))
+                if op.kind in RECEIVES.values() and op.peer is not None:
+                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.piece)] = clocks[stage] + (
+                        travel(stage, op) if travel else 0.0
+                    )
+                moved = True
+        if not moved:
+            raise RuntimeError(f"deadlock: stages wait at {[p[0] if p else None for p in programs]}")
+    return spans
+
+
+def _arrival(sent: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
+    """When what an op waits for is there; None if it was not sent yet."""
+    sender = RECEIVES.get(op.kind)
+    return 0.0 if sender is None else sent.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.piece))
+
+
+def _unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
+    if op.kind is not Kind.COMPUTE:
+        return 0.0
+    micro = Micro(op.step, op.patch)
+    if op.patch is not None:
+        return 1 / (schedule.stages * calls * schedule.patches)
+    ranks = len(schedule.crew_of(micro)) or schedule.stages
+    return len(schedule.pieces(micro)[op.piece]) / schedule.rows / (ranks * calls)

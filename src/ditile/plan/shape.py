@@ -1,0 +1,177 @@
+"""Shape: the numbers of one job, from a model's config and the arguments of a call. No weights, no torch.
+
+What the table of a runner and a dry run show is computed here: tokens, messages, memory of keys, parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ditile.errors import ModelError
+from ditile.plan.layout import Grid, Layout, share
+from ditile.plan.plan import Facts, Plan
+from ditile.plan.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """What a transformer is made of.
+
+    Attributes:
+        blocks: parameters of each block.
+        shared: parameters that every rank holds (embeddings, head).
+        layers: of each block, for each of its attention layers, whether it sees the text of joint attention.
+        out: numbers that the output module makes of a token.
+        exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather", stream). Sums are of
+            row-parallel Linears; gathers are those of split_scheme=sequence.
+        tensors: of each block, the numbers in each of its parameters and buffers.
+    """
+
+    blocks: tuple[int, ...]
+    shared: int
+    layers: tuple[tuple[bool, ...], ...]
+    out: int
+    exchanges: tuple[tuple[tuple[str, str], ...], ...] = ()
+    tensors: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, owned: range) -> int:
+        """Parameters of a stage."""
+        return self.shared + sum(self.blocks[block] for block in owned)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One job.
+
+    Attributes:
+        height, width: pixels.
+        steps: denoising steps.
+        grid: token rows of the image.
+        text: text tokens in the sequence of joint attention.
+        batch: rows of a transformer call.
+        images: images made at once.
+        calls: transformer calls per step.
+        heads, head_dim: of attention; their product is the width of a token in the blocks.
+        latent_elements: elements of one image's latents.
+        element_size: bytes of an activation.
+        frames: latent ones, of a video.
+        words: text tokens that ranks share out and every layer's cross attention sees all of.
+    """
+
+    height: int
+    width: int
+    steps: int
+    grid: Grid
+    text: int
+    batch: int
+    images: int
+    calls: int
+    heads: int
+    head_dim: int
+    latent_elements: int
+    element_size: int
+    frames: int = 1
+    words: int = 0
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, config: Mapping[str, Any], vae_scale: int, element_size: int, call: Mapping[str, Any]
+    ) -> Shape:
+        """The shape of a call of a pipeline.
+
+        Args:
+            spec: the family.
+            config: the transformer's config.
+            vae_scale: pixels of a latent pixel's side.
+            element_size: bytes of an activation.
+            call: the call's arguments, `height` and `width` among them.
+        """
+        side = spec.latent_per_token(config)
+        height, width = int(call["height"]), int(call["width"])
+        rows, columns = height // (vae_scale * side), width // (vae_scale * side)
+        conditioning = spec.conditioning(call)
+        prompt = call.get("prompt")
+        images = (len(prompt) if isinstance(prompt, list) else 1) * int(call.get("num_images_per_prompt", 1))
+        packed = spec.latent_dim == 1
+        channels = int(config["in_channels"])
+        return cls(
+            height=height, width=width, steps=int(call["num_inference_steps"]),
+            grid=Grid(rows, columns, columns if packed else side),
+            text=0 if spec.joint == "none" else conditioning.text, batch=images * conditioning.rows, images=images,
+            calls=conditioning.calls, heads=int(config["num_attention_heads"]),
+            head_dim=int(config["attention_head_dim"]),
+            latent_elements=rows * columns * channels * (1 if packed else side * side), element_size=element_size,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence, text included."""
+        return self.grid.rows * self.grid.tokens_per_row + self.text
+
+    def layout(self, plan: Plan, spec: ModelSpec) -> Layout:
+        """The cuts of the image."""
+        plan.check(Facts(rows=self.grid.rows))
+        return _layout(self.grid, plan.num_patches, self.text, spec.joint)
+
+    @property
+    def rows(self) -> int:
+        """Branches of guidance that share a call."""
+        return self.batch // self.images
+
+    def shared_out(self, plan: Plan, replica: int = 0) -> Shape:
+        """The shape of one replica's calls on one half of guidance; the first step of several calls is whole."""
+        return _shared_out(self, plan.data, plan.cfg, replica)
+
+    @property
+    def channels(self) -> int:
+        """The width of a token in the blocks."""
+        return self.heads * self.head_dim
+
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of the latents of all images."""
+        return self.images * self.latent_elements * self.element_size
+
+    def facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
+        """What a plan must fit."""
+        return Facts(
+            model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
+            text=self.text, branches=self.rows * self.calls,
+        )  # fmt: skip
+
+
+_layout = lru_cache(maxsize=1024)(Layout.of)
+
+
+@lru_cache(maxsize=1024)
+def _shared_out(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
+    images = len(share(range(shape.images), data, replica))
+    rows = -(-shape.rows // min(cfg, shape.rows))
+    calls = -(-shape.calls // cfg) if shape.rows == 1 else shape.calls
+    return replace(shape, images=images, batch=images * rows, calls=calls)
+
+
+def check_size(call: Mapping[str, Any], unit: int) -> None:
+    """Raises `ModelError` unless height and width, where the call has them, are whole numbers of tokens.
+
+    Args:
+        call: its arguments.
+        unit: pixels of a token's side.
+    """
+    for name in ("height", "width"):
+        value = call.get(name)
+        if value is not None and value % unit:
+            near = max(unit, round(value / unit) * unit)
+            raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")
+
+
+def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Call arguments with the pipeline's own defaults in the gaps, and its default size."""
+    parameters = inspect.signature(pipeline.__call__).parameters.values()
+    own = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
+    side = int(config.get("sample_size") or 128) * vae_scale
+    return {"height": side, "width": side} | own | {k: v for k, v in call.items() if v is not None}

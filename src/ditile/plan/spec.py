@@ -1,0 +1,147 @@
+"""ModelSpec: all that ditile must know of a family of transformers, in a few lines. The family's own forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ditile.plan.layout import Grid, Joint, Layout, Part
+
+
+class View(NamedTuple):
+    """The tokens that a transformer call computes on this rank."""
+
+    layout: Layout
+    part: Part
+
+
+Slicer = Callable[[Any, View], Any]
+"""Cuts a per-token argument down to the tokens of a view."""
+
+
+Constant = Callable[[Hashable, Callable[[], Any]], Any]
+"""(key, make) -> what `make` returned when it was first asked for in this generation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockIO:
+    """How a block of a listed `ModuleList` reads and returns its tokens.
+
+    Attributes:
+        returns: the streams in the order that the block returns them.
+        tokens: per-token arguments and how each is cut.
+        attn: attributes of the block that hold its attention over the whole sequence (text and image).
+        image_attn: attributes that hold attention over image tokens alone, in a model that has joint attention too.
+        text: sub-modules that see the text alone; where none is named, a block with a text stream gives both to all.
+    """
+
+    returns: tuple[str, ...] = ("image",)
+    tokens: Mapping[str, Slicer] = field(default_factory=dict)
+    attn: tuple[str, ...] = ("attn",)
+    image_attn: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How the blocks of a list pass tokens on, as a cache must know it to leave some out.
+
+    Attributes:
+        returns: the streams in the order that a block returns them: "image", "text".
+        image: the parameter of the block's forward that takes the image tokens.
+        text: the one that takes the text tokens; None if there is none. It is a stream where it is returned too.
+    """
+
+    returns: tuple[str, ...] = ("image",)
+    image: str = "hidden_states"
+    text: str | None = "encoder_hidden_states"
+
+
+class BlockList(NamedTuple):
+    """A `ModuleList` whose blocks are called one after the other in a transformer's forward.
+
+    Attributes:
+        name: its path in the transformer.
+        blocks: the modules.
+        flow: how they pass tokens on.
+    """
+
+    name: str
+    blocks: Sequence[nn.Module]
+    flow: Flow
+
+
+class Conditioning(NamedTuple):
+    """What the arguments of a pipeline's call make of one image.
+
+    Attributes:
+        text: tokens of text in the sequence of joint attention.
+        rows: rows of the batch for each image.
+        calls: transformer calls per step.
+    """
+
+    text: int = 0
+    rows: int = 1
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A family.
+
+    Attributes:
+        name: what people call it.
+        pipelines: diffusers pipelines that were tried with it.
+        blocks: `ModuleList` name -> how its blocks read tokens, in the order of execution.
+        joint: where the text lies in the sequence of joint attention.
+        latent_dim: the dimension of the pipeline's latents that patches cut.
+        grid: (transformer, arguments of forward) -> the token grid of the image.
+        latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
+        conditioning: call arguments -> text, batch and calls, for tables and dry runs.
+        example: (config, grid, text tokens) -> arguments of the forward with one row, of which nothing is read but
+            shapes: how the planner has the forward counted.
+        image_tokens: embeds the latents; its value is read on the first stage only.
+        embed: (that module, its forward) -> what embeds a run of tokens alone, of the latents; None embeds all of them
+            for every patch.
+        out: makes the prediction of each token.
+        constant: modules whose output does not change during a generation; `*` stands for one name.
+        per_step: modules whose output does not change during a step.
+        processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
+            diffusers' `dispatch_attention_fn`.
+        overlapped: the same, which computes q, k and v one after the other when asked to; used where they are to travel
+            so, by families that need no processor otherwise.
+        cross: attributes of blocks that hold attention to the text -> what makes a processor that stands for a `stock`
+            one, with the same result in less time; other processors stay.
+        stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
+        tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
+        tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
+            split_scheme=sequence gathers and scatters tokens.
+        batch: arguments of the transformer that have no rows, whatever their length.
+        refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
+    """
+
+    name: str
+    blocks: Mapping[str, BlockIO]
+    joint: Joint
+    latent_dim: int
+    grid: Callable[[nn.Module, Mapping[str, Any]], Grid]
+    latent_per_token: Callable[[Mapping[str, Any]], int]
+    conditioning: Callable[[Mapping[str, Any]], Conditioning]
+    example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
+    pipelines: tuple[str, ...] = ()
+    image_tokens: str = "pos_embed"
+    embed: Callable[[nn.Module, Callable[..., Tensor]], Callable[[Tensor, range], Tensor]] | None = None
+    out: str = "proj_out"
+    constant: tuple[str, ...] = ()
+    per_step: tuple[str, ...] = ()
+    processor: Callable[[Any], Any] | None = None
+    overlapped: Callable[[Any], Any] | None = None
+    cross: Mapping[str, Callable[[Constant], Any]] = field(default_factory=dict)
+    stock: tuple[type, ...] = ()
+    tensor: Mapping[str, Any] = field(default_factory=dict)
+    tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    batch: tuple[str, ...] = ()
+    refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

@@ -1,0 +1,143 @@
+"""A budget of quality or time, and the plan and cache that a stored evaluation (`ditile evaluate`) picks for it. Pure.
+
+choose(rows, min_psnr=30)       the fastest setting whose mean PSNR to the original pipeline is at least 30 dB
+choose(rows, max_latency=5)     of the settings that took at most 5 s, the one that comes closest to the original
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ditile.errors import LoadError, ModelError, PlanError
+from ditile.plan.flags import option
+
+FILE = "evaluation.json"
+STORED = Path(__file__).parents[1] / "assets" / "evaluations"
+IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
+"""What `choose` reads of a row; JSON may have a whole number for a float."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What a picture may cost; plan and cache then come from an evaluation.
+
+    Raises:
+        ModelError: if a value is out of its range, or belongs to a budget and there is none.
+    """
+
+    min_psnr: float | None = option(
+        None, "pick the fastest evaluated plan and cache with at least this mean PSNR to the original", metavar="DB"
+    )
+    max_latency: float | None = option(
+        None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S"
+    )
+    evaluation: str | None = option(
+        None, "what to pick from: what ditile evaluate wrote; by default what comes with ditile", metavar="FOLDER"
+    )
+    world: int | None = option(None, "ranks to pick for, at most; by default as many as there are devices", metavar="N")
+
+    def __post_init__(self) -> None:
+        for name in ("min_psnr", "max_latency"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ModelError(f"{name}={value} is no bound; try {name}=30")
+        if self.world is not None and self.world < 1:
+            raise ModelError(f"world={self.world} is not a whole number of at least 1")
+        for name in ("evaluation", "world"):
+            if getattr(self, name) is not None and not self.is_set:
+                raise ModelError(
+                    f"{name}={getattr(self, name)!r} is for a budget; add --min-psnr DB or --max-latency S"
+                )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a budget."""
+        return self.min_psnr is not None or self.max_latency is not None
+
+
+def choose(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    min_psnr: float | None = None,
+    max_latency: float | None = None,
+    world: int | None = None,
+) -> Mapping[str, Any]:
+    """The setting of an evaluation that a budget picks.
+
+    Args:
+        rows: the `settings` of an `evaluation.json`, the original pipeline among them.
+        min_psnr: dB, of the mean over captions. The fastest of the settings that have it is picked.
+        max_latency: seconds, as they were measured. Without `min_psnr` the setting of the highest PSNR is picked, of
+            several the fastest.
+        world: ranks that there are; settings of more are left out.
+
+    Raises:
+        PlanError: if no setting will do; it says the best there is.
+    """
+    there = [row for row in rows if world is None or row["world"] <= world]
+    if not there:
+        raise PlanError(f"the evaluation has no setting of at most {world} rank(s); evaluate one, or raise --world")
+    fits = [row for row in there if min_psnr is None or row["psnr"] >= min_psnr]
+    if not fits:
+        best = max(there, key=lambda row: (row["psnr"], -row["latency_ratio"]))
+        raise PlanError(f"no evaluated setting has min_psnr={min_psnr:g} dB; the best there is: {described(best)}")
+    soon = [row for row in fits if max_latency is None or row["seconds"] <= max_latency]
+    if not soon:
+        best, also = min(fits, key=lambda row: row["seconds"]), "" if min_psnr is None else f" with {min_psnr:g} dB"
+        raise PlanError(
+            f"no evaluated setting{also} took max_latency={max_latency:g} s; the fastest: {described(best)}"
+        )
+    if min_psnr is None and max_latency is not None:
+        return max(soon, key=lambda row: (row["psnr"], -row["latency_ratio"]))
+    return min(soon, key=lambda row: (row["latency_ratio"], -row["psnr"]))
+
+
+def described(row: Mapping[str, Any]) -> str:
+    """A setting and what it was measured at, on one line."""
+    cache = "no cache" if row["cache"] == "none" else f"cache {row['cache']}"
+    return f"{row['plan']}, {cache} ({row['psnr']:.1f} dB, {row['seconds']:.2f} s, {1 / row['latency_ratio']:.2f}x)"
+
+
+def stored(model: str, source: str | None = None) -> dict[str, Any]:
+    """An evaluation of a model.
+
+    Args:
+        model: as `--model` names it.
+        source: the folder or file; by default what comes with this package for the model.
+
+    Raises:
+        LoadError: if there is none, or it cannot be read.
+        ModelError: if it is of another model.
+    """
+    path = STORED / f"{model}.json" if source is None else Path(source)
+    path = path / FILE if path.is_dir() else path
+    if source is None and not path.is_file():
+        raise LoadError(
+            f"no evaluation of {model!r} comes with ditile; run ditile evaluate, and add --evaluation FOLDER"
+        )
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"evaluation={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not _has_rows(found.get("settings")):
+        raise LoadError(f"evaluation={str(path)!r} is no evaluation; give what ditile evaluate wrote as {FILE}")
+    if found.get("model") != model:
+        raise ModelError(f"evaluation={str(path)!r} is of model {found.get('model')!r}, not of {model!r}; evaluate it")
+    return found
+
+
+def _has_rows(rows: Any) -> bool:
+    """Whether these are rows that can be chosen from."""
+    return isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) and _is_row(row) for row in rows)
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    for name, kind in IN_A_ROW.items():
+        value, kinds = row.get(name), (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+    return bool(row["latency_ratio"] > 0)

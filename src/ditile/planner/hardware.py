@@ -1,0 +1,199 @@
+"""Hardware that is not here: datasheets, and how much of them diffusion transformers get.
+
+A datasheet says what a device could do at most. What a transformer gets of it is a few shares and sizes, the same for
+all GPUs (`EFFICIENCY`), fitted to published latencies by `python -m benchmarks.published`, which also predicts each
+machine with shares that were fitted without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ditile.errors import PlanError
+from ditile.planner.profile import Curve, Link, Profile
+
+PROFILES = Path(__file__).parents[1] / "assets" / "profiles"
+"""Profiles that were measured, one JSON file each."""
+
+SOCKET = 4
+"""GPUs on one CPU socket, of those that PCIe joins."""
+SIZES = tuple(2.0**k for k in range(0, 19, 2))
+WIDTHS = tuple(2.0**k for k in range(7, 15))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sheet:
+    """A device and what joins it to others of its host.
+
+    Attributes:
+        flops: operations a second at most, of 16-bit matrices with 32-bit sums, dense.
+        bandwidth: bytes a second of its memory.
+        memory_gb: of a device, in 10^9 bytes.
+        link: "pcie" or "nvlink".
+        p2p: bytes a second from one device to another.
+        source: where the numbers are from.
+    """
+
+    flops: float
+    bandwidth: float
+    memory_gb: int
+    link: str
+    p2p: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """What a link of any kind gives of its bandwidth, and costs besides.
+
+    Attributes:
+        latency_s, call_s, crossing, reduce, overlap: see `Link`.
+        exchange: share of the bandwidth between two that a device has while all exchange, with all of its socket or
+            with its neighbours: what its own port gives.
+    """
+
+    latency_s: float
+    call_s: float
+    exchange: float
+    crossing: float
+    reduce: float
+    overlap: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What transformers get of a GPU.
+
+    Attributes:
+        matmul: share of the operations in large matrices.
+        matmul_half: rows x width at which it is half of that.
+        attention: share of the operations in long attention.
+        attention_half: tokens, of queries and of keys, at which it is half of that.
+        memory: share of the memory's bandwidth.
+        kernel_s, micro_s: see `Profile`.
+        wire: of the links.
+    """
+
+    matmul: float
+    matmul_half: float
+    attention: float
+    attention_half: float
+    memory: float
+    kernel_s: float
+    micro_s: float
+    wire: Wire
+
+
+EFFICIENCY = Efficiency(
+    matmul=0.638, matmul_half=317e3, attention=0.496, attention_half=133.0, memory=0.526, kernel_s=2.59e-5,
+    micro_s=9.93e-4,
+    wire=Wire(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
+)  # fmt: skip
+
+_NVIDIA = "NVIDIA's datasheet"
+SHEETS = {
+    "l40-pcie": Sheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "l20-pcie": Sheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "a100-pcie": Sheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
+    "a100-nvlink": Sheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
+    "h100-nvlink": Sheet(flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA),
+    "h200-nvlink": Sheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
+    "rtx-4090": Sheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
+}  # fmt: skip
+"""P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
+26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link."""
+
+
+def known() -> list[str]:
+    """The names of profiles that come with this package."""
+    return sorted([*SHEETS, *(path.stem for path in PROFILES.glob("*.json"))])
+
+
+def profile(name: str, interlink: str | None = None) -> Profile:
+    """The profile of some hardware.
+
+    Args:
+        name: one of `known()`.
+        interlink: bits a second between hosts, such as "10Gbit".
+
+    Raises:
+        PlanError: if it is not known, or the interlink is no bandwidth.
+    """
+    if name in SHEETS:
+        found = of_sheet(name, SHEETS[name], EFFICIENCY)
+    elif (PROFILES / f"{name}.json").exists():
+        found = Profile.read(PROFILES / f"{name}.json")
+    else:
+        near = difflib.get_close_matches(name, known(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(known())}")
+    return found if interlink is None else joined(found, interlink)
+
+
+def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
+    """What a datasheet and shares of it come to."""
+    matmul = tuple(
+        tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
+        for rows in SIZES
+    )
+    half = gets.attention_half
+    attention = tuple(
+        tuple(sheet.flops * gets.attention * q / (q + half) * k / (k + half) for k in SIZES) for q in SIZES
+    )
+    numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
+    return Profile(
+        name=name, source=f"{sheet.source}; shares fitted by benchmarks.published",
+        memory_bytes=sheet.memory_gb * 10**9, element_size=2, matmul=Curve(SIZES, matmul, WIDTHS),
+        attention=Curve(SIZES, attention, SIZES), pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
+        kernel_s=gets.kernel_s, runs_ahead=True, micro_s=gets.micro_s,
+        link=_link(sheet, gets.wire),
+    )  # fmt: skip
+
+
+def _link(sheet: Sheet, wire: Wire) -> Link:
+    return Link(
+        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.exchange, call_s=wire.call_s,
+        neighbours=wire.exchange, reduce=wire.reduce, overlap=wire.overlap,
+        socket=SOCKET if sheet.link == "pcie" else 0, crossing=wire.crossing,
+    )  # fmt: skip
+
+
+def joined(found: Profile, interlink: str) -> Profile:
+    """Hosts of a machine, joined by a link of so many bits a second; it carries computing's messages alongside."""
+    bits = bandwidth(interlink)
+    wire = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=found.link.overlap, call_s=found.link.call_s)
+    return dataclasses.replace(found, interlink=wire)
+
+
+def bandwidth(text: str) -> float:
+    """Bits a second of "100Mbit", "10Gbit".
+
+    Raises:
+        PlanError: if it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise PlanError(f"interlink={text!r} is no bandwidth; write 10Gbit, 1Gbit or 100Mbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def amount(text: str) -> int:
+    """Bytes of "48GB", "40GiB", "512MB".
+
+    Raises:
+        PlanError: if it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise PlanError(f"memory={text!r} is no amount; write 48GB or 40GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])))
+
+
+def to_json(gets: Efficiency) -> str:
+    """Shares as JSON, for a person who fits them anew."""
+    return json.dumps(dataclasses.asdict(gets), indent=1)

@@ -1,0 +1,249 @@
+"""What a plan costs before it runs: the schedule of its stages with counted work, on a machine that was measured.
+
+    compute      the longest line of work through the stages, as `simulate` finds it with free messages
+    exposed      what messages add: those within a call wait for each other, those between stages travel under work
+    bubble       time in which the busiest stage waits for others with nothing sent late: filling and warmup
+
+The three make up the latency of the denoising loop. Caches enter by the steps that they leave out: a computed step
+among them fills the pipeline anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ditile.hooks.generation import Micro
+from ditile.plan import cost
+from ditile.plan.cost import Job
+from ditile.plan.plan import Plan
+from ditile.plan.schedule import Kind, Op, Schedule, Span, simulate
+from ditile.planner.ops import Basis, Left, Ops
+
+ROUNDED = 1e-12  # of a latency: sums in another order differ by as much
+STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What a plan is predicted to cost.
+
+    Attributes:
+        plan: the plan.
+        latency_s: of the denoising loop.
+        compute_s: of the busiest stage.
+        exposed_s: that messages add.
+        bubble_s: in which that stage waits for others all the same.
+        bytes_per_step: that all ranks send, over the steps.
+        memory_bytes: of the rank that needs most.
+    """
+
+    plan: Plan
+    latency_s: float
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    bytes_per_step: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Pricer(Basis):
+    """Prices the calls of one model on one machine."""
+
+    def price(self, job: Job, left: Left | None = None, memory_bytes: int = 0) -> Price:
+        """The price of a call."""
+        run = _Run(self, job, left or Left())
+        latency, _ = run.walk(free=False)
+        free, compute = run.walk(free=True)
+        bubble = free - compute if free - compute > ROUNDED * free else 0.0
+        return Price(
+            plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
+            bubble_s=bubble, bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+    def latency(self, job: Job) -> float:
+        """The latency of a price, without the rest of it."""
+        return _Run(self, job, Left()).walk(free=False)[0]
+
+    def estimate(self, job: Job, left: Left | None = None, most: float = math.inf) -> float:
+        """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by.
+
+        Above `most` it is not counted to the end, and at least what is returned.
+        """
+        return _Run(self, job, left or Left()).estimate(most)
+
+
+class _Hop(NamedTuple):
+    """Seconds that a message takes of its sender, and on its way."""
+
+    seconds: float
+    travel: float
+
+
+class _Run:
+    """One call under one plan."""
+
+    def __init__(self, basis: Basis, job: Job, left: Left) -> None:
+        self._ops, self._job = Ops(basis, job, left), job
+        self._schedule = self._ops.schedule
+
+    def walk(self, *, free: bool) -> tuple[float, float]:
+        """Seconds of the loop, and those that its busiest stage works; `free`: with messages that take no time."""
+        schedule, steps = self._schedule, self._job.shape.steps
+        shown = steps if self._ops.left.steps else min(steps, schedule.warmup + STEADY)
+        spans = simulate(
+            replace(schedule, steps=shown), lambda stage, op: self._ops.cost(stage, op, free=free), self._job.calls,
+            lambda stage, op: 0.0 if free else self._ops.travel(stage, op),
+        )  # fmt: skip
+        ends = _ends(spans, shown)
+        tail = ends[-1] - ends[-2] if shown > 1 else ends[-1]
+        busy = [0.0] * schedule.stages
+        for span in spans:
+            busy[span.stage] += (span.end - span.start) * (1 + steps - shown if span.op.step == shown - 1 else 1)
+        return ends[-1] + (steps - shown) * tail, max(busy)
+
+    def sent(self) -> int:
+        """Bytes that all ranks send in the whole call; steps of one kind are alike; without a crew stages are."""
+        job, plan, last = self._job, self._job.plan, self._job.shape.steps - 1
+        kinds: dict[tuple[bool, ...], list[int]] = {}
+        for step in range(last + 1):
+            kind = (job.schedule.is_stale(step), job.schedule.keeps_keys(step), step == 0, step == last)
+            kinds.setdefault(kind, []).append(step)
+        inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
+        for rank in range(plan.world):
+            stage = rank // inner % plan.pipefusion
+            if job.schedule.crew or self._ops.like[stage] == stage:
+                sizes = [len(steps) * sum(cost.sent_in_step(job, rank, steps[0]).values()) for steps in kinds.values()]
+                total += sum(sizes) * (1 if job.schedule.crew else self._ops.like.count(stage))
+        return total
+
+    def estimate(self, most: float) -> float:
+        """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
+
+        Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
+        """
+        schedule, steps = self._schedule, self._job.shape.steps
+        kinds = _alike(schedule, self._ops.left.steps, self._job.calls(0) == self._job.calls(1))
+        total, warm = 0.0, sum(len(alike) for is_stale, alike in kinds if not is_stale)
+        for is_stale, alike in kinds:
+            if total > most:
+                return total
+            like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
+            each = self._asynchronous(like, (most - total) / len(alike)) if is_stale else self._synchronous(like)
+            total += len(alike) * each
+        if self._job.plan.pipefusion > 1:
+            total += min(warm, steps - 1) * self._ops.travel(self._job.plan.pipefusion - 1, Op(Kind.RETURN, 0, 0))
+        return total + (self._drained(steps - 1) if schedule.is_stale(steps - 1) else 0.0)
+
+    def _synchronous(self, step: int) -> float:
+        """Seconds of a synchronous step but for its patches' way back."""
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
+        op = Op(Kind.COMPUTE, step, None)
+        stepped = self._ops.cost(last, Op(Kind.STEP, 0, None), free=False)
+        patches, pieces = self._patches, len(schedule.pieces(Micro(0, None))) * calls
+        hops, back = self._hops(step, patches - 1)
+        if schedule.crew:
+            return calls * self._mean(0, op) + self._between(step) + stepped + patches * back.seconds
+        whole = self._of_stages(op)
+        one = sum(whole) + sum(patches * hop.seconds for hop in hops) + (pieces - 1) * max(whole)
+        return calls * one / pieces + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
+
+    def _between(self, step: int) -> float:
+        """Seconds of a crew's messages: keys to others, predictions to the last stage, latents to the other members."""
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
+        given = last + 1 - schedule.crew if schedule.keeps_keys(step) else 0
+        op = Op(Kind.PREDICT, step, None)  # the first stage is of every crew, and never the last one
+        found = calls * self._ops.cost(0, op, free=False) + self._ops.travel(0, op)
+        if given:
+            found += calls * given * self._ops.cost(0, Op(Kind.GIVE, step, None), free=False)
+        others = sum(0 < member < last for member in range(schedule.crew))
+        if others and step + 1 < self._job.shape.steps and not schedule.is_stale(step + 1):
+            found += others * self._ops.cost(last, Op(Kind.SHARE, step, None), free=False)
+        return found
+
+    def _asynchronous(self, step: int, most: float) -> float:
+        """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return.
+
+        Those in which the first stage is busy, if they are above `most`.
+        """
+        calls, patches = self._job.calls(step), self._patches
+        ops = [Op(Kind.COMPUTE, step, self._patch(patch)) for patch in (0, patches - 1)]
+        for free in (True, False):  # most plans are too slow without any message, and those take longest to count
+            alone = calls * (self._mean(0, ops[0], free=free) + (patches - 1) * self._mean(0, ops[1], free=free))
+            if alone > most:
+                return alone
+        first, other = self._of_patch(step, 0), self._of_patch(step, patches - 1)
+        hops, back = self._hops(step, patches - 1)
+        stepped = self._ops.cost(self._job.plan.pipefusion - 1, Op(Kind.STEP, step, self._patch(0)), free=False)
+        sends = [calls * hop.seconds for hop in hops] + [stepped + back.seconds]
+        busy = [calls * (one + (patches - 1) * each) for one, each in zip(first, other, strict=True)]
+        ways = [sum(each) + sum(hop.seconds + hop.travel for hop in of_patch) + (calls - 1) * max(each)
+                for each, of_patch in ((first, self._hops(step, 0)[0]), (other, hops))]  # fmt: skip
+        round_trip = max(ways) + stepped + back.seconds + back.travel
+        return max(*(work + patches * send for work, send in zip(busy, sends, strict=True)), round_trip)
+
+    def _drained(self, step: int) -> float:
+        """Seconds in which the last patch of all goes through the stages behind the busiest one."""
+        each, hops = self._of_patch(step, self._patches - 1), self._hops(step, self._patches - 1)[0]
+        way = sum(each) + sum(hop.seconds + hop.travel for hop in hops)
+        return way - max(each)
+
+    @property
+    def _patches(self) -> int:
+        """Patches of an asynchronous step."""
+        plan = self._job.plan
+        return plan.num_patches if plan.distrifusion == 1 else 1
+
+    def _patch(self, patch: int) -> int | None:
+        return patch if self._job.plan.distrifusion == 1 else None
+
+    def _of_patch(self, step: int, patch: int) -> list[float]:
+        return self._of_stages(Op(Kind.COMPUTE, step, self._patch(patch)))
+
+    def _hops(self, step: int, patch: int) -> tuple[list[_Hop], _Hop]:
+        """A patch's messages: from each stage to the next, and from the last one back to the first."""
+        last = self._job.plan.pipefusion - 1
+        if not last:
+            return [], _Hop(0.0, 0.0)
+        ops = [*((stage, Op(Kind.SEND, step, patch)) for stage in range(last)), (last, Op(Kind.RETURN, step, patch))]
+        found = [_Hop(self._ops.cost(stage, op, free=False), self._ops.travel(stage, op)) for stage, op in ops]
+        return found[:-1], found[-1]
+
+    def _of_stages(self, op: Op) -> list[float]:
+        """Seconds of a call on every stage."""
+        found = {stage: self._mean(stage, op) for stage in dict.fromkeys(self._ops.like)}
+        return [found[stage] for stage in self._ops.like]
+
+    def _mean(self, stage: int, op: Op, *, free: bool = False) -> float:
+        """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
+        calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=free)
+        others = self._ops.cost(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
+        return (first + (calls - 1) * others) / calls
+
+
+@lru_cache(maxsize=1024)
+def _alike(schedule: Schedule, left: frozenset[int], even: bool) -> Sequence[tuple[bool, Sequence[int]]]:
+    """Runs of like steps, the longest first, and whether they are stale; the same for many plans.
+
+    Args:
+        schedule: of a plan.
+        left: steps that a cache leaves out.
+        even: whether the first step has as many calls as the others.
+    """
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+    for step in range(schedule.steps):
+        kinds.setdefault((schedule.is_stale(step), step in left, even or step > 0), []).append(step)
+    return sorted(((kind[0], alike) for kind, alike in kinds.items()), key=lambda each: -len(each[1]))
+
+
+def _ends(spans: list[Span], steps: int) -> list[float]:
+    """When the scheduler has stepped the last patch of each step."""
+    ends = [0.0] * steps
+    for span in spans:
+        if span.op.kind is Kind.STEP:
+            ends[span.op.step] = max(ends[span.op.step], span.end)
+    return ends

@@ -1,0 +1,308 @@
+"""The plans that are searched for a model, a call and a machine, the fastest first.
+
+Degrees come from the divisors of the ranks, patches from powers of two over the stages. A formula puts them in order,
+in which memory is counted until enough of them fit; of those the price is asked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ditile.errors import PlanError
+from ditile.plan.cost import Job
+from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape
+from ditile.planner.memory import peak
+from ditile.planner.ops import Left
+from ditile.planner.price import Price, Pricer
+from ditile.planner.profile import Profile
+from ditile.planner.subject import Subject
+
+MOST_PATCHES = 32
+SHOWN = 8  # plans that are priced to the end
+SIFTED = 2 * SHOWN  # plans whose other kinds of warmup are tried
+ABOVE = 1.01  # the most that the formula is above the simulation
+FACTORS = (1, 2, 4)  # patches for each stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is asked.
+
+    Attributes:
+        devices: ranks at most, over all hosts.
+        hosts: how many.
+        memory_bytes: of a device; the profile's by default.
+        max_latency_s: plans that take longer are set aside.
+        warmup: synchronous steps of plans with stale keys.
+        all_devices: only plans that use every device.
+    """
+
+    devices: int
+    hosts: int = 1
+    memory_bytes: int | None = None
+    max_latency_s: float | None = None
+    warmup: int = 1
+    all_devices: bool = False
+
+
+class Placed(NamedTuple):
+    """A call under a plan, and the bytes of the rank that needs most."""
+
+    job: Job
+    memory: int
+
+
+class Missed(NamedTuple):
+    """A plan that does not fit, and the bytes that a device lacks for it."""
+
+    price: Price
+    lacks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a search.
+
+    Attributes:
+        prices: of the plans that fit, the fastest first.
+        too_large: those that need more memory than there is, of as many of the fastest as were looked at, the fastest
+            first; all of them where none fits.
+        legal: how many plans were searched: all that the model and the call allow.
+        missed: the fastest of those that are too large, where it would be as fast as the first that fits.
+    """
+
+    prices: tuple[Price, ...]
+    too_large: tuple[Placed, ...]
+    legal: int
+    missed: Missed | None = None
+
+
+class _Rough(NamedTuple):
+    """A plan by the formula's seconds, and in the order of the search.
+
+    Attributes:
+        is_whole: whether the formula was counted to its end; what it comes to is else at least these seconds.
+        memory: bytes of the rank that needs most, once they are counted.
+    """
+
+    seconds: float
+    order: int
+    job: Job
+    is_whole: bool = True
+    memory: int = 0
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within, Python looks for no cycles: a search makes many small objects, and torch's would be looked through again
+    and again for their sake.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_uncollected()
+def search(
+    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
+) -> Found:
+    """Prices every legal plan.
+
+    Raises:
+        PlanError: if none fits the memory or the latency.
+    """
+    shape = subject.shape(call, profile.element_size)
+    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
+    space, limit = wanted.memory_bytes or profile.memory_bytes, wanted.max_latency_s
+    queue, too_large = _by_formula(subject, shape, pricer, wanted, left), list[_Rough]()
+    legal = len(queue)
+
+    def fit() -> Iterator[_Rough]:
+        """Those that do, the fastest first."""
+        while queue:
+            first = heapq.heappop(queue)
+            if not first.is_whole:
+                heapq.heappush(queue, first._replace(seconds=pricer.estimate(first.job, left), is_whole=True))
+                continue
+            job, memory = fitting(subject, shape, pricer, first.job.plan, space)
+            found = first._replace(job=job, memory=memory)
+            if memory <= space:
+                yield found
+            else:
+                too_large.append(found)
+
+    in_order = fit()
+    sifted = list(itertools.islice(in_order, SIFTED))
+    for plan in [plan for found in sifted for plan in other_warmups(found.job)]:
+        job, memory = fitting(subject, shape, pricer, plan, space)
+        if memory <= space:
+            sifted.append(_Rough(pricer.estimate(job, left), legal + len(sifted), job, memory=memory))
+    fits = _fastest(pricer, heapq.merge(sorted(sifted), in_order), left)
+    if not fits:
+        smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
+        raise PlanError(
+            f"no plan fits {_gb(space)} a device: '{smallest.job.plan}' needs least, {_gb(smallest.memory)}, "
+            f"{_gb(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
+        )
+    kept = [price for price in fits if limit is None or price.latency_s <= limit]
+    if not kept:
+        raise PlanError(
+            f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
+            "use more devices, fewer steps or a cache"
+        )
+    missed = _missed(pricer, too_large[0], kept[0], space, left) if too_large else None
+    return Found(tuple(kept), tuple(Placed(each.job, each.memory) for each in too_large), legal, missed)
+
+
+def priced(
+    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, plan: Plan, left: Left | None = None
+) -> Price:
+    """Prices one plan, as it is.
+
+    Raises:
+        PlanError: if it does not fit the model, the devices, the memory or the latency.
+    """
+    if plan.world > wanted.devices:
+        raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={wanted.devices}")
+    job = subject.job(plan, subject.shape(call, profile.element_size))
+    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
+    memory, space = peak(subject, job, profile, pricer.words), wanted.memory_bytes or profile.memory_bytes
+    if memory > space:
+        raise PlanError(f"'{plan}' needs {_gb(memory)} a device, and there are {_gb(space)}")
+    price, limit = pricer.price(job, left, memory), wanted.max_latency_s
+    if limit is not None and price.latency_s > limit:
+        raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
+    return price
+
+
+def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> Placed:
+    """A plan under which a call fits a device, or else the smallest of it.
+
+    One that is too large is tried with the decode by rows, with the text encoders shared out, and with both.
+    """
+
+    def placed(**also: Any) -> Placed:
+        job = subject.job(replace(plan, **also) if also else plan, shape)
+        return Placed(job, peak(subject, job, pricer.profile, pricer.words))
+
+    found = placed()
+    if found.memory <= space or plan.world == 1 or not subject.lighter:
+        return found
+    smallest = placed(**dict(subject.lighter))
+    if smallest.memory > space:
+        return min(found, smallest, key=lambda each: each.memory)
+    either = (placed(**{name: value}) for name, value in subject.lighter)
+    return next((one for one in either if one.memory <= space), smallest)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _by_formula(subject: Subject, shape: Shape, pricer: Pricer, wanted: Wanted, left: Left | None) -> list[_Rough]:
+    """Every plan, as a heap; those that are above the fastest ones so far are not counted to the end."""
+    found, least = list[_Rough](), [math.inf] * SIFTED
+    for order, plan in enumerate(plans(subject, shape, wanted)):
+        job, most = subject.job(plan, shape), least[-1]
+        seconds = pricer.estimate(job, left, most)
+        found.append(_Rough(seconds, order, job, seconds <= most))
+        bisect.insort(least, seconds)
+        least.pop()
+    heapq.heapify(found)
+    return found
+
+
+def _fastest(pricer: Pricer, rough: Iterable[_Rough], left: Left | None) -> list[Price]:
+    """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
+    found: list[Price] = []
+    for each in rough:
+        if len(found) >= SHOWN and each.seconds > ABOVE * found[SHOWN - 1].latency_s:
+            break
+        price = pricer.price(each.job, left, each.memory)
+        bisect.insort(found, price, key=lambda known: known.latency_s)
+    return found[:SHOWN]
+
+
+def _missed(pricer: Pricer, nearest: _Rough, best: Price, space: int, left: Left | None) -> Missed | None:
+    """The fastest of the plans that do not fit, by the formula, where the simulation has it as fast as the best."""
+    if nearest.seconds > ABOVE * best.latency_s:
+        return None
+    price = pricer.price(nearest.job, left, nearest.memory)
+    return Missed(price, nearest.memory - space) if price.latency_s <= best.latency_s else None
+
+
+def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
+    """The pricer of a model's calls; `host` is how many ranks fill one."""
+    return Pricer(subject.counted, profile, subject.words(call), host)
+
+
+def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
+    """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
+    facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
+    for world in [wanted.devices] if wanted.all_devices else divisors(wanted.devices):
+        for degrees in _degrees(world, shape):
+            for more in _patches(degrees, wanted.warmup):
+                plan = Plan(**degrees, **more)
+                if subject.allows(plan) and not plan.illegal(facts):
+                    yield plan
+
+
+def _degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
+    branches = shape.rows * shape.calls
+    for data, cfg, pipefusion, ring, distrifusion, ulysses, tensor in _products(world, 7):
+        if cfg > min(branches, 2) or data > shape.images or shape.heads % tensor:
+            continue
+        if distrifusion == 1 or pipefusion == ring == 1:
+            yield {"data": data, "cfg": cfg, "pipefusion": pipefusion, "ring": ring, "distrifusion": distrifusion,
+                   "ulysses": ulysses, "tensor": tensor}  # fmt: skip
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """A number as a product of so many factors, in every order."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for others in _products(number // first, factors - 1):
+            yield first, *others
+
+
+def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:
+    stages = degrees["pipefusion"]
+    if stages == 1:
+        yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
+        return
+    for factor in FACTORS:
+        if stages * factor <= MOST_PATCHES:
+            yield {"patches": stages * factor, "warmup": warmup}
+
+
+def other_warmups(job: Job) -> Iterator[Plan]:
+    """A plan with its synchronous steps run in the other ways that could make them shorter."""
+    plan = job.plan
+    if plan.pipefusion == 1 or plan.warmup == 0:
+        return
+    if job.shape.shared_out(plan).batch > 1:
+        yield replace(plan, warmup_mode="pipelined")
+    if plan.token_ranks * plan.tensor == 1:
+        yield replace(plan, warmup_mode="sequence")
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]

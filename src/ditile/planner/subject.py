@@ -1,0 +1,281 @@
+"""What is planned for: a model without its weights, and the calls of it as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import transformers
+from torch import nn
+
+from ditile.errors import LoadError, ModelError
+from ditile.hooks.block_hooks import Seats
+from ditile.hooks.placeholders import weightless
+from ditile.models.registry import spec_of
+from ditile.parallel.pipefusion.block_costs import Parts, divide
+from ditile.parallel.tensor.cuts import Cuts
+from ditile.parallel.tensor.tensor import table_of as tensor_table_of
+from ditile.plan.cost import Job
+from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape, Weights, check_size, filled_call
+from ditile.plan.spec import ModelSpec
+from ditile.planner.footprint import Footprint, of_decoder, of_frames
+from ditile.planner.kernel_times import Counted, counted
+from ditile.planner.tables import Scale, Table, check, only_tokens, table_of
+
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+"""Configs of published models, and what cannot be read off them."""
+FACTS = "facts.json"
+TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def known() -> list[str]:
+    """Published models whose configs come with this package."""
+    return sorted(path.parent.name for path in CONFIGS.glob("*/model_index.json"))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pipeline whose transformer has no weights.
+
+    Attributes:
+        name: of the model.
+        pipeline: its class.
+        transformer: on the meta device.
+        vae_scale: pixels of a latent pixel's side.
+        text, vae: parameters of the text encoders together, and of the VAE.
+        decoder: the config of the VAE, if there is one.
+        family: its table, where none is registered for its class.
+        uncounted: text encoders whose configs could not be read: they are not in `text`.
+        table: what is known of a family without a `ModelSpec`.
+        frames_of_latent: frames that its VAE makes of a latent one.
+        coder: the class of the VAE.
+        others: parameters of a second transformer, which is called in turns with the first.
+        decodes: numbers that are alive at once for each latent pixel of a picture that is decoded, where it is known.
+    """
+
+    name: str
+    pipeline: type
+    transformer: nn.Module
+    vae_scale: int
+    text: int = 0
+    vae: int = 0
+    decoder: Mapping[str, Any] | None = None
+    family: ModelSpec | None = None
+    uncounted: tuple[str, ...] = ()
+    table: Table | None = None
+    frames_of_latent: int = 1
+    coder: type = diffusers.AutoencoderKL
+    others: int = 0
+    decodes: float | None = None
+    _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
+    _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
+    _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, name: str, source: Path | str) -> Subject:
+        """The pipeline of a folder or hub id (of which only configs are read).
+
+        Raises:
+            LoadError: if configs cannot be read.
+            ModelError: if it has no transformer, or one without a `ModelSpec` that cannot be counted.
+        """
+        try:
+            index = diffusers.DiffusionPipeline.load_config(source)
+            pipeline = getattr(diffusers, index["_class_name"])
+            kind = index.get("transformer", (None, None))[1]
+            if kind is None:
+                raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
+            transformer = getattr(diffusers, kind)
+            config = transformer.load_config(source, subfolder="transformer")
+            vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
+        except (OSError, KeyError, AttributeError) as error:
+            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        with weightless():
+            made: nn.Module = transformer.from_config(config)
+        kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
+        table = table_of(made, index)
+        if table is None:
+            scale = Scale(2 ** (len(vae["block_out_channels"]) - 1))
+        else:
+            with weightless():
+                scale = table.scale(kind.from_config(vae))
+        beside = _beside(source, index, kind, vae)
+        second = (index.get("transformer_2") or [None])[0] is not None
+        return cls(
+            name, pipeline, made, scale.side, beside.text, beside.vae, decoder=vae, uncounted=beside.uncounted,
+            table=table, frames_of_latent=scale.frames, coder=kind, others=_parameters(made) if second else 0,
+            decodes=beside.decodes,
+        )  # fmt: skip
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Its family."""
+        return self.family or (spec_of(self.transformer) if self.table is None else self.table.spec)
+
+    @cached_property
+    def seats(self) -> Seats:
+        """Its blocks."""
+        return Seats(self.transformer, self.spec)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Its parameters."""
+        return self.seats.weights()
+
+    @cached_property
+    def counted(self) -> Counted:
+        """Its work."""
+        return counted(self.transformer, self.spec)
+
+    @cached_property
+    def buffers(self) -> int:
+        """Numbers that every rank holds beside its parameters: in its buffers, and in a second transformer."""
+        return self.others + sum(buffer.numel() for buffer in self.transformer.buffers())
+
+    def footprint(self, ranks: int) -> Footprint:
+        """What its forward holds on each of so many ranks of tensor parallelism."""
+        if ranks not in self._footprints:
+            config: Any = self.transformer.config
+            channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+            found = self.counted.footprint
+            self._footprints[ranks] = found if ranks == 1 else found.divided(channels, ranks)
+        return self._footprints[ranks]
+
+    def kept(self, blocks: range, ranks: int, image: int, text: int) -> float:
+        """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
+        key = blocks, ranks, image, text
+        if key not in self._kept:
+            each = self.footprint(ranks).kept
+            self._kept[key] = sum(each[block].at(image, text) for block in blocks)
+        return self._kept[key]
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        """Parameters of each block that tensor parallelism divides."""
+        cuts = Cuts.of(self.transformer, tensor_table_of(self.transformer, self.spec), 0, 2, loaded=True)
+        return tuple(
+            sum(p.numel() for name, p in seat.block.named_parameters() if cuts.part(f"{seat.name}.{name}", p.shape))
+            for seat in self.seats.chain
+        )
+
+    def parameters(self, blocks: range, ranks: int) -> int:
+        """Parameters of some blocks on each of so many ranks of tensor parallelism."""
+        if (blocks, ranks) not in self._parameters:
+            cut = [self.cut[block] if ranks > 1 else 0 for block in blocks]
+            whole = sum(self.weights.blocks[block] for block in blocks)
+            self._parameters[blocks, ranks] = whole - sum(cut) + sum(-(-each // ranks) for each in cut)
+        return self._parameters[blocks, ranks]
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts.of(self.seats)
+
+    @cached_property
+    def _decoded(self) -> Callable[[int], float]:
+        if self.decoder is None:
+            return lambda frames: 0.0
+        if self.table is not None and self.table.decodes_frames:
+            return of_frames(self.coder, self.decoder, self.table.channels)
+        found = of_decoder(self.decoder, self.coder) if self.decodes is None else self.decodes
+        return lambda frames: found
+
+    def decoded(self, frames: int = 1) -> float:
+        """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
+        return self._decoded(frames)
+
+    def words(self, call: Mapping[str, Any]) -> int:
+        """Tokens of text that cross attention sees, which are not in the sequence."""
+        own = 300 if self.table is None else self.table.words
+        return 0 if self.spec.joint != "none" else int(call.get("max_sequence_length") or own)
+
+    @property
+    def lighter(self) -> tuple[tuple[str, Any], ...]:
+        """What can be said in a plan so that a rank needs less memory, without a price in the loop."""
+        return (("vae", "rows"), ("text", "split")) if self.table is None else ()
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether its family can run under a plan at all: one without a `ModelSpec` divides only calls and tokens."""
+        calls = plan.world == plan.data * plan.cfg * plan.token_ranks
+        return self.table is None or (only_tokens(plan) if self.others else calls)
+
+    def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
+        """A call of it; the pipeline's own defaults fill the gaps.
+
+        Raises:
+            ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
+        """
+        config: Any = self.transformer.config
+        filled = filled_call(self.pipeline, config, self.vae_scale, call)
+        check_size(filled, self.vae_scale * self.spec.latent_per_token(config))
+        frames = call.get("num_frames")
+        if frames is not None and not (self.table and self.table.is_video):
+            raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes pictures; leave it out")
+        shape = Shape.of(self.spec, config, self.vae_scale, element_size, filled)
+        if self.table is None:
+            return shape
+        return self.table.timed(shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.words(filled))
+
+    def job(self, plan: Plan, shape: Shape) -> Job:
+        """The call under a plan.
+
+        Raises:
+            PlanError: if the plan does not fit.
+        """
+        kind = type(self.transformer).__name__
+        if self.table is not None:
+            check(plan, kind, in_turns=self.others > 0)
+        plan.check(shape.facts(kind, len(self.seats.chain)))
+        return Job(plan=plan, spec=self.spec, shape=shape, weights=self.weights, stages=self._divided(plan))
+
+    def _divided(self, plan: Plan) -> list[range]:
+        key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
+        if key not in self._stages:
+            self._stages[key] = divide(self.seats, plan, self._parts)
+        return self._stages[key]
+
+
+class _Beside(NamedTuple):
+    """What is beside a transformer: parameters, text encoders that were not counted, and a `Subject`'s `decodes`."""
+
+    text: int
+    vae: int
+    uncounted: tuple[str, ...] = ()
+    decodes: float | None = None
+
+
+def _beside(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _Beside:
+    """As written down, or else of models that are made of the configs: files of weights need not be there."""
+    facts = Path(source, FACTS)
+    if facts.exists():
+        found: dict[str, int] = json.loads(facts.read_text("utf-8"))
+        return _Beside(found["text_parameters"], found["vae_parameters"], decodes=found.get("decoded_numbers"))
+    sizes = {name: _encoder(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]}
+    with weightless():
+        coder = _parameters(kind.from_config(vae))
+    return _Beside(
+        sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
+    )
+
+
+def _encoder(source: Path | str, name: str, kind: str) -> int | None:
+    """Parameters of a text encoder, whose class is one of transformers; None where class or config are not there."""
+    kinds: Any = getattr(transformers, kind, None)
+    if kinds is None:
+        return None
+    try:
+        config = kinds.config_class.from_pretrained(str(source), subfolder=name)
+    except OSError:
+        return None
+    with weightless():
+        return _parameters(kinds(config))
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,221 @@
+"""Families that run by diffusers' `_cp_plan`, as the planner must know them: their inputs, their tokens, their frames.
+
+Their forward is counted like that of a family with a `ModelSpec`; what such a one could be cut by is not here, so that
+plans of data, cfg, ulysses and ring are all that is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import (
+    Flux2Transformer2DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    WanTransformer3DModel,
+)
+from torch import nn
+
+from ditile.errors import ModelError, PlanError
+from ditile.models.registry import specs
+from ditile.models.tokens import image_grid
+from ditile.plan.layout import Grid
+from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape
+from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+
+WORDS = 512  # of text, as pipelines with it in the sequence have them by default
+
+
+class Scale(NamedTuple):
+    """What a VAE makes one of: pixels of a side, and frames."""
+
+    side: int
+    frames: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A family.
+
+    Attributes:
+        spec: how its forward is called and counted.
+        scale: the VAE, without weights -> its scale.
+        channels: the VAE's config -> channels of its latents.
+        words: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the sequence.
+        shares_words: whether ranks share those out, so that every layer gathers their keys.
+        is_video: whether a call has frames.
+        decodes_frames: whether the VAE does, be it one.
+    """
+
+    spec: ModelSpec
+    scale: Callable[[Any], Scale]
+    channels: str = "z_dim"
+    words: int = 0
+    shares_words: bool = False
+    is_video: bool = False
+    decodes_frames: bool = True
+
+    def timed(self, shape: Shape, frames: int, of_latent: int, words: int) -> Shape:
+        """The shape of a call with all its frames.
+
+        Raises:
+            ModelError: if the frames are not those of whole latent ones.
+        """
+        if self.is_video and (frames - 1) % of_latent:
+            near = frames // of_latent * of_latent + 1
+            raise ModelError(f"frames={frames} are not a multiple of {of_latent} and one more; try frames={near}")
+        times = (frames - 1) // of_latent + 1 if self.is_video else 1
+        return replace(
+            shape, grid=shape.grid._replace(rows=shape.grid.rows * times), frames=times,
+            latent_elements=shape.latent_elements * times, words=words if self.shares_words else 0,
+        )  # fmt: skip
+
+
+def check(plan: Plan, kind: str, *, in_turns: bool) -> None:
+    """Raises `PlanError` unless such a family can run under a plan.
+
+    Args:
+        kind: the transformer's class.
+        in_turns: whether the pipeline has two transformers.
+    """
+    plan.check_planned(kind)
+    if in_turns and not only_tokens(plan):
+        raise PlanError(
+            f"cfg={plan.cfg} data={plan.data}: the pipeline calls two models in turns, and one is known; "
+            "use ulysses or ring"
+        )
+    if plan.vae == "rows":
+        raise PlanError(f"vae=rows divides an AutoencoderKL, and the VAE beside {kind} is another; use vae=whole")
+
+
+def only_tokens(plan: Plan) -> bool:
+    """Whether a plan shares out tokens and nothing else."""
+    return plan.token_ranks == plan.world
+
+
+def table_of(transformer: nn.Module, index: Mapping[str, Any]) -> Table | None:
+    """The table of a pipeline's transformer; None where it has a `ModelSpec`.
+
+    Args:
+        transformer: without weights.
+        index: the pipeline's `model_index.json`.
+
+    Raises:
+        ModelError: if the planner cannot call it, and why.
+    """
+    kinds = type(transformer).__mro__
+    if any(cls in specs() for cls in kinds):
+        return None
+    name, pipeline = type(transformer).__name__, index["_class_name"]
+    pipelines = (each for table in TABLES.values() for each in table.spec.pipelines)
+    known = f"planned for without a ModelSpec are {', '.join(pipelines)}"
+    found = TABLES.get(type(transformer))
+    if found is None:
+        raise ModelError(
+            f"{name} has no ModelSpec, and nothing says what its forward is called with, so that it cannot be counted; "
+            f"{known}; ditile.register({name}, ModelSpec(..., example=...)) adds one"
+        )
+    if pipeline not in found.spec.pipelines:
+        raise ModelError(
+            f"{pipeline} gives {name} more than text, which its config does not say the size of, so that it cannot be "
+            f"counted; {known}"
+        )
+    if index.get("expand_timesteps"):
+        raise ModelError(f"expand_timesteps=True gives {name} a time for each token, which is not counted; {known}")
+    return found
+
+
+def _wan(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    side = config["patch_size"][1]
+    return {
+        "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
+        "timestep": torch.empty(1), "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
+    }  # fmt: skip
+
+
+def _ltx(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
+        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]), "timestep": torch.empty(1),
+        "encoder_attention_mask": torch.empty(1, text), "num_frames": 1, "height": grid.rows,
+        "width": grid.tokens_per_row,
+    }  # fmt: skip
+
+
+def _packed(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]), "timestep": torch.empty(1),
+    }  # fmt: skip
+
+
+def _qwen(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    return {**_packed(config, grid, text), "img_shapes": [[(1, grid.rows, grid.tokens_per_row)]]}
+
+
+def _flux2(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    return {
+        **_packed(config, grid, text), "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
+        "img_ids": torch.empty(grid.rows * grid.tokens_per_row, 4), "txt_ids": torch.empty(text, 4),
+    }  # fmt: skip
+
+
+def _of_qwen(call: Mapping[str, Any]) -> Conditioning:
+    """Guidance is a second call: as asked for, or with a negative prompt."""
+    own = call.get("true_cfg_scale", 1.0) if call.get("negative_prompt") is not None else 1.0
+    return Conditioning(
+        text=call.get("max_sequence_length", WORDS), calls=1 + ((call.get("guidance_scale") or own) > 1)
+    )
+
+
+def _no_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
+    """Nothing is cut."""
+    return Grid(1, 1, 1)
+
+
+STREAMS = BlockIO(returns=("text", "image"))
+
+WAN = Table(
+    spec=ModelSpec(
+        name="Wan", pipelines=("WanPipeline",), blocks={"blocks": BlockIO(attn=("attn1",))}, joint="none", latent_dim=3,
+        grid=image_grid, latent_per_token=lambda config: int(config["patch_size"][1]), example=_wan,
+        conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)), image_tokens="patch_embedding",
+    ),
+    scale=lambda vae: Scale(vae.config.scale_factor_spatial, vae.config.scale_factor_temporal), words=512,
+    is_video=True,
+)  # fmt: skip
+LTX = Table(
+    spec=ModelSpec(
+        name="LTX-Video", pipelines=("LTXPipeline",), blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
+        joint="none", latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 1, example=_ltx,
+        conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)), image_tokens="proj_in",
+    ),
+    scale=lambda vae: Scale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
+    channels="latent_channels", words=128, shares_words=True, is_video=True,
+)  # fmt: skip
+QWEN = Table(
+    spec=ModelSpec(
+        name="Qwen-Image", pipelines=("QwenImagePipeline",), blocks={"transformer_blocks": STREAMS},
+        joint="text_first", latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 2, example=_qwen,
+        conditioning=_of_qwen, image_tokens="img_in",
+    ),
+    scale=lambda vae: Scale(2 ** len(vae.config.temperal_downsample)),
+)  # fmt: skip
+FLUX2 = Table(
+    spec=ModelSpec(
+        name="FLUX.2", pipelines=("Flux2Pipeline",),
+        blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()}, joint="text_first",
+        latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 2, example=_flux2,
+        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", WORDS)), image_tokens="x_embedder",
+    ),
+    scale=lambda vae: Scale(2 ** (len(vae.config.block_out_channels) - 1)), channels="latent_channels",
+    decodes_frames=False,
+)  # fmt: skip
+TABLES: dict[Any, Table] = {
+    WanTransformer3DModel: WAN, LTXVideoTransformer3DModel: LTX, QwenImageTransformer2DModel: QWEN,
+    Flux2Transformer2DModel: FLUX2,
+}  # fmt: skip

@@ -1,0 +1,302 @@
+"""One line that makes a pipeline do less: enable_cache, disable_cache, refresh_context, summary.
+
+    ditile.enable_cache(pipe)
+    image = pipe(prompt).images[0]
+    ditile.summary(pipe)
+    ditile.disable_cache(pipe)
+
+The names are those of cache-dit, so that a script for it runs. The pipeline stays what it is: a cache lies on the
+instances that it was given, and is gone when it is disabled.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from ditile.cache.build import cached_transformer
+from ditile.cache.cache_dit import ParallelismConfig
+from ditile.cache.cached import Cached, IdleCacheWarning, Watch, cached
+from ditile.cache.clock import CallClock, SchedulerClock
+from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
+from ditile.cache.config import strify as config_text
+from ditile.cache.report import ContextReport, of_ranks, table
+from ditile.distributed.transport import gather_json
+from ditile.errors import ModelError, StateError
+from ditile.hooks.attention_processors import attentions
+from ditile.hooks.compile import compiler_of
+from ditile.models.adapter import Adapted, BlockAdapter, block_lists_of, resolve, transformers_of
+from ditile.models.block_lists import row_of_model
+from ditile.models.source import inner
+from ditile.parallel.attention.kernel import chosen
+from ditile.plan.plan import Plan
+from ditile.runner.quantize import quantize_models
+from ditile.runner.runner import Runner, parallelize
+
+_ENABLED = "_enabled_by_ditile"
+"""The attribute of a transformer whose closing takes back what `enable_cache` did."""
+
+_PIPED = 160
+"""Columns of a table that is written to a file."""
+
+_NOTHING = "there is no cache on it; call ditile.enable_cache first"
+
+
+def enable_cache(
+    pipe_or_adapter: Any,
+    cache_config: DBCacheConfig | None = None,
+    calibrator_config: Calibration | None = None,
+    params_modifiers: Sequence[ParamsModifier] | ParamsModifier | None = None,
+    parallelism_config: ParallelismConfig | None = None,
+    attention_backend: str | None = None,
+    quantize_config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Leaves out blocks whose work hardly changed since the last step that was computed.
+
+    Args:
+        pipe_or_adapter: a pipeline, a runner (before or after `parallelize` is the same), a transformer, or a
+            `BlockAdapter` that says where blocks are. What has a cache gets the new one in its place.
+        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default `default_config` for the number of blocks; but no
+            cache at all where one of the next three arguments says what else is wanted.
+        calibrator_config: forecasts what was left out; None takes what was computed last.
+        params_modifiers: what is different in some lists of blocks; with one for each they are decided on apart.
+        parallelism_config: divides the pipeline over the ranks that are running; it is then called as ever, on every
+            rank. `ditile.parallelize` offers more.
+        attention_backend: the attention kernel, as diffusers names it.
+        quantize_config: arguments of `ditile.quantize`. `disable_cache` does not take this back.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
+            quantization is not to be had here. Nothing was changed then.
+        PlanError: if the ranks cannot be divided so.
+
+    Warns:
+        IdleCacheWarning: if the settings leave no block that could be left out.
+    """
+    ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)  # refuses what is no config
+    pipe = _pipe_of(pipe_or_adapter)
+    runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
+    adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None
+    others = (parallelism_config, attention_backend, quantize_config)
+    if runner is not None and parallelism_config is not None:
+        raise ModelError("a runner has its plan already; leave parallelism_config out")
+    wants_cache = cache_config is not None or all(other is None for other in others)
+    made: list[Cached] = []
+    adapted: list[Adapted] = []
+    if wants_cache or adapter is not None:
+        adapted = resolve(adapter) if adapter is not None else block_lists_of(pipe)
+    if wants_cache:
+        made = [_made(each, cache_config, calibrator_config, params_modifiers) for each in adapted]
+    kernel = attention_backend or (parallelism_config.attention_backend if parallelism_config is not None else None)
+    transformers = [inner(transformer) for transformer in transformers_of(pipe)]
+    if kernel is not None:
+        _check_kernel(kernel, transformers)
+    _warn_of_idle(made)
+    disable_cache(pipe)
+    with ExitStack() as stack:
+        for each in adapted:
+            stack.callback(each.undo)
+        if quantize_config is not None:
+            quantize_models(transformers, **quantize_config)
+        if parallelism_config is not None:
+            _divide(stack, pipe, parallelism_config, kernel)
+        elif kernel is not None:
+            _set_kernel(stack, transformers, kernel)
+        _install(stack, pipe, made, adapted, cache_config)
+        vars(transformers[0])[_ENABLED] = stack.pop_all()
+    return pipe_or_adapter
+
+
+def default_config(blocks: int) -> DBCacheConfig:
+    """What `enable_cache` takes where nothing was said, for so many blocks."""
+    return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
+
+
+def disable_cache(pipe_or_adapter: Any) -> Any:
+    """Takes back what `enable_cache` did; the pipeline is bit for bit what it was. Returns what it was given.
+
+    Raises:
+        StateError: if the pipeline was divided, and its weights were changed or freed since.
+    """
+    for transformer in transformers_of(_pipe_of(pipe_or_adapter)):
+        stack = vars(inner(transformer)).pop(_ENABLED, None)
+        if stack is not None:
+            stack.close()
+    return pipe_or_adapter
+
+
+def refresh_context(transformer: Any, num_inference_steps: int | None = None, **changes: Any) -> None:
+    """A new picture begins: what was remembered is forgotten. Needed for a transformer without a pipeline alone.
+
+    Args:
+        transformer: what `enable_cache` was given.
+        num_inference_steps: the steps of the picture; of a pipeline its scheduler says them.
+        changes: fields of the `cache_config` that are different from now on, or that itself.
+
+    Raises:
+        StateError: if there is no cache.
+        ModelError: if a field is not known, or the number of steps is not.
+    """
+    caches = _caches(transformer)
+    config = changes.pop("cache_config", None)
+    steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
+    for each in caches:
+        each.refresh(steps, config, changes)
+    _warn_of_idle(caches)
+
+
+def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
+    """What was left out in the last generation, one report for each context (of a runner: and stage).
+
+    Args:
+        pipe_or_adapter: what `enable_cache` was given, or a runner, whose ranks must all call it.
+        details: print each image, branch and patch, with percentiles of the differences.
+        logging: print a table; a runner does on rank 0 alone.
+
+    Raises:
+        StateError: if there is no cache.
+    """
+    caches = _caches(pipe_or_adapter)
+    reports = [ContextReport.of(trace, each.kept_bytes) for each in caches for trace in each.traces]
+    if isinstance(pipe_or_adapter, Runner):
+        mesh = pipe_or_adapter.mesh
+        place = [mesh["data"].index, mesh["cfg"].index, mesh.stage]
+        found = gather_json([place, [report.to_dict() for report in reports]], mesh.everyone)
+        reports = of_ranks([(place, [ContextReport.from_dict(one) for one in own]) for place, own in found])
+        logging = logging and mesh.rank == 0
+    if logging:
+        console = Console()
+        (console if console.is_terminal else Console(width=_PIPED)).print(table(reports, details=details))
+    return reports
+
+
+def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
+    """The settings of a cache in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+
+    Args:
+        what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
+        calibrator_config: beside a config.
+
+    Raises:
+        StateError: if there is no cache.
+    """
+    if isinstance(what, DBCacheConfig):
+        return config_text(what, calibrator_config)
+    if isinstance(what, list):
+        return ", ".join(dict.fromkeys(report.settings for report in what))
+    return ", ".join(dict.fromkeys(context.text for each in _caches(what) for context in each.contexts))
+
+
+def _pipe_of(target: Any) -> Any:
+    """The pipeline, or the transformer that has none."""
+    if isinstance(target, Runner):
+        return target.pipe
+    if not isinstance(target, BlockAdapter):
+        return target
+    if target.pipe is None and not isinstance(target.transformer, nn.Module):
+        raise ModelError(
+            "BlockAdapter has a list of transformers and no pipe whose steps count; give the pipe, or each an adapter"
+        )
+    return target.transformer if target.pipe is None else target.pipe
+
+
+def _caches(target: Any) -> list[Cached]:
+    found = [cached(inner(transformer)) for transformer in transformers_of(_pipe_of(target))]
+    caches = [each for each in found if each is not None]
+    if not caches:
+        raise StateError(f"{type(target).__name__}: {_NOTHING}")
+    return caches
+
+
+def _made(
+    adapted: Adapted, config: DBCacheConfig | None, calibrator: Calibration | None,
+    modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
+) -> Cached:  # fmt: skip
+    given = [modifiers] if isinstance(modifiers, ParamsModifier) else list(modifiers or adapted.params_modifiers)
+    config = config or default_config(sum(len(found.blocks) for found in adapted.lists))
+    row = row_of_model(adapted.transformer)
+    if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
+        raise ModelError(
+            f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} "
+            f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
+            f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
+        )
+    return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given, has_rows=row.has_rows)
+
+
+def _warn_of_idle(caches: Sequence[Cached]) -> None:
+    for reason in dict.fromkeys(context.idle for each in caches for context in each.contexts if context.idle):
+        warnings.warn(reason, IdleCacheWarning, stacklevel=3)
+
+
+def _install(
+    stack: ExitStack, pipe: Any, made: Sequence[Cached], adapted: Sequence[Adapted], config: DBCacheConfig | None
+) -> None:
+    """Seats the caches, with one clock for all of a pipeline."""
+
+    def begun(steps: int) -> None:
+        for each in made:
+            each.begin(steps)
+
+    def ended() -> None:
+        for each in made:
+            each.end()
+
+    if not made:
+        return
+    clock: Watch
+    if isinstance(pipe, nn.Module):
+        said = [
+            config.enable_separate_cfg if config is not None else None,
+            *(each.has_separate_cfg for each in adapted),
+        ]
+        steps = config.num_inference_steps if config is not None else None
+        clock = CallClock(begun, ended, steps, separate_cfg=any(said))
+    else:
+        clock = SchedulerClock(pipe, begun, ended)
+    clock.install()
+    for each in made:
+        each.install(clock, functools.partial(compiler_of, pipe, each.transformer))
+        stack.callback(each.remove)
+
+
+def _divide(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:
+    """Makes a call of the pipeline one of a runner, on this instance: its class becomes a subclass of its own."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
+    plan = config.to_plan(world)
+    if plan == Plan() and kernel is None:
+        return
+    runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=config.cp_plan)
+    kind = type(pipe)
+
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return runner(*args, **kwargs)
+
+    pipe.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    stack.callback(runner.restore)
+    stack.callback(setattr, pipe, "__class__", kind)
+
+
+def _check_kernel(kernel: str, transformers: Sequence[nn.Module]) -> None:
+    for transformer in transformers:
+        parameter = next(transformer.parameters())
+        chosen(kernel, parameter.device, parameter.dtype, lse=False)
+
+
+def _set_kernel(stack: ExitStack, transformers: Sequence[nn.Module], kernel: str) -> None:
+    for transformer in transformers:
+        for _, _, processor in attentions(transformer):
+            if hasattr(processor, "_attention_backend"):
+                stack.callback(setattr, processor, "_attention_backend", processor._attention_backend)
+                processor._attention_backend = kernel

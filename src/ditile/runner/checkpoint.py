@@ -1,0 +1,202 @@
+"""Checkpoints in safetensors, one file or several with an index, read tensor by tensor: only what a module still has.
+
+A file is mapped into memory, and a mapping is dropped after some tens of megabytes, so that of a checkpoint of any size
+neither anonymous nor file-backed memory ever holds more than what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from ditile.distributed import env
+from ditile.errors import LoadError
+
+MAPPED = 64 * 2**20
+"""Bytes that are read from one mapping of a file; a single tensor may have more."""
+
+
+class Cut(NamedTuple):
+    """The part of a tensor that a rank owns: pieces along one dim, which are joined in their order.
+
+    A projection that was fused from several has a piece of each.
+    """
+
+    dim: int
+    pieces: tuple[slice, ...]
+
+
+Part = Callable[[str, tuple[int, ...]], Cut | None]
+"""(name, whole shape) -> the part to read; None is the whole tensor."""
+Locate = Callable[[str], Path | None]
+"""The path of a checkpoint's file by its name, fetched if need be; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where the tensors of a model are.
+
+    Attributes:
+        files: tensor -> name of its file.
+        locate: finds, and if need be fetches, a file.
+    """
+
+    files: Mapping[str, str]
+    locate: Locate
+
+    @classmethod
+    def find(cls, locate: Locate, stem: str, variant: str | None = None) -> Checkpoint:
+        """The checkpoint `STEM[.VARIANT].safetensors`, or the files that `STEM.safetensors.index[.VARIANT].json` names.
+
+        Raises:
+            LoadError: if there is neither, or what there is cannot be read.
+        """
+        middle = f".{variant}" if variant else ""
+        single, index = f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
+        path = locate(index)
+        if path is not None:
+            return cls(_weight_map(path), locate)
+        path = locate(single)
+        if path is None:
+            raise LoadError(f"there is neither {single} nor {index}; save the model with save_pretrained")
+        with _opened(path) as tensors:
+            return cls(dict.fromkeys(tensors.keys(), single), locate)
+
+    def lacks(self, names: Collection[str]) -> list[str]:
+        """The names that the checkpoint has no tensor for, sorted."""
+        return sorted(set(names) - set(self.files))
+
+    def read_into(
+        self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: Part | None = None
+    ) -> int:
+        """Reads the parameters and persistent buffers that a module has, and nothing else, onto the CPU.
+
+        Args:
+            module: has tensors of the checkpoint's shapes, on the meta device.
+            dtype: of all that is a floating point number.
+            keep_fp32: parts of names that stay float32.
+            part: what to read of each tensor; all of it by default.
+
+        Returns:
+            The bytes that were read.
+
+        Raises:
+            LoadError: if a file is missing or corrupt, or a tensor is missing or has another shape.
+        """
+        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        if lacking := self.lacks(wanted):
+            raise LoadError(f"the checkpoint lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+        read = 0
+        for file in sorted({self.files[name] for name in wanted}):
+            path = self.locate(file)
+            if path is None:
+                raise LoadError(f"{file} is missing, and the index beside it names it; copy the whole model")
+            for names in _batches(path, {name for name in wanted if self.files[name] == file}):
+                with _opened(path) as tensors:
+                    for name in names:
+                        found = _cut(tensors.get_slice(name), name, wanted[name], part)
+                        read += sum(piece.numel() * piece.element_size() for piece in found.pieces)
+                        _place(module, name, found.copied(_dtype(name, found.pieces[0], dtype, keep_fp32)))
+                        del found  # the last view of the mapping, which ends with it
+                        env.advance()
+        return read
+
+
+class _Found(NamedTuple):
+    """Views of a mapped file, and the dim along which they are joined."""
+
+    pieces: list[Tensor]
+    dim: int
+
+    def copied(self, dtype: torch.dtype) -> Tensor:
+        """The pieces joined, in memory of their own."""
+        shape = list(self.pieces[0].shape)
+        if shape:
+            shape[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
+        made = torch.empty(shape, dtype=dtype)
+        if len(self.pieces) == 1:
+            return made.copy_(self.pieces[0])
+        sizes = [piece.shape[self.dim] for piece in self.pieces]
+        for target, piece in zip(made.split(sizes, self.dim), self.pieces, strict=True):
+            target.copy_(piece)
+        return made
+
+
+def folder(path: Path) -> Locate:
+    """The files of a folder."""
+
+    def locate(name: str) -> Path | None:
+        return path / name if (path / name).exists() else None
+
+    return locate
+
+
+def _batches(path: Path, names: set[str]) -> Iterator[list[str]]:
+    """The names in the order of the file, in runs of about `MAPPED` bytes."""
+    batch: list[str] = []
+    size = 0
+    with _opened(path) as tensors:
+        order = [name for name in tensors.offset_keys() if name in names]
+        if lost := sorted(names - set(order)):
+            raise LoadError(
+                f"{path} lacks {len(lost)} weight(s) that its index names, such as {lost[0]}; copy it again"
+            )
+        sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
+    for name, of_tensor in zip(order, sizes, strict=True):
+        if batch and size + of_tensor > MAPPED:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += of_tensor
+    if batch:
+        yield batch
+
+
+def _cut(stored: Any, name: str, shape: tuple[int, ...], part: Part | None) -> _Found:
+    found = tuple(stored.get_shape())
+    if found != shape:
+        raise LoadError(f"weight {name} has the shape {list(found)}, and the config beside it says {list(shape)}")
+    cut = part(name, shape) if part is not None else None
+    if cut is None:
+        return _Found([stored[...]], 0)
+    whole = (slice(None),) * cut.dim
+    return _Found([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
+
+
+def _dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
+    """The rule of diffusers: all floating point numbers in one type, but for modules that are kept in float32."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if set(keep_fp32) & set(name.split(".")) else dtype
+
+
+def _place(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text("utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{path} is no index of safetensors files ({error!r}); copy it again") from error
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        text = " ".join(str(error).split())
+        raise LoadError(f"{path} is no whole safetensors file ({text}); copy it again") from error

@@ -1,0 +1,66 @@
+"""The hub's cache: while a model is fetched its folder grows, whoever fetches it, and who waits for it makes progress.
+
+huggingface_hub holds a lock while it fetches a file; ranks, and other runs, that want the file wait for it in there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ditile.distributed import env
+
+PERIOD = 1.0
+"""Seconds between two looks."""
+
+
+@contextmanager
+def fetching(repository: str) -> Iterator[None]:
+    """Within, whatever is added to a repository's folder in the cache is progress of this rank of `launch`.
+
+    A download that hangs adds nothing, so the run stalls.
+
+    Args:
+        repository: its hub id.
+    """
+    if env.progress_fd() is None:
+        yield
+        return
+    left = threading.Event()
+    thread = threading.Thread(target=_watch, args=(blobs(repository), left), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+
+
+def blobs(repository: str) -> Path:
+    """Where the files of a model are kept, the unfinished ones too."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"), "blobs")
+
+
+def _watch(folder: Path, left: threading.Event) -> None:
+    seen = _written(folder)
+    while not left.wait(PERIOD):
+        before, seen = seen, _written(folder)
+        if seen != before:
+            env.advance()
+
+
+def _written(folder: Path) -> dict[str, tuple[int, int]]:
+    """The size and time of each file; one that has gone meanwhile has another name now."""
+    found = {}
+    for path in folder.glob("*"):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            continue
+        found[path.name] = (facts.st_size, facts.st_mtime_ns)
+    return found

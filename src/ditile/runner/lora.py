@@ -1,0 +1,120 @@
+"""LoRAs on a divided pipeline: each rank loads what belongs to the modules that it holds.
+
+The pipeline's own `load_lora_weights` runs. It is given a state dict without the keys of hollow modules, for which peft
+finds no target. A component that has none of a LoRA's modules is given its name alone, so that the adapter is switched,
+scaled, fused and deleted alike on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.hooks.block_hooks import LOADED
+from ditile.hooks.opaque import uncompiled
+from ditile.hooks.overrides import override
+from ditile.hooks.placeholders import is_hollow
+from ditile.parallel.text.encoder_place import FREED, place_in
+
+LOG = logging.getLogger(__name__)
+
+
+def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+    """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
+
+    Args:
+        source: a safetensors file, folder, hub id or state dict, as `load_lora_weights` takes it.
+        kwargs: the other arguments of `load_lora_weights`.
+
+    Raises:
+        ModelError: if the pipeline has no loader for LoRAs, or was loaded for a plan that cuts its weights.
+    """
+    if not hasattr(pipe, "load_lora_weights"):
+        raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    for part in parts.values():
+        _check_uncut(uncompiled(part))
+    sieve = _Sieve(pipe, parts)
+    with ExitStack() as stack:
+        override(stack, pipe, "lora_state_dict", sieve.state_dict)
+        with suppress(_NothingHereError):
+            pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
+    for name in sieve.emptied():
+        if place_in(parts[name]) == FREED:
+            LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
+        _register(parts[name], adapter_name)
+
+
+def _check_uncut(part: nn.Module) -> None:
+    """A LoRA's factors are whole: peft would not fit them to a share of a weight, or fill that up with zeros."""
+    loaded = vars(part).get(LOADED)
+    if loaded is not None and loaded.shard[1] > 1:
+        raise ModelError(
+            f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
+            "whole weights; load the pipeline without a plan, then the LoRA, then call parallelize"
+        )
+
+
+class _NothingHereError(Exception):
+    """All that a LoRA changes belongs to other ranks; pipelines take an empty state dict for a broken file."""
+
+
+class _Sieve:
+    """Takes the keys of hollow modules out of a LoRA."""
+
+    def __init__(self, pipe: Any, parts: dict[str, nn.Module]) -> None:
+        self._read, self._parts = pipe.lora_state_dict, parts
+        self._kept: set[str] = set()
+        self._dropped: set[str] = set()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What the pipeline's `lora_state_dict` returns, without those keys."""
+        found = self._read(*args, **kwargs)
+        state, *others = found if isinstance(found, tuple) else (found,)
+        sifted = {key: value for key, value in state.items() if self._is_here(key)}
+        for name in self._parts:
+            self._kept |= {name} if any(key.startswith(f"{name}.") for key in sifted) else set()
+            self._dropped |= {name} if any(key.startswith(f"{name}.") for key in state.keys() - sifted) else set()
+        if state and not sifted:
+            raise _NothingHereError
+        if not isinstance(found, tuple):
+            return sifted
+        return sifted, *(self._of_here(part) if isinstance(part, dict) else part for part in others)
+
+    def emptied(self) -> set[str]:
+        """The components of which a LoRA changes modules, but none that are here."""
+        return self._dropped - self._kept
+
+    def _of_here(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if self._is_here(key)}
+
+    def _is_here(self, key: str) -> bool:
+        """Whether the path to a weight does not end early, in a module that is hollow.
+
+        Most LoRAs name CLIP's layers below `text_model`, which some versions of transformers do not have: diffusers
+        leaves it out then.
+        """
+        first, *path = key.split(".")
+        module = self._parts.get(first)
+        if module is not None and path[:1] == ["text_model"] and "text_model" not in module._modules:
+            del path[0]
+        while module is not None and path and path[0] in module._modules:
+            module = module._modules[path.pop(0)]
+        return module is None or not path or not is_hollow(module)
+
+
+def _register(part: Any, adapter_name: str | None) -> None:
+    """Makes an adapter known to a component that has no layer of it."""
+    from diffusers.utils.peft_utils import get_adapter_name
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    name = adapter_name or get_adapter_name(part)
+    if name in getattr(part, "peft_config", {}):
+        return
+    inject_adapter_in_model(LoraConfig(target_modules=DUMMY_TARGET_MODULES), part, adapter_name=name)
+    part._hf_peft_config_loaded = True

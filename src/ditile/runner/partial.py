@@ -1,0 +1,200 @@
+"""What a rank reads of a pipeline: its blocks of the transformer, its part of the text encoders.
+
+The transformer is made as diffusers makes it, but empty; blocks of other stages are hollowed; what is left is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped]
+import diffusers
+import torch
+import transformers
+from diffusers.models.modeling_utils import no_init_weights
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from torch import Tensor, nn
+
+from ditile.distributed.mesh import IMAGE, coordinates, lines
+from ditile.errors import LoadError
+from ditile.hooks.block_hooks import Loaded, Seats
+from ditile.hooks.placeholders import weightless
+from ditile.models import registry
+from ditile.parallel.tensor.cuts import Cuts
+from ditile.parallel.tensor.tensor import table_of
+from ditile.parallel.text.encoder_place import WHOLE, Place, guard
+from ditile.parallel.text.parts import read
+from ditile.plan.plan import Plan
+from ditile.plan.stages import held
+from ditile.runner.checkpoint import Checkpoint, Locate, folder
+from ditile.runner.compose import stages_of
+
+STEM = "diffusion_pytorch_model"
+log = logging.getLogger(__name__)
+
+
+def components(
+    source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None = None
+) -> dict[str, Any]:
+    """The components of a pipeline that a rank reads in part; diffusers reads the others whole.
+
+    Args:
+        source: a folder, or a hub id.
+        rank: this rank among the plan's.
+        dtype: of all floating point numbers, by the rules of diffusers and transformers.
+
+    Raises:
+        ModelError, PlanError: if the transformer cannot be divided so.
+        LoadError: if files or weights are missing or corrupt.
+    """
+    index = _index(source)
+    image = next(ranks for ranks in lines(plan, IMAGE) if rank in ranks)
+    place = Place.of(plan.text, image.index(rank), len(image))
+    found: dict[str, Any] = {}
+    for name, entry in index.items():
+        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
+        in_part = plan.pipefusion * plan.tensor > 1 if name == "transformer" else place != WHOLE
+        if not in_part or not kind or not (name == "transformer" or name.startswith("text_encoder")):
+            continue
+        cls, locate = _class(library, kind), _files(source, name)
+        config = _config(locate, name)
+        reason = _whole(cls, kind, config)
+        if cls is None or reason is not None:
+            log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
+        elif name == "transformer":
+            found[name] = transformer(cls, locate, config, plan, rank, dtype, variant=variant)
+        else:
+            where = str(source / name) if isinstance(source, Path) else source
+            options = {} if isinstance(source, Path) else {"subfolder": name}
+            if variant is not None and _has(locate, variant):
+                options["variant"] = variant
+            found[name] = read(cls, where, place, dtype, **options)
+            guard(found[name], name)
+    return found
+
+
+def transformer(
+    cls: type[Any], locate: Locate, config: Path, plan: Plan, rank: int, dtype: torch.dtype, *,
+    variant: str | None = None,
+) -> nn.Module:  # fmt: skip
+    """A transformer with the weights of a rank's blocks, and of what every rank holds, on the CPU.
+
+    Args:
+        cls: its class in diffusers.
+        locate: finds its files.
+        config: its config.json.
+
+    Raises:
+        ModelError: if it has no spec.
+        PlanError: if it cannot be cut as the plan says.
+        LoadError: if files or weights are missing or corrupt, those of other ranks too.
+    """
+    made = _empty(cls, config.parent, dtype)
+    seats = Seats(made, registry.spec_of(made))
+    owned = held(stages_of(seats, plan), coordinates(plan, rank)["pipefusion"], plan.crew)
+    checkpoint = Checkpoint.find(locate, STEM, variant if variant is not None and _has(locate, variant) else None)
+    if lacking := checkpoint.lacks(made.state_dict()):
+        raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+    weights, part, shard = seats.weights(), None, (coordinates(plan, rank)["tensor"], plan.tensor)
+    if plan.tensor > 1:
+        part = Cuts.of(made, table_of(made, seats.spec), *shard).part
+    seats.hollow(owned, keep=False)
+    bytes_read = checkpoint.read_into(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
+    seats.loaded = Loaded(owned, weights, bytes_read, shard)
+    made.register_to_config(_name_or_path=str(config.parent))
+    made.eval()
+    return seats.transformer
+
+
+def _empty(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
+    """The model with its parameters on the meta device, and nothing there that no checkpoint will fill.
+
+    What a model computes for itself (a table of sines that is not saved) has its value, as in diffusers. Where all that
+    it computes is saved, it need not: SD3's table takes more memory while it is made than a stage does.
+    """
+    values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
+    with _default(dtype), weightless():
+        made = cls.from_config(dict(values), **unused)
+    if not any(_computed(module) for module in made.modules()):
+        return made
+    with _default(dtype), no_init_weights(), accelerate.init_empty_weights():
+        return cls.from_config(dict(values), **unused)
+
+
+def _computed(module: nn.Module) -> bool:
+    """Whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
+    saved = (module._parameters, module._buffers, module._modules)
+    held = [value for value in vars(module).values() if not any(value is part for part in saved)]
+    lists = [
+        value.values() if isinstance(value, dict) else value for value in held if isinstance(value, list | tuple | dict)
+    ]
+    tensors = any(isinstance(part, Tensor) for part in [*held, *itertools.chain.from_iterable(lists)])
+    return tensors or bool(module._non_persistent_buffers_set)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype that modules are made in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _files(source: Path | str, name: str) -> Locate:
+    """The files of a component, in a folder or on the hub."""
+    if isinstance(source, Path):
+        return folder(source / name)
+
+    def locate(file: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(source, file, subfolder=name))
+        except EntryNotFoundError:  # also where it is not in the cache and the hub cannot be asked
+            return None
+
+    return locate
+
+
+def _index(source: Path | str) -> dict[str, Any]:
+    """The components of a pipeline: name -> (library, class)."""
+    path = _files(source, "")("model_index.json")
+    if path is None:
+        raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def _config(locate: Locate, name: str) -> Path:
+    path = locate("config.json")
+    if path is None:
+        raise LoadError(f"{name} has no config.json; copy the whole model")
+    return path
+
+
+def _has(locate: Locate, variant: str) -> bool:
+    """Whether a component comes in a variant; where it does not, diffusers takes the plain one."""
+    stems = (STEM, "model")
+    names = [f"{s}{end}" for s in stems for end in (f".{variant}.safetensors", f".safetensors.index.{variant}.json")]
+    return any(locate(name) is not None for name in names)
+
+
+def _whole(cls: type[Any] | None, kind: str, config: Path) -> str | None:
+    """Why a component cannot be read in part, or None."""
+    if cls is None:
+        return f"its class {kind} is in neither diffusers nor transformers"
+    if json.loads(config.read_text("utf-8")).get("quantization_config"):
+        return "its weights are quantised, and only its quantiser knows how to read them"
+    return None
+
+
+def _class(library: str | None, kind: str) -> type[Any] | None:
+    return getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), kind, None)

@@ -1,0 +1,341 @@
+"""Quantization: the Linears of a model keep weights of 8 or 4 bits; torchao's or bitsandbytes' kernels multiply them.
+
+    ditile.quantize(pipe, "int8_weight_only")
+
+Weight-only types store few bits and multiply in the dtype of the model. The others quantize each token's activations
+too, while they run; they are fast only with integer or float8 matrix units, and compiled. No layer is touched before
+one of each shape was tried on a few numbers: what cannot run here is refused, or left as it is and reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.hooks.opaque import uncompiled
+from ditile.hooks.quantized import is_plain, num_bytes
+from ditile.parallel.tensor.tensor import is_sharded
+
+LOG = logging.getLogger("ditile")
+EXCLUDED = ("embedder", "embed")
+"""Parts of the names of layers that are left alone by default."""
+
+ALIASES = {
+    "fp8_w8a16_wo": "float8_weight_only",
+    "fp8_w8a8_dq": "float8",
+    "int8_w8a16_wo": "int8_weight_only",
+    "int8_w8a8_dq": "int8",
+    "int4_w4a16_wo": "int4_weight_only",
+    "int4_w4a8_dq": "int4",
+    "int4_w4a4_dq": "int4_w4a4",
+}
+"""Other names of the types: bits of weights and activations, weight only or dynamic."""
+
+KEPT = "they are of the model's _keep_in_fp32_modules"
+"""Why layers are left alone that diffusers loads in float32, whichever dtype is asked for."""
+
+_RECORDS = "_quantized_by_ditile"
+_CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
+"""What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
+Make = Callable[[nn.Linear], nn.Module]
+"""Quantizes a Linear: in place, or as another module."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """How many numbers share a scale.
+
+    Attributes:
+        per_row: a row of weights, and a token, have one each; else a layer has one, and a call.
+        group: numbers of a row of weights that share one, in the 4-bit types.
+    """
+
+    per_row: bool
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What became of a model.
+
+    Attributes:
+        quant_type: what was asked for, by its first name.
+        layers: those that were quantized.
+        left: those that the type cannot take, or that the model is to keep in float32 -> why.
+        bytes_before, bytes_after: of all parameters of the model.
+    """
+
+    quant_type: str
+    layers: tuple[str, ...]
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        """One line."""
+        mib = 2**20
+        return (
+            f"{self.quant_type}: {len(self.layers)} layers quantized, {len(self.left)} left as they are; "
+            f"{self.bytes_before / mib:.1f} MiB of parameters are {self.bytes_after / mib:.1f} MiB"
+        )
+
+
+def quantize_models(
+    models: nn.Module | Sequence[nn.Module], quant_type: str = "float8_weight_only",
+    exclude_layers: Sequence[str] = EXCLUDED, per_row: bool = True, *, group_size: int = 128,
+) -> None:  # fmt: skip
+    """Quantizes the Linears of one or several models: what `ditile.quantize` does to those of a pipeline.
+
+    Raises:
+        ModelError: as there. Nothing was changed then, in none of the models.
+    """
+    name = ALIASES.get(quant_type, quant_type)
+    scales = Scales(per_row=per_row, group=group_size)
+    each = [models] if isinstance(models, nn.Module) else models
+    work = [_Work.of(uncompiled(model), name, exclude_layers, scales) for model in each]
+    for one in work:  # all were found able before any is changed
+        one.do()
+
+
+def records(model: nn.Module) -> list[Record]:
+    """What `quantize` did to a model, call by call."""
+    return list(vars(uncompiled(model)).get(_RECORDS, ()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """What is to be done to a model, all of it tried."""
+
+    model: nn.Module
+    name: str
+    make: Make
+    layers: tuple[str, ...]
+    left: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str, exclude: Sequence[str], scales: Scales) -> _Work:
+        """Says no to what cannot be done, before anything is."""
+        known = (*_TORCHAO, "int4_w4a4", "bitsandbytes_4bit")
+        if name not in known:
+            raise ModelError(f"quant_type={name!r} is not known; try {', '.join(known)}")
+        if isinstance(exclude, str):
+            raise ModelError(f"exclude_layers={exclude!r} is one word; give a list of them")
+        found, kept = _layers(model, exclude)
+        kinds = {(layer.weight.device, layer.weight.dtype) for layer in found.values()}
+        options: list[Make] = []
+        for device, dtype in sorted(kinds, key=str):
+            _check(model, name, device, dtype, scales)
+            options += [make for make in _makes(name, device, scales) if make not in options]
+        trials = [_trial(make, found) for make in options]
+        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(found) - len(tried[1]))
+        if len(left) == len(found):
+            reasons = "; ".join(dict.fromkeys(why for trial in trials for why in trial.values()))
+            where = ", ".join(f"{device} in {str(dtype).removeprefix('torch.')}" for device, dtype in kinds)
+            raise ModelError(f"quant_type={name} cannot run on {where} ({reasons}); {_instead(name, device)}")
+        layers = tuple(path for path in found if path not in left)
+        return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, KEPT))
+
+    def do(self) -> None:
+        """Does it, a layer at a time."""
+        before = num_bytes(self.model)
+        for path in self.layers:
+            layer = self.model.get_submodule(path)
+            assert isinstance(layer, nn.Linear)
+            with torch.no_grad():
+                made = self.make(layer)
+            if made is not layer:
+                parent, _, leaf = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, made)
+        record = Record(
+            quant_type=self.name, layers=self.layers, left=self.left, bytes_before=before,
+            bytes_after=num_bytes(self.model),
+        )  # fmt: skip
+        vars(self.model).setdefault(_RECORDS, []).append(record)
+        LOG.info("%s: %s", type(self.model).__name__, record)
+        for why in dict.fromkeys(self.left.values()):
+            paths = [path for path, reason in self.left.items() if reason == why]
+            level = logging.INFO if why == KEPT else logging.WARNING
+            LOG.log(level, "not quantized, as %s: %s", why, ", ".join(paths))
+
+
+def _layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
+    """The Linears to be quantized, by path; and the paths of those that are kept in float32. LoRAs are neither."""
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
+    plain = {path: layer for path, layer in own.items() if is_plain(layer.weight)}
+    wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
+    names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = [path for path in wanted if names & set(path.split("."))]  # as diffusers tells them
+    found = {path: layer for path, layer in wanted.items() if path not in kept}
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} has no layer to quantize: of {len(own)} Linears {len(own) - len(plain)} are "
+            f"quantized already, exclude_layers={list(exclude)} takes {len(plain) - len(wanted)}, and {len(kept)} are "
+            "of its _keep_in_fp32_modules"
+        )
+    return found, kept
+
+
+def _check(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: Scales) -> None:
+    """Says no to what need not be tried."""
+    package = "bitsandbytes" if name == "bitsandbytes_4bit" else "torchao"
+    if name == "int4_w4a4":
+        raise ModelError(
+            "quant_type=int4_w4a4 has no kernel: torchao multiplies no 4-bit weights with 4-bit activations any more; "
+            "try int4_weight_only or int8"
+        )
+    if importlib.util.find_spec(package) is None:
+        extra = "ditile[quantize]" if package == "torchao" else package
+        raise ModelError(f"quant_type={name} needs {package}, which is not installed; pip install '{extra}'")
+    if name == "bitsandbytes_4bit" and is_sharded(model):
+        raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
+    if device.type == "meta":
+        raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
+    if name == "float8" and scales.per_row and dtype != torch.bfloat16:
+        raise ModelError(
+            f"quant_type=float8 with per_row=True needs bfloat16, and the weights are "
+            f"{str(dtype).removeprefix('torch.')}; load the model in bfloat16, or use per_row=False"
+        )
+
+
+def _trial(make: Make, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """The layers that cannot be quantized -> why. One layer of each shape is tried."""
+    known: dict[Any, str | None] = {}
+    for layer in layers.values():
+        kind = (layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype)
+        if kind not in known:
+            known[kind] = _reason(make, *kind)
+    found = {}
+    for path, layer in layers.items():
+        why = known[layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype]
+        if why is not None:
+            found[path] = why
+    return found
+
+
+def _reason(make: Make, width: int, out: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a Linear of a shape cannot be quantized and called, or None."""
+    try:
+        with torch.no_grad():
+            layer = nn.Linear(width, out, device="meta", dtype=dtype).to_empty(device=device)  # draws no numbers
+            for parameter in layer.parameters():
+                parameter.fill_(1.0)
+            made = make(layer)
+            if is_plain(made.weight):  # type: ignore[arg-type]
+                return f"no kernel takes {out} x {width}"
+            for rows in (1, 32):
+                made(torch.ones(rows, width, device=device, dtype=dtype))
+    except _CANNOT as error:
+        return " ".join(str(error).split())[:200] or type(error).__name__
+    return None
+
+
+def _makes(name: str, device: torch.device, scales: Scales) -> list[Make]:
+    """Ways to quantize a layer, the best first."""
+    if name == "bitsandbytes_4bit":
+        return [_nf4]
+    return [functools.partial(_by_torchao, config) for config in _TORCHAO[name](device, scales)]
+
+
+def _by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
+    from torchao.quantization import quantize_  # type: ignore[import-untyped]
+
+    quantize_(layer, config(), filter_fn=lambda module, path: module is layer)
+    return layer
+
+
+def _nf4(layer: nn.Linear) -> nn.Module:
+    """bitsandbytes' Linear quantizes as it is moved to the device where it already is."""
+    import bitsandbytes  # type: ignore[import-not-found]
+
+    width, out, weight = layer.in_features, layer.out_features, layer.weight
+    made = bitsandbytes.nn.Linear4bit(
+        width, out, layer.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+    )
+    made.weight = bitsandbytes.nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4")
+    made.bias = layer.bias
+    moved: nn.Module = made.to(weight.device)
+    return moved
+
+
+Config = Callable[[], Any]
+"""Makes a config of torchao, or raises what `_CANNOT` has. None of them sets what the whole process compiles with."""
+
+
+def _float8_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return [lambda: Float8WeightOnlyConfig(granularity=_granularity(scales), set_inductor_config=False)]
+
+
+def _float8(device: torch.device, scales: Scales) -> list[Config]:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8
+
+    return [lambda: Float8(granularity=_granularity(scales), set_inductor_config=False)]
+
+
+def _int8_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return [lambda: Int8WeightOnlyConfig(granularity=_granularity(scales), set_inductor_config=False)]
+
+
+def _int8(device: torch.device, scales: Scales) -> list[Config]:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig as Int8
+
+    return [lambda: Int8(granularity=_granularity(scales), set_inductor_config=False)]
+
+
+def _int4_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+    """On GPUs torch's own kernel, which wants bfloat16, or mslk's; on CPUs torch's, for outputs that 16 divides."""
+    if device.type == "cpu":
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig  # type: ignore[import-untyped]
+
+        return [lambda: PrototypeInt4WeightOnlyConfig(group_size=scales.group, set_inductor_config=False)]
+    from torchao.quantization import Int4WeightOnlyConfig as Int4
+
+    formats = ("tile_packed_to_4d", "plain")
+    return [
+        functools.partial(Int4, group_size=scales.group, int4_packing_format=packed, set_inductor_config=False)
+        for packed in formats
+    ]
+
+
+def _int4(device: torch.device, scales: Scales) -> list[Config]:
+    """Activations are int8 on CPUs; float8 on GPUs, where torchao packs no int4 weights for int8 activations."""
+    if device.type == "cpu":
+        from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as Int4
+
+        return [lambda: Int4(group_size=scales.group, set_inductor_config=False)]
+    from torchao.quantization import Float8DynamicActivationInt4WeightConfig
+
+    return [Float8DynamicActivationInt4WeightConfig]
+
+
+def _granularity(scales: Scales) -> Any:
+    from torchao.quantization import PerRow, PerTensor
+
+    return PerRow() if scales.per_row else PerTensor()
+
+
+_TORCHAO: dict[str, Callable[[torch.device, Scales], list[Config]]] = {
+    "float8_weight_only": _float8_weight_only,
+    "int8_weight_only": _int8_weight_only,
+    "int4_weight_only": _int4_weight_only,
+    "float8": _float8,
+    "int8": _int8,
+    "int4": _int4,
+}
+
+
+def _instead(name: str, device: torch.device) -> str:
+    here = "" if device.type != "cpu" else ", or move the model to a GPU first, if it is meant to run there"
+    return f"try {'int4_weight_only or int8' if '4' in name else 'int8'}_weight_only{here}"

@@ -1,0 +1,322 @@
+"""The call around the user's pipeline: the same arguments, the same result object, on every rank.
+
+It binds the arguments, says no to what a patch pipeline cannot honour, makes sure that all ranks were called alike and
+draw the same numbers, maps progress bar and callbacks from micro-steps back to steps, and measures.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ditile.cache.agreement import Groups
+from ditile.distributed import env, rng
+from ditile.distributed.mesh import Communicators, build, local_rank, pick_device
+from ditile.distributed.trace import Event, write_chrome
+from ditile.distributed.transport import gather_json
+from ditile.errors import ModelError, StateError
+from ditile.hooks.kv_store import AgeChecks
+from ditile.hooks.opaque import uncompiled
+from ditile.hooks.quantized import quantized
+from ditile.plan.cost import Job
+from ditile.plan.plan import Facts, Plan, checked_plan
+from ditile.plan.schedule import Schedule
+from ditile.plan.shape import Shape, filled_call
+from ditile.runner.callbacks import StepEnd
+from ditile.runner.compose import MODELS, Composition, check_pipeline, compose, move
+from ditile.runner.report import Report
+from ditile.runner.table import describe, describe_whole
+from ditile.runner.watch import Watch
+
+LOG = logging.getLogger("ditile")
+
+
+class Runner:
+    """A pipeline under a plan. Call it as the pipeline is called.
+
+    Attributes:
+        pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
+            Load LoRAs with `ditile.load_lora`: peft raises on a stage that none of a LoRA's blocks belong to.
+        plan: how it is divided.
+        mesh: this rank, its place on each axis, and the process groups of them.
+        devices: of each rank.
+        trace: whether the next call records a trace.
+        report: what the last call took on this rank; None before the first.
+    """
+
+    def __init__(self, composition: Composition, *, origin: torch.device, keep_weights: bool) -> None:
+        self.pipe, self.plan, self.mesh = composition.pipe, composition.plan, composition.mesh
+        self.trace = False
+        self.report: Report | None = None
+        self._parts, self._origin, self._keep = composition, origin, keep_weights
+        self._loras, self._quantized = self._lora_state(), quantized(composition.model)
+        self._restored = self._running = False
+        held = sum(p.numel() for p in composition.model.parameters())
+        everyone = gather_json([str(composition.device), held], self.mesh.everyone)
+        self.devices, self._held = [device for device, _ in everyone], [count for _, count in everyone]
+        self._advised: str | None = None
+        self._decisions: Groups | None = None
+        self._last: Shape | None = None  # the call itself may hold images and embeddings
+        self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
+        self._signature = inspect.signature(self.pipe.__call__)
+        parameters = self._signature.parameters.values()
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+
+    def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
+        """Generates, with the arguments and the result of `pipe(...)`.
+
+        Args:
+            output: "all" gives every rank the result; "first" decodes on rank 0 only, the others get None.
+
+        Raises:
+            ModelError: if an argument cannot be honoured exactly.
+            PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
+            StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
+                on several ranks raised in the middle of a picture, or the ranks were called with different arguments.
+        """
+        if self._restored:
+            raise StateError("this runner was restored; call ditile.parallelize again")
+        if self._running:
+            raise StateError("this runner is in the middle of a call; one at a time")
+        if self._parts.pipefusion.broken:
+            raise StateError(
+                "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
+                "ranks again. To stop a picture, set pipe._interrupt = True"
+            )
+        models = (getattr(self.pipe, name, None) for name in MODELS)
+        if not any(part is not None and uncompiled(part) is self._parts.model for part in models):
+            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
+        if output not in ("all", "first"):
+            raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        call |= call.pop(self._rest, {})
+        self._assert_alike(call, self._refuse(call))
+        self._check_call(call)
+        self._running = True
+        try:
+            return self._run(call, output)
+        finally:
+            self._running = False
+
+    def restore(self) -> None:
+        """Makes the pipeline what it was before `parallelize`, bit for bit.
+
+        Raises:
+            StateError: if the weights of other stages or the text encoders were freed, or LoRAs were loaded, scaled
+                or fused since, or the model was quantized.
+        """
+        if self._restored:
+            return
+        if self.plan.divides_weights and not self._keep:
+            raise StateError(
+                "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
+            )
+        if self._parts.encoders.freed:
+            raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
+        before, now = self._loras, self._lora_state()
+        if self.plan.divides_weights and now != before:
+            raise StateError(
+                f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
+                "not in the blocks that were kept aside; set them back to what they were"
+            )
+        if self.plan.divides_weights and quantized(self._parts.model) != self._quantized:
+            raise StateError(
+                "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
+                "quantize it before"
+            )
+        self._parts.sharded.undo()
+        self._parts.seats.refill()
+        self._parts.encoders.refill()
+        move(self.pipe, self._origin)
+        self.mesh.close()
+        self._restored = True
+
+    def reports(self) -> list[dict[str, Any]]:
+        """`report` of every rank as JSON types, in rank order, on every rank. All ranks must call it.
+
+        Raises:
+            StateError: before the first call.
+        """
+        if self.report is None:
+            raise StateError("there is no report before the first call")
+        return gather_json(self.report.to_dict(), self.mesh.everyone)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
+
+        Raises:
+            StateError: if the last call recorded no trace.
+        """
+        if not self.trace:
+            raise StateError("no trace was recorded; set runner.trace = True before the call")
+        events = gather_json(self._parts.trace.events() + self._parts.trace.waits(), self.mesh.everyone)
+        if self.mesh.rank == 0:
+            write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
+
+    def job(self) -> Job | None:
+        """The last call, or before it the pipeline's default one, as numbers; None without a spec."""
+        if not self._parts.spec.blocks:
+            return None
+        parts, shape = self._parts, self._last or self._shape({})
+        if self.report is not None and self.report.text_tokens is not None:
+            shape = replace(shape, text=self.report.text_tokens)
+        return Job(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
+
+    def __str__(self) -> str:
+        """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
+        name, job = type(self.pipe).__name__, self.job()
+        if job is None:
+            return describe_whole(name, type(self._parts.model).__name__, self.plan, self.devices, self._held)
+        return describe(name, job, self.devices, self._held)
+
+    def _run(self, call: dict[str, Any], output: str) -> Any:
+        parts = self._parts
+        generators = rng.sources(call.get("generator"), parts.device)
+        watch = Watch(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
+        rng.share(generators, 0, self.mesh.everyone, self.mesh.traffic)
+        with ExitStack() as stack:
+            ends = StepEnd(self.pipe, self.mesh, call, parts.device, watch)
+            hooks = ends.install(stack, call)
+            first = output == "first"
+            if parts.caches and self._decisions is None:
+                self._decisions = Groups.of(self.plan, self.mesh, parts.device)
+            decisions = self._decisions if parts.caches else None
+            loop = stack.enter_context(parts.installed(hooks, call, decisions, first=first))
+            ends.loop = loop
+            if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
+                call["output_type"] = "latent"
+            # the first rank of each replica decodes its images, or every rank its rows
+            result = self._kind.__call__(self.pipe, **call)
+        last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
+        rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
+        self.report = watch.report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.caches))
+        return None if first and self.mesh.rank != 0 else result
+
+    def _refuse(self, call: Mapping[str, Any]) -> str | None:
+        """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
+        if self._parts.calls_whole_model:
+            return None
+        reason = self._parts.spec.refuse(self.pipe, call)
+        if self._parts.spec.blocks:  # else every rank steps whole images
+            reason = reason or _refuse_whole_image(self.pipe, call)
+        return reason or self._parts.refuse()
+
+    def _check_call(self, call: Mapping[str, Any]) -> None:
+        """Says no before anything runs to what this call does not allow; the size counts if it is the one asked for."""
+        if not self._parts.spec.blocks:
+            return
+        shape = self._shape(call)
+        facts = replace(shape.facts(type(self._parts.model).__name__), text=0)  # embeddings may have any length
+        if self._parts.calls_whole_model:
+            facts = Facts(branches=facts.branches)
+        if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
+            facts = replace(facts, rows=None)
+        self.plan.check(facts)
+        self._last, own = shape, shape.shared_out(self.plan)
+        advice = self.plan.advice(Schedule.of(self.plan, shape.steps, own.batch).bound(own.calls))
+        if advice != self._advised and advice is not None and self.mesh.rank == 0:
+            LOG.warning(advice)
+        self._advised = advice
+
+    def _shape(self, call: Mapping[str, Any]) -> Shape:
+        config: Any = self._parts.model.config
+        scale = self.pipe.vae_scale_factor
+        size = next(self._parts.model.parameters()).element_size()
+        return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
+
+    def _assert_alike(self, call: Mapping[str, Any], refused: str | None) -> None:
+        """A rank that says no, or was called with another prompt or size, would hang the others or spoil all."""
+        plain: dict[str, Any] = {
+            name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
+        }
+        plain["cache"] = [context.said for cache in self._parts.caches for context in cache.contexts]
+        plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
+        answers = gather_json([refused, plain], self.mesh.everyone)
+        for reason, _ in answers:
+            if reason:
+                raise ModelError(reason)
+        everyone = [theirs for _, theirs in answers]
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                name = next(n for n in {*theirs, *everyone[0]} if theirs.get(n) != everyone[0].get(n))
+                raise StateError(
+                    f"rank {rank} was called with {name}={theirs.get(name)!r} and rank 0 with "
+                    f"{everyone[0].get(name)!r}; call all ranks alike"
+                )
+
+    def _lora_state(self) -> tuple[list[str], list[Any]]:
+        """The names of all LoRAs, and what peft's layers on this stage do with them."""
+        transformer = self._parts.model
+        layers = [layer for layer in transformer.modules() if hasattr(layer, "merged_adapters")]
+        does = ("scaling", "active_adapters", "merged_adapters", "disable_adapters")
+        state = [[copy.copy(getattr(layer, name, None)) for name in does] for layer in layers]
+        return sorted(getattr(transformer, "peft_config", {})), state
+
+
+def parallelize(
+    pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
+    text_after: Literal["keep", "offload", "free"] = "keep",
+    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
+    checks: AgeChecks | None = None, groups: Communicators | None = None,
+) -> Runner:  # fmt: skip
+    """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
+
+    Args:
+        pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
+        plan: how to divide; `Plan()` is one rank.
+        device: this rank's device; by default its GPU, else the CPU. A GPU becomes torch's current one.
+        keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
+        text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
+            call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
+        attention: the kernel of all attention that is handed over, as diffusers names it; by default as the pipeline
+            has it.
+        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
+            class, where it has no `ModelSpec`.
+        compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
+        checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
+        groups: process groups that runners share which run one at a time; by default its own.
+
+    Raises:
+        PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
+        ModelError: if `pipe` is no pipeline or cannot be divided so, or the kernel or the table of splits will not do.
+        StateError: if the pipeline was divided before, and not restored.
+        JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
+    """
+    plan = Plan() if plan is None else checked_plan(plan)
+    check_pipeline(pipe)
+    chosen = pick_device(device, local_rank())
+    mesh = build(plan, groups, chosen)
+    origin = torch.device(pipe.device)
+    composition = compose(
+        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
+        cp_plan=cp_plan, compile=compile,
+    )  # fmt: skip
+    mesh.connect(plan, chosen)
+    composition.pipefusion.connect(chosen)
+    if checks is None and env.checks():
+        checks = AgeChecks()
+    composition = replace(composition, checks=checks)
+    return Runner(composition, origin=origin, keep_weights=keep_weights)
+
+
+def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Statistics of the whole prediction are not exact on one that is partly stale, nor on a patch."""
+    if call.get("guidance_rescale"):
+        return (
+            f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "
+            "stale in a patch pipeline; leave it at 0"
+        )
+    scheduler = type(pipe.scheduler).__name__
+    if pipe.scheduler.config.get("thresholding"):
+        return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
+    if pipe.scheduler.config.get("noise_sampler_seed") is not None:
+        return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
+    return None

@@ -1,0 +1,257 @@
+"""Pipelines that step unusually, and transformers without one: what a step and a branch are there, and what is told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SkyReelsV2DiffusionForcingPipeline,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
+)
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+import ditile
+from ditile import BlockAdapter, DBCacheConfig, TaylorSeerCalibratorConfig
+from ditile.cache.cached import IdleCacheWarning, cached
+from ditile.cache.step_mask import preset
+from ditile.errors import ModelError
+from ditile.runner import caching
+from tests.families import FAMILIES, TEXT, noise
+from tests.hooks.compiling import Counting
+from tests.more_families import EVERY
+from tests.parallel.sequence.planned import Denoising, denoising, draw, wan_pipeline
+from tests.runner.cases import MAKE, different, run, same
+from tests.tiny import quiet, randomise
+
+STEPS, SPARE = 6, 2
+CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+REST = list(range(SPARE, STEPS))
+
+
+def skipped(target: Any) -> list[list[int]]:
+    return [each.skipped for report in caching.summary(target, logging=False) for each in report.decisions]
+
+
+def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
+    """Diffusion forcing steps a copy for each frame, the scheduler never; its calls have names. A failure means that
+    every call is taken for one more branch of guidance, so that nothing is left out."""
+    parts = {
+        "vae": AutoencoderKLWan(
+            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ).eval(),
+        "transformer": randomise(
+            SkyReelsV2Transformer3DModel(
+                patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+                text_dim=16, freq_dim=256, ffn_dim=32, num_layers=3, cross_attn_norm=True,
+                qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+            ), 0, 1.0,
+        ),
+        "scheduler": UniPCMultistepScheduler(
+            flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction"
+        ),
+    }  # fmt: skip
+    pipe = quiet(SkyReelsV2DiffusionForcingPipeline(tokenizer=None, text_encoder=None, **parts))
+
+    def frames(steps: int = STEPS) -> Any:
+        return pipe(
+            None, prompt_embeds=noise(1, TEXT, 16, seed=1), negative_prompt_embeds=noise(1, TEXT, 16, seed=2),
+            height=16, width=16, num_frames=9, num_inference_steps=steps, output_type="latent", overlap_history=17,
+            generator=torch.Generator().manual_seed(0),
+        ).frames  # fmt: skip
+
+    plain = frames()
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    same(frames(), plain)
+    ditile.enable_cache(pipe, CACHE)
+    different(frames(), plain)
+    assert skipped(pipe) == [REST] * 2, "two branches"
+    frames(20)
+    assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and cached(pipe.transformer).bytes == 0
+    ditile.disable_cache(pipe)
+    assert "cache_context" not in vars(pipe.transformer)
+    same(frames(), plain)
+
+
+class Looks(Denoising):  # type: ignore[misc]
+    """Shows its transformer something before the timesteps are set, as pipelines do with images that they are given."""
+
+    def __call__(self, latents: Any, inputs: dict[str, Any], num_inference_steps: int = STEPS) -> Any:
+        self.transformer(hidden_states=latents, timestep=torch.zeros(len(latents)), return_dict=False, **inputs)
+        return super().__call__(latents, inputs, num_inference_steps)
+
+
+def test_a_call_before_the_timesteps_is_no_step() -> None:
+    """A failure means that it begins a picture of the scheduler's last or thousand timesteps, which no mask fits."""
+    made, call = denoising("ltx", 3, 5, 7)
+    pipe = quiet(Looks(made.transformer, made.scheduler))
+    plain = pipe(**call).images
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    same(pipe(**call).images, plain)
+    mask = [1, 1, 0, 1, 0, 1]
+    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=mask, steps_computation_policy="static"))
+    for _ in range(2):
+        pipe(**call)
+        assert {tuple(each) for each in skipped(pipe)} == {(2, 4)}
+
+
+class Preset(Denoising):  # type: ignore[misc]
+    """Goes over the timesteps that its scheduler has."""
+
+    @torch.no_grad()
+    def __call__(self, latents: Any, inputs: dict[str, Any]) -> Any:
+        for t in self.scheduler.timesteps:
+            out = self.transformer(hidden_states=latents, timestep=t.expand(2) / 1000, return_dict=False, **inputs)[0]
+            latents = self.scheduler.step(out, t, latents, return_dict=False)[0]
+        return latents
+
+
+def test_timesteps_that_were_set_before_the_call() -> None:
+    """A failure means that nothing is left out, in silence, where a pipeline does not set them itself. Its first step
+    of all is taken for a look at something."""
+    model = FAMILIES["WanTransformer3DModel"].make()
+    pipe = quiet(Preset(model, DDIMScheduler(clip_sample=False)))
+    pipe.scheduler.set_timesteps(STEPS)
+    latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
+    plain = pipe(latents, inputs)
+    ditile.enable_cache(pipe, CACHE)
+    for late in (1, 0, 0):
+        different(pipe(latents, inputs), plain)
+        assert skipped(pipe) == [list(range(SPARE, STEPS - late))] * 2
+    pipe.scheduler.set_timesteps(STEPS)
+    different(pipe(latents, inputs), plain)
+    assert skipped(pipe) == [REST] * 2
+
+
+def test_guidance_by_two_calls_without_a_pipeline() -> None:
+    """Nothing counts steps there, so the user says it, at once or later. A failure means that the two branches are
+    successive steps, each judged by the other's probe and given the other's residual."""
+    model = wan_pipeline()[0].transformer
+    texts = draw(1, 9, 16, seed=1), draw(1, 9, 16, seed=2)
+
+    def loop() -> torch.Tensor:
+        latents = draw(1, 4, 1, 6, 10, seed=3)
+        with torch.no_grad():
+            for k in range(STEPS):
+                time = torch.tensor([900 - 100 * k])
+                one, other = (model(latents, time, text, return_dict=False)[0] for text in texts)
+                latents = latents - 0.1 * (other + 3 * (one - other))
+        return latents
+
+    plain, config = loop(), CACHE.reset(num_inference_steps=STEPS)
+    ditile.enable_cache(BlockAdapter(transformer=model, has_separate_cfg=True), config)
+    wanted = loop()
+    different(wanted, plain)
+    assert skipped(model) == [REST] * 2
+    ditile.enable_cache(model, config.reset(enable_separate_cfg=True))
+    same(loop(), wanted)
+    ditile.enable_cache(model, config)
+    different(loop(), wanted)
+    ditile.refresh_context(model, enable_separate_cfg=True)
+    same(loop(), wanted)
+    with pytest.raises(ModelError, match="a list of transformers and no pipe"):
+        ditile.enable_cache(BlockAdapter(transformer=[model, model]), config)
+
+
+def test_modes_of_a_model_remember_apart() -> None:
+    """Qwen-Image 2.1 runs prefix and picture through its blocks in one mode, and the picture alone in the next, called
+    with tensors of the same shapes. A failure means that what was remembered in one mode is continued in the other."""
+    name = "QwenImage21Transformer2DModel"
+    model, text, side = EVERY[name].make(), 6, 4
+    widths = model.config.in_channels, model.config.context_in_dim
+    mask = torch.cat([torch.zeros(1, text, dtype=torch.bool), torch.ones(1, side * side // 4, dtype=torch.bool)], 1)
+
+    def loop() -> torch.Tensor:
+        memory, latents = QwenImage21KVCache(len(model.transformer_blocks)), draw(1, side * side, widths[0])
+        with torch.no_grad():
+            for k in range(STEPS):
+                out = model(
+                    hidden_states=latents, timestep=torch.tensor([1 - k / STEPS]), img_mask=mask,
+                    encoder_hidden_states=draw(1, text, widths[1], seed=1), img_shapes=[[(1, side, side)]],
+                    encoder_hidden_states_mask=torch.ones(1, text, dtype=torch.bool), kv_cache=memory,
+                    kv_cache_mode="cached" if k else "extract", return_dict=False,
+                )[0]  # fmt: skip
+                latents = latents - 0.1 * out[:, -side * side :]
+        return latents
+
+    plain = loop()
+    config = CACHE.reset(num_inference_steps=STEPS, max_warmup_steps=1)
+    ditile.enable_cache(model, config.reset(residual_diff_threshold=1e-12))
+    same(loop(), plain)
+    ditile.enable_cache(model, config, TaylorSeerCalibratorConfig())
+    different(loop(), plain)
+    assert skipped(model) == [[], list(range(2, STEPS))], "the first step of each mode computes"
+
+
+def test_masks_are_of_the_generation_whichever_transformer_it_calls() -> None:
+    """And what was saved is a share of the steps in which a transformer ran. A failure means that the second one of Wan
+    2.2 leaves out the last step, or that its savings are understated."""
+    pipe, call = wan_pipeline()
+    call["num_inference_steps"] = 20
+    mask = preset("fast", 20)
+    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask="fast", steps_computation_policy="static"))
+    pipe(**call, generator=torch.Generator().manual_seed(0))
+    first, second = caching.summary(pipe, logging=False)
+    assert first.steps + second.steps == 20 and min(first.steps, second.steps) > 4
+    for report, start in ((first, 0), (second, first.steps)):
+        wanted = [k for k in range(report.steps) if not mask[start + k] and k]
+        assert report.cached_steps == wanted
+        assert report.saved == pytest.approx(len(wanted) / report.steps * report.middle / report.blocks)
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_pictures_whose_steps_must_all_compute_are_told_of(steps: int) -> None:
+    """As of distilled models: the default warmup is longer than their pictures. A failure means silence."""
+    pipe = MAKE["flux"]()
+    ditile.enable_cache(pipe)
+    with pytest.warns(IdleCacheWarning, match=f"all {steps} steps compute then.*try max_warmup_steps=1$"):
+        run(pipe, "flux", num_inference_steps=steps)
+    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, max_cached_steps=0))
+    with pytest.warns(IdleCacheWarning, match="let mask and limits leave some out"):
+        run(pipe, "flux", num_inference_steps=steps)
+    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.0))
+    run(pipe, "flux", num_inference_steps=steps)  # a threshold of 0 says so itself
+
+
+def test_new_settings_of_a_model_without_rows() -> None:
+    """Its batch decides as one, whatever they say. A failure means that rows are cut that are not there."""
+    family = EVERY["ErnieImageTransformer2DModel"]
+    call = family.inputs()
+    latents = call.pop("hidden_states")
+    del call["timestep"]
+    pipe = quiet(Denoising(family.make(), FlowMatchEulerDiscreteScheduler()))
+    ditile.enable_cache(pipe, CACHE)
+    pipe(latents, call, STEPS)
+    wanted = skipped(pipe)
+    ditile.refresh_context(pipe, cache_config=copy.copy(CACHE).reset(couple="row"))
+    pipe(latents, call, STEPS)
+    assert skipped(pipe) == wanted == [REST]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_transformer_alone(fullgraph: bool) -> None:
+    """Its blocks are compiled in its place. A failure means that a cache takes the compilation away without a word."""
+    pipe, call = denoising("ltx", 3, 5, 7)
+    model, counting = pipe.transformer, Counting()
+    compiled = torch.compile(model, backend=counting, fullgraph=fullgraph)
+
+    def loop(target: Any) -> torch.Tensor:
+        latents = call["latents"]
+        with torch.no_grad():
+            for k in range(STEPS):
+                time = torch.full((len(latents),), 0.9 - 0.1 * k)
+                latents = latents - 0.1 * target(latents, timestep=time, return_dict=False, **call["inputs"])[0]
+        return latents
+
+    ditile.enable_cache(model, CACHE.reset(num_inference_steps=STEPS))
+    wanted = loop(model)
+    assert not counting.take()
+    ditile.enable_cache(compiled, CACHE.reset(num_inference_steps=STEPS))
+    same(loop(compiled), wanted)
+    assert set(counting.take()) == {"LTXVideoTransformerBlock"}

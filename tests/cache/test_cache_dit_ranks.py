@@ -1,0 +1,89 @@
+"""What scripts for cache-dit say of several ranks and of kernels, with `import ditile as cache_dit`, on a tiny FLUX.
+
+A failure would mean that a script which runs there does not run here, or that ranks leave out other steps than one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+import ditile as cache_dit
+from ditile import DBCacheConfig, ModelError, ParallelismConfig
+from tests.cache.test_cache_dit_scripts import flux, left_out, picture
+from tests.pool import Pool
+
+
+def config_of(**parallel: Any) -> dict[str, Any]:
+    return {
+        "cache_config": DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.12),
+        "parallelism_config": ParallelismConfig(**parallel),
+    }
+
+
+def on_rank(sizes: dict[str, Any]) -> tuple[Any, list[list[int]]]:
+    """A picture of a pipeline that is called as ever, on every rank."""
+    pipe = flux(2, 4)
+    cache_dit.enable_cache(pipe, **config_of(**sizes))
+    return picture(pipe, 14), left_out(pipe)
+
+
+PLAN_OF_FLUX = {
+    "": {
+        "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
+        "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
+        "img_ids": ContextParallelInput(split_dim=0, expected_dims=2, split_output=False),
+        "txt_ids": ContextParallelInput(split_dim=0, expected_dims=2, split_output=False),
+    },
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_size": 2},
+    "ulysses anything": {"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": True}},
+    "async projections": {"ulysses_size": 2, "parallel_kwargs": {"experimental_async_qkv_proj": True}},
+    "native attention": {"ulysses_size": 2, "parallel_kwargs": {"attention_backend": "native"}},
+    "tensor parallel": {"tp_size": 2},
+    "a plan of its own": {"ulysses_size": 2, "parallel_kwargs": {"cp_plan": PLAN_OF_FLUX}},
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_ranks(pool: Pool, name: str) -> None:
+    """The picture of one process, up to the order of sums, and its steps."""
+    pipe = flux(2, 4)
+    cache_dit.enable_cache(pipe, cache_config=config_of()["cache_config"])
+    wanted, steps = picture(pipe, 14), left_out(pipe)
+    for latents, found in pool.run(on_rank, 2, PARALLEL[name]):
+        assert found == steps != [[]]
+        assert torch.allclose(latents, wanted, rtol=1e-4, atol=1e-4)
+
+
+def refused_on_rank(backend: str) -> str:
+    pipe = flux(1, 1)
+    with pytest.raises(ModelError) as caught:
+        cache_dit.enable_cache(
+            pipe,
+            parallelism_config=ParallelismConfig(
+                ulysses_size=2,
+                parallel_kwargs={
+                    "attention_backend": backend,
+                },
+            ),
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["flash", "sage", "_native_cudnn"])
+def test_kernels_that_are_absent(pool: Pool, backend: str) -> None:
+    for said in pool.run(refused_on_rank, 2, backend):
+        assert re.fullmatch(rf"attention={backend} cannot run on cpu in float32 \(.*\); try native", said), said
+
+
+def test_without_ranks_the_sizes_are_refused() -> None:
+    with pytest.raises(cache_dit.PlanError, match="2"):
+        cache_dit.enable_cache(flux(1, 1), parallelism_config=ParallelismConfig(ulysses_size=2))

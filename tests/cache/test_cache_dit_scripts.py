@@ -1,0 +1,336 @@
+"""What scripts for cache-dit say, with `import ditile as cache_dit`: each snippet of its guides, on tiny pipelines.
+
+Model, device and prompt are replaced, and nothing else. A failure would mean that a script which runs there does not
+run here, or runs and leaves nothing out. What needs a kernel or a card that is absent says so in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+
+import ditile as cache_dit
+from ditile import (
+    BlockAdapter,
+    DBCacheConfig,
+    DBPruneConfig,
+    ForwardPattern,
+    ModelError,
+    ParamsModifier,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.cache.cached import IdleCacheWarning
+from ditile.hooks.quantized import quantized
+from tests import tiny
+from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
+from tests.runner.cases import same
+from tests.runner.loras import folder_of
+
+
+def flux(double: int = 4, single: int = 8) -> Any:
+    """So that steps change as little as those of a trained model."""
+    pipe = tiny.flux(double, single)
+    tiny.randomise(pipe.transformer, gain=0.3)
+    return pipe
+
+
+def picture(pipe: Any, steps: int = 28) -> Any:
+    return pipe(**tiny.arguments("flux", num_inference_steps=steps)).images
+
+
+def left_out(pipe: Any) -> list[list[int]]:
+    """The cached steps of each context."""
+    return [report.cached_steps for report in cache_dit.summary(pipe, logging=False)]
+
+
+def test_one_line_on_a_pipeline_with_two_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    vae = AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False] * 3
+    )
+    pipe = tiny.quiet(
+        QwenImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            vae=vae.eval(),
+            text_encoder=None,
+            tokenizer=None,
+            transformer=tiny.randomise(qwen(1, 1, 1)[0], gain=0.3),
+        )  # fmt: skip
+    )
+    mask = torch.ones(1, 5, dtype=torch.int64)
+    call: dict[str, Any] = {
+        "prompt_embeds": draw(1, 5, 16), "prompt_embeds_mask": mask, "negative_prompt_embeds": draw(1, 5, 16, seed=1),
+        "negative_prompt_embeds_mask": mask, "true_cfg_scale": 4.0, "height": 64, "width": 64,
+        "num_inference_steps": 20, "output_type": "latent",
+    }  # fmt: skip
+    plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+
+    cache_dit.enable_cache(pipe)
+    pipe(**call, generator=torch.Generator().manual_seed(0))
+    stats = cache_dit.summary(pipe)
+    cache_dit.disable_cache(pipe)
+
+    assert {each.branch for each in stats[0].decisions} == {0, 1} and stats[0].cached_steps
+    assert "what the cache left out" in capsys.readouterr().out
+    same(pipe(**call, generator=torch.Generator().manual_seed(0)).images, plain)
+
+
+def test_a_block_adapter_of_flux() -> None:
+    """Since diffusers 0.35 single blocks return text and image too, which is said; the right pattern is used."""
+    pipe = flux()
+    with pytest.warns(UserWarning, match="ForwardPattern.Pattern_1 is used"):
+        cache_dit.enable_cache(
+            BlockAdapter(
+                pipe=pipe,
+                transformer=pipe.transformer,
+                blocks=[
+                    pipe.transformer.transformer_blocks,
+                    pipe.transformer.single_transformer_blocks,
+                ],
+                forward_pattern=[
+                    ForwardPattern.Pattern_1,
+                    ForwardPattern.Pattern_3,
+                ],
+            ),
+        )
+    picture(pipe)
+    assert left_out(pipe)[0]
+
+
+def test_a_block_adapter_of_wan() -> None:
+    """Each transformer has its own settings and counts its own steps."""
+    pipe, call = wan_pipeline()
+    for transformer in (pipe.transformer, pipe.transformer_2):
+        tiny.randomise(transformer, gain=0.3)
+    cache_dit.enable_cache(
+        BlockAdapter(
+            pipe=pipe,
+            transformer=[
+                pipe.transformer,
+                pipe.transformer_2,
+            ],
+            blocks=[
+                pipe.transformer.blocks,
+                pipe.transformer_2.blocks,
+            ],
+            forward_pattern=[
+                ForwardPattern.Pattern_2,
+                ForwardPattern.Pattern_2,
+            ],
+            params_modifiers=[
+                ParamsModifier(
+                    cache_config=DBCacheConfig().reset(
+                        max_warmup_steps=4,
+                        max_cached_steps=8,
+                    ),
+                ),
+                ParamsModifier(
+                    cache_config=DBCacheConfig().reset(
+                        max_warmup_steps=2,
+                        max_cached_steps=20,
+                    ),
+                ),
+            ],
+            has_separate_cfg=True,
+        ),
+        cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=1.0),  # the model has two blocks
+    )
+    pipe(**call | {"num_inference_steps": 20})
+    first, second = left_out(pipe)
+    assert first[0] == 4 and len(first) <= 8 and second[0] == 2 and len(first) != len(second)
+
+
+def test_a_block_adapter_that_looks_for_itself() -> None:
+    pipe, call = wan_pipeline()
+    pipe.register_modules(transformer_2=None)
+    pipe.register_to_config(boundary_ratio=None)
+    cache_dit.enable_cache(
+        BlockAdapter(
+            pipe=pipe,
+            auto=True,  # 启用自动模式
+            forward_pattern=ForwardPattern.Pattern_2,
+            allow_prefixes=["transformer", "blocks"],
+            blocks_policy="max",
+        ),
+        cache_config=DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=1.0),
+    )
+    pipe(**call)
+    assert left_out(pipe) == [[2, 3]]
+
+
+def test_a_lora(tmp_path: Path) -> None:
+    """Kept beside the weights or fused into them, the same steps are left out."""
+    found = []
+    folder_of("flux", tmp_path)
+    for fuse in (False, True):
+        pipe = tiny.flux()
+        pipe.load_lora_weights(str(tmp_path), weight_name="one.safetensors")
+        if fuse:
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
+        cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.7))
+        found.append((picture(pipe, 12), left_out(pipe)))
+    assert found[0][1] == found[1][1] != [[]]
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
+
+
+CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "DBCache": lambda: {
+        "cache_config": DBCacheConfig(
+            max_warmup_steps=8,
+            max_cached_steps=-1,
+            Fn_compute_blocks=8,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=0.12,
+        )
+    },
+    "DBPrune": lambda: {
+        "cache_config": DBPruneConfig(
+            max_warmup_steps=8,
+            Fn_compute_blocks=8,
+            Bn_compute_blocks=8,
+            residual_diff_threshold=0.12,
+            enable_dynamic_prune_threshold=True,
+            non_prune_block_ids=list(range(16, 24)),
+        )
+    },
+    "TaylorSeer": lambda: {
+        "cache_config": DBCacheConfig(
+            Fn_compute_blocks=8,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=0.12,
+        ),
+        "calibrator_config": TaylorSeerCalibratorConfig(
+            taylorseer_order=1,
+        ),
+    },
+    "SCM": lambda: {
+        "cache_config": DBCacheConfig(
+            Fn_compute_blocks=8,
+            Bn_compute_blocks=0,
+            max_warmup_steps=6,
+            residual_diff_threshold=0.12,
+            steps_computation_mask=cache_dit.steps_mask(
+                compute_bins=[6, 1, 1, 1, 1],
+                cache_bins=[1, 2, 5, 5, 5],
+            ),
+            steps_computation_policy="dynamic",
+        ),
+        "calibrator_config": TaylorSeerCalibratorConfig(
+            taylorseer_order=1,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config(name: str) -> None:
+    """The model has as many blocks as the settings need: 8 + 16 for F8B8 and eight blocks that are not pruned."""
+    pipe = flux(8, 24) if name == "DBPrune" else flux()
+    wanted = CONFIGS[name]()
+    cache_dit.enable_cache(pipe, **wanted)
+    picture(pipe)
+    (report,) = cache_dit.summary(pipe, logging=False)
+    assert report.saved > 0 and report.settings == cache_dit.strify(
+        wanted["cache_config"], wanted.get("calibrator_config")
+    )
+    if name == "DBPrune":
+        assert report.middle == 32 - 8 - 8 - 8
+    mask = wanted["cache_config"].steps_computation_mask
+    if mask is not None:
+        assert len(mask) == 28 and not any(mask[step] for step in report.cached_steps)
+
+
+def test_differences_help_to_choose_a_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = flux()
+    cache_dit.enable_cache(pipe)
+    picture(pipe)
+    cache_dit.summary(pipe, details=True)
+    assert "p95" in capsys.readouterr().out
+
+
+def test_fields_that_are_not_known_are_an_error() -> None:
+    with pytest.raises(ModelError, match="did you mean Fn_compute_blocks"):
+        DBCacheConfig(Fn_compute_block=8)
+
+
+def test_settings_that_leave_no_block_are_said() -> None:
+    """Twelve blocks, and all of them probe. Where warnings are errors nothing was changed."""
+    pipe = flux()
+    before = [vars(block).get("forward") for block in pipe.transformer.transformer_blocks]
+    with pytest.warns(IdleCacheWarning, match="all 12 blocks of .* always compute then.*try Fn_compute_blocks=2$"):
+        cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=12))
+    picture(pipe, 2)
+    assert cache_dit.summary(pipe, logging=False) == []
+    cache_dit.disable_cache(pipe)
+    with pytest.raises(IdleCacheWarning):
+        cache_dit.enable_cache(pipe, cache_config=DBPruneConfig(Fn_compute_blocks=1, non_prune_block_ids=range(1, 12)))
+    assert [vars(block).get("forward") for block in pipe.transformer.transformer_blocks] == before
+
+
+# Quantization
+
+
+def test_weights_of_eight_bits() -> None:
+    pipe = flux(1, 1)
+    cache_dit.quantize(
+        pipe.transformer,
+        quant_type="float8_weight_only",
+    )
+    assert quantized(pipe.transformer)
+    picture(pipe, 2)
+
+
+def test_layers_that_are_not_quantized() -> None:
+    pipe = flux(1, 1)
+    cache_dit.quantize(
+        pipe.transformer,
+        quant_type="float8_weight_only",
+        exclude_layers=["embedder", "embed"],
+        per_row=True,
+    )
+    assert quantized(pipe.transformer) and not any("embed" in name for name in quantized(pipe.transformer))
+
+
+def test_activations_of_eight_bits_need_a_card() -> None:
+    """Weights in bfloat16, as scripts have them; in float32 the dtype is what is said first."""
+    pipe = flux(1, 1)
+    with pytest.raises(
+        ModelError, match="quant_type=float8 with per_row=True needs bfloat16, and the weights are float32"
+    ):
+        cache_dit.quantize(pipe.transformer, quant_type="float8")
+    pipe.transformer.to(torch.bfloat16)
+    with pytest.raises(ModelError, match="quant_type=float8 cannot run on cpu in bfloat16 .*; try int8_weight_only"):
+        cache_dit.quantize(pipe.transformer, quant_type="float8")
+    assert not quantized(pipe.transformer)
+
+
+# torch.compile: graphs are captured, and run op by op
+
+
+def test_compiled_with_a_cache() -> None:
+    plain = flux(1, 3)
+    cache_dit.enable_cache(plain, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.12))
+    wanted, pipe = picture(plain, 14), flux(1, 3)
+    torch.compiler.reset()
+
+    cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.12))
+    cache_dit.set_compile_configs()
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+
+    same(picture(pipe, 14), wanted)
+    assert left_out(pipe) == left_out(plain) != [[]]
+
+
+def test_compiled_weights_of_eight_bits() -> None:
+    plain, pipe = flux(1, 1), flux(1, 1)
+    for each in (plain, pipe):
+        cache_dit.quantize(each.transformer, quant_type="int8_weight_only")
+    torch.compiler.reset()
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    same(picture(pipe, 2), picture(plain, 2))

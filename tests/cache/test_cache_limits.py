@@ -1,0 +1,96 @@
+"""Caches on every transformer of the table, without a pipeline.
+
+Where nothing may be left out the numbers are the model's own, and where something is, those of the same rule by hand
+(`hand.py`): both to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from ditile.cache.cached import cached
+from ditile.cache.config import DBCacheConfig, DBPruneConfig
+from ditile.models.block_lists import block_lists
+from ditile.runner import caching
+from tests.cache.hand import Hand, HandPrune
+from tests.more_families import EVERY
+from tests.parallel.pipefusion.moves import RUN, STEPS, calls, enable, outputs, skipped, tensors, untouched
+from tests.runner.cases import different, same
+
+CACHED, MIDDLE, ALWAYS = [1, 3], 0.06, 1.0
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
+
+F1 = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=0)
+F2B1 = F1.reset(Fn_compute_blocks=2, Bn_compute_blocks=1)
+PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0)
+
+
+class Made(NamedTuple):
+    """A transformer, and what it returns in each step."""
+
+    name: str
+    model: nn.Module
+    wanted: list[list[Tensor]]
+
+
+@pytest.fixture(scope="module", params=RUN)
+def made(request: pytest.FixtureRequest) -> Made:
+    model = EVERY[request.param].make()
+    return Made(request.param, model, outputs(request.param, model))
+
+
+@pytest.fixture(autouse=True)
+def off(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no cache to the next one."""
+    yield
+    if "made" in request.fixturenames:
+        caching.disable_cache(request.getfixturevalue("made").model)
+
+
+def test_nothing_left_out_is_the_model(made: Made) -> None:
+    """At threshold 0, where nothing is looked at; at 1e-12, where every step is measured, and computed; and after the
+    cache was taken off. A failure means that a cache changes a picture that it was told to leave alone."""
+    name, model, wanted = made
+    for config, threshold in ((F2B1, 0.0), (F2B1, 1e-12), (PRUNE, 1e-12)):
+        enable(model, config.reset(residual_diff_threshold=threshold))
+        same(outputs(name, model), wanted, f"{config} {threshold}")
+        assert not any(skipped(model))
+        found = [d for report in caching.summary(model, logging=False) for d in report.differences]
+        assert (len(found) >= STEPS - 1) == (threshold > 0)
+        assert cached(model).bytes == 0
+        caching.disable_cache(model)
+        untouched(model)
+    same(tensors(model(**next(calls(name)))), wanted[0], "the cache was taken off")
+
+
+def test_cached_steps_are_the_probe_and_what_was_added_before(made: Made) -> None:
+    """To the bit, with a threshold in the middle and with one that caches whatever it can. A failure means that a
+    stream is lost or belongs to another block, or that what is kept was written to."""
+    name, model, wanted = made
+    for config, threshold, steps in ((F1, MIDDLE, CACHED), (F2B1, ALWAYS, list(range(1, STEPS)))):
+        limit = 9e9 if threshold is ALWAYS else threshold
+        hand = Hand(model, block_lists(model), config.Fn_compute_blocks, config.Bn_compute_blocks, limit)
+        by_hand = outputs(name, hand)
+        assert hand.skipped == steps, f"{hand.differences}"
+        different(by_hand[1][0], wanted[1][0], "a cached step that is exact tells nothing")
+        enable(model, config.reset(residual_diff_threshold=threshold))
+        same(outputs(name, model), by_hand, f"{name} {threshold}")
+        assert skipped(model) == [steps]
+        caching.disable_cache(model)
+
+
+def test_pruned_blocks_add_what_they_added_before(made: Made) -> None:
+    """To the bit. A failure means that a block is compared with, or replaced by, another; for blocks of one stream
+    DBPrune raised a TypeError elsewhere."""
+    name, model, _ = made
+    hand = HandPrune(model, block_lists(model), threshold=MIDDLE)
+    by_hand = outputs(name, hand)
+    enable(model, PRUNE.reset(residual_diff_threshold=MIDDLE))
+    same(outputs(name, model), by_hand, name)
+    assert skipped(model) == [hand.cached.get(index, []) for index in range(len(hand.segments))]
+    assert any(hand.cached.values()) and len(hand.segments) >= 3

@@ -1,0 +1,366 @@
+"""What a cache keeps, forecasts and measures, and what is left of it, on real transformers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditile.cache.cached import IdleCacheWarning, cached
+from ditile.cache.config import (
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FoCaCalibratorConfig,
+    ParamsModifier,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.cache.dmd import DMD
+from ditile.cache.forecast import FoCa, Reuse, TaylorSeer
+from ditile.errors import ModelError, StateError
+from ditile.models.adapter import BlockAdapter
+from ditile.models.block_lists import block_lists
+from ditile.models.patterns import ForwardPattern
+from ditile.plan.spec import BlockList
+from ditile.runner import caching
+from tests.cache.hand import Hand, HandPrune, mean
+from tests.more_families import EVERY
+from tests.parallel.pipefusion.moves import MOVES, STEPS, calls, enable, moved, outputs, skipped, tensors
+from tests.runner.cases import different, same
+
+FLOWS = {
+    "image": "PixArtTransformer2DModel",
+    "image, text": "CogVideoXTransformer3DModel",
+    "text, image": "FluxTransformer2DModel",
+    "text, image; the last returns no text": "SD3Transformer2DModel",
+    "text, image; then both as one": "ChromaTransformer2DModel",
+}
+ALWAYS, DRIFT = 1.0, [(0, 1 + 0.05 * step) for step in range(8)]
+ROUND = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=ALWAYS)
+EARLY = ROUND.reset(max_warmup_steps=4)
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+
+
+def by_hand(name: str, model: nn.Module, moves: Any = DRIFT, **how: Any) -> tuple[list[list[Tensor]], Hand]:
+    hand = Hand(model, block_lists(model), **how)
+    return outputs(name, hand, moves), hand
+
+
+def with_cache(name: str, model: nn.Module, config: Any, calibrator: Any = None, moves: Any = DRIFT) -> list[Any]:
+    """What each step returns, and no buffer is left behind."""
+    enable(model, config.reset(num_inference_steps=len(moves)), calibrator)
+    found = outputs(name, model, moves)
+    assert cached(model).bytes == 0
+    return found
+
+
+MEMORIES: dict[str, tuple[Calibration, Callable[[], Any]]] = {
+    "TaylorSeer": (TaylorSeerCalibratorConfig(), lambda: TaylorSeer(1)),
+    "TaylorSeer of order 2": (TaylorSeerCalibratorConfig(taylorseer_order=2), lambda: TaylorSeer(2)),
+    "FoCa": (FoCaCalibratorConfig(), FoCa),
+    "DMD": (DMDCalibratorConfig(), DMD),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_calibrators_continue_what_was_computed(flow: str, kind: str) -> None:
+    """Four computed steps, and four that are forecast from them. A failure means that a forecast is given other steps
+    or streams than were computed, or feeds on forecasts."""
+    calibrator, memory = MEMORIES[kind]
+    name = FLOWS[flow]
+    model = EVERY[name].make()
+    wanted, hand = by_hand(name, model, threshold=9e9, spare=4, memory=memory)
+    reused, _ = by_hand(name, model, threshold=9e9, spare=4)
+    different(wanted[-1][0], reused[-1][0], "nothing was forecast")
+    for store in ("residual", "hidden"):
+        wanted, _ = by_hand(name, model, threshold=9e9, spare=4, memory=memory, hidden=store == "hidden")
+        same(with_cache(name, model, EARLY.reset(store=store), calibrator), wanted, f"{flow} {kind} {store}")
+        assert skipped(model) == [[4, 5, 6, 7]] == [hand.skipped]
+        caching.disable_cache(model)
+
+
+def test_a_line_is_known_as_soon_as_there_are_two_points() -> None:
+    """Regression: a first derivative was used from the fourth step on, and before that the last value."""
+    name = FLOWS["image"]
+    model = EVERY[name].make()
+    wanted, _ = by_hand(name, model, threshold=9e9, spare=2, memory=lambda: TaylorSeer(1))
+    reused, _ = by_hand(name, model, threshold=9e9, spare=2)
+    got = with_cache(name, model, ROUND.reset(max_warmup_steps=2), TaylorSeerCalibratorConfig())
+    same(got, wanted)
+    different(got[2][0], reused[2][0])
+
+
+def test_one_stream_may_be_forecast_alone() -> None:
+    name = FLOWS["image, text"]
+    model = EVERY[name].make()
+    image, text = (
+        TaylorSeerCalibratorConfig(enable_encoder_calibrator=False), TaylorSeerCalibratorConfig(enable_calibrator=False)
+    )  # fmt: skip
+    found = []
+    for calibrator in (None, image, text, TaylorSeerCalibratorConfig()):
+        found.append(with_cache(name, model, EARLY.reset(Bn_compute_blocks=1), calibrator)[-1][0])
+        caching.disable_cache(model)
+    for one in range(4):
+        for other in range(one):
+            different(found[one], found[other], f"{one} and {other}")
+
+
+@pytest.mark.parametrize("kind", ["DBCache", "DBPrune"])
+def test_what_is_kept_may_be_smaller(kind: str) -> None:
+    """A failure means that probes and residuals are kept in full, or that tokens lose their type."""
+    name = FLOWS["text, image"]
+    model = EVERY[name].make()
+    config = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=4) if kind == "DBPrune" else EARLY
+    kept = {}
+    for dtype in (None, "bfloat16"):
+        enable(model, config.reset(store_dtype=dtype, num_inference_steps=len(DRIFT)))
+        outputs(name, model, DRIFT)
+        kept[dtype] = cached(model).kept_bytes
+        caching.disable_cache(model)
+    assert kept["bfloat16"] * 2 == kept[None] > 0
+    if kind == "DBCache":
+        wanted, _ = by_hand(name, model, threshold=9e9, spare=4, memory=lambda: Reuse(torch.bfloat16))
+        same(with_cache(name, model, config.reset(store_dtype="bfloat16")), wanted)
+
+
+MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "of what is added": ({}, {}),
+    "of the tokens": ({"l1_hidden_states_diff_threshold": 0.0}, {"tokens": True}),
+    "of every second channel": (
+        {"downsample_factor": 2}, {"measure": lambda before, now: mean(before[..., ::2], now[..., ::2])}
+    ),
+    "of tokens that changed": (
+        {"important_condition_threshold": 0.014}, {"measure": lambda before, now: important(before, now, 0.014)}
+    ),
+}  # fmt: skip
+
+
+def important(before: Tensor, now: Tensor, least: float) -> float:
+    """Of those tokens alone whose own difference is more."""
+    own = (now - before).abs().sum(-1) / before.abs().sum(-1)
+    return mean(before[own > least], now[own > least]) if (own > least).any() else 0.0
+
+
+@pytest.mark.parametrize("how", MEASURES)
+@pytest.mark.parametrize("flow", ["image", "text, image"])
+def test_what_is_measured(flow: str, how: str) -> None:
+    """On an input that drifts away, so that it matters what a step is compared with: the last one that was computed."""
+    changes, mine = MEASURES[how]
+    name = FLOWS[flow]
+    model = EVERY[name].make()
+    _, measured = by_hand(name, model, **mine)
+    _, plain = by_hand(name, model)
+    assert (measured.differences == plain.differences) == (not changes)
+    threshold = 2.4 * measured.differences[0]  # what two or three steps change
+    wanted, hand = by_hand(name, model, threshold=threshold, **mine)
+    assert 3 <= len(hand.skipped) <= 6, hand.differences
+    set_to = {key: threshold for key in changes if key.startswith("l1")} or {"residual_diff_threshold": threshold}
+    same(with_cache(name, model, ROUND.reset(**{"residual_diff_threshold": 0.0, **changes, **set_to})), wanted, how)
+    [report] = caching.summary(model, logging=False)
+    assert skipped(model) == [hand.skipped]
+    found = [difference for _, difference in report.decisions[0].differences]
+    assert found == pytest.approx(hand.differences, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::ditile.cache.cached.IdleCacheWarning")
+def test_nothing_is_left_between_probe_and_tail() -> None:
+    """More blocks in front and behind than there are: all run, and nothing is kept."""
+    name = FLOWS["image"]
+    model = EVERY[name].make()
+    wanted = outputs(name, model)
+    for config in (ROUND, DBPruneConfig(max_warmup_steps=0, residual_diff_threshold=ALWAYS)):
+        for first, last in ((4, 0), (1, 3), (3, 3), (8, 0), (2, 9)):
+            idle = config.reset(Fn_compute_blocks=first, Bn_compute_blocks=last)
+            with pytest.warns(IdleCacheWarning, match="nothing can be left out"):
+                got = with_cache(name, model, idle, moves=MOVES)
+            same(got, wanted, f"F{first} B{last}")
+            assert not any(skipped(model))
+    with pytest.warns(IdleCacheWarning):
+        enable(model, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0, non_prune_block_ids=[1, 2, 3]))
+    same(outputs(name, model), wanted, "no block may be pruned")
+
+
+def test_blocks_that_are_not_pruned() -> None:
+    name = FLOWS["text, image"]
+    model = EVERY[name].make()
+    hand = HandPrune(model, block_lists(model), 1, 1, threshold=9e9, never=(2,))
+    wanted = outputs(name, hand)
+    config = DBPruneConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=ALWAYS,
+        non_prune_block_ids=[2],
+    )  # fmt: skip
+    same(with_cache(name, model, config, moves=MOVES), wanted)
+    assert skipped(model) == [[1, 2, 3, 4]] * 2
+
+
+def test_lists_may_have_settings_of_their_own() -> None:
+    """Two contexts: the second list decides by itself, with a probe of its own."""
+    name = FLOWS["text, image; then both as one"]
+    model = EVERY[name].make()
+    double, single = block_lists(model)
+    hand = Hand(model, [single], threshold=9e9)
+    wanted = outputs(name, hand)
+    modifiers = [
+        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=0.0)),
+        ParamsModifier(cache_config=DBCacheConfig(residual_diff_threshold=ALWAYS)),
+    ]
+    caching.enable_cache(model, ROUND.reset(num_inference_steps=STEPS), params_modifiers=modifiers)
+    same(outputs(name, model), wanted)
+    reports = {report.name: report for report in caching.summary(model, logging=False)}
+    assert reports[single.name].cached_steps == [1, 2, 3, 4] and double.name not in reports
+
+
+# Blocks of every pattern
+
+
+class ToyBlock(nn.Module):
+    """Adds something to each of its streams, in place, as some blocks do."""
+
+    returns: tuple[str, ...] = ()
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        nn.init.normal_(self.linear.weight, std=0.4, generator=torch.Generator().manual_seed(seed))
+
+    def mixed(self, image: Tensor, text: Tensor) -> Any:
+        both = {"image": image + self.linear(image).tanh() + text.mean(1, keepdim=True)}
+        both["text"] = text * 0.9 + self.linear(text).tanh() + image.mean(1, keepdim=True)
+        found = tuple(both[stream] for stream in self.returns)
+        return found if len(found) > 1 else found[0]
+
+
+def toy(pattern: ForwardPattern) -> nn.Module:
+    """A transformer of such blocks; where blocks take no text, its forward gives them none."""
+
+    class Block(ToyBlock):
+        returns = pattern.flow.returns
+
+        if pattern.flow.text is None:
+
+            def forward(self, hidden_states: Tensor) -> Any:
+                return self.mixed(hidden_states, hidden_states[:, :2])
+
+        else:
+
+            def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Any:  # type: ignore[misc]
+                return self.mixed(hidden_states, encoder_hidden_states)
+
+    class Toy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(seed) for seed in range(4))
+
+        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+            text = encoder_hidden_states
+            for block in self.blocks:
+                out = block(hidden_states, text) if pattern.flow.text else block(hidden_states)
+                if len(pattern.flow.returns) == 1:
+                    hidden_states = out
+                else:
+                    hidden_states, text = out if pattern.flow.returns[0] == "image" else out[::-1]
+            return hidden_states + text.mean(1, keepdim=True)
+
+    return Toy().eval()
+
+
+@torch.no_grad()
+def toy_outputs(model: Callable[..., Any]) -> list[Tensor]:
+    start = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    inputs = {"hidden_states": start, "encoder_hidden_states": start[:, :3] * 0.5}
+    return [model(**moved(inputs, *move)) for move in MOVES]
+
+
+@pytest.mark.parametrize("prunes", [False, True], ids=["DBCache", "DBPrune"])
+@pytest.mark.parametrize("pattern", ForwardPattern, ids=lambda pattern: pattern.name)
+def test_every_pattern(pattern: ForwardPattern, prunes: bool) -> None:
+    """Blocks that no table knows. A failure means that one of the six ways to pass tokens on is confused with another;
+    elsewhere DBPrune raised a TypeError where blocks take one stream."""
+    model = toy(pattern)
+    plain = toy_outputs(model)
+    lists = [BlockList("blocks", model.blocks, pattern.flow)]
+    hand = (HandPrune if prunes else Hand)(model, lists, threshold=0.2)
+    wanted = toy_outputs(hand)
+    config = (DBPruneConfig if prunes else DBCacheConfig)(
+        Fn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=0.2, num_inference_steps=STEPS
+    )
+    caching.enable_cache(
+        BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=pattern, check_forward_pattern=False),
+        config,
+    )
+    same(toy_outputs(model), wanted, pattern)
+    assert any(skipped(model))
+    different(wanted[1], plain[1])
+    caching.disable_cache(model)
+    same(toy_outputs(model), plain)
+
+
+# What is left behind
+
+
+def live() -> set[int]:
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), Tensor)}
+
+
+@pytest.mark.parametrize("config", [ROUND, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0)], ids=str)
+def test_nothing_is_remembered_after_the_last_step(config: Any) -> None:
+    """Not a tensor is alive that was not before. A failure means that memory stays taken between pictures."""
+    name = FLOWS["text, image"]
+    model = EVERY[name].make()
+    enable(model, config, TaylorSeerCalibratorConfig())
+    inputs = list(calls(name))
+    before = live()
+    with torch.no_grad():
+        for step, call in enumerate(inputs):
+            model(**call)
+            assert (cached(model).bytes > 0) == (step < STEPS - 1)
+            assert bool(live() - before) == (step < STEPS - 1)
+    assert any(skipped(model)) and cached(model).kept_bytes > 0
+
+
+def test_a_call_that_raises_ends_the_picture() -> None:
+    """Its memory is freed at once, and the next picture is what it is without the one that failed."""
+    name = FLOWS["text, image"]
+    model = EVERY[name].make()
+    enable(model, ROUND)
+    wanted = outputs(name, model)
+    inputs = list(calls(name))
+    before = live()
+    with torch.no_grad():
+        model(**inputs[0])
+        with pytest.raises(RuntimeError):
+            model(**inputs[1] | {"encoder_hidden_states": torch.zeros(2, 5, 7)})
+    assert cached(model).bytes == 0 and not live() - before
+    same(outputs(name, model), wanted)
+
+
+def test_pictures_without_a_pipeline() -> None:
+    """The number of steps must be known; a picture that was cut short is forgotten when the next is announced."""
+    name = FLOWS["image"]
+    model = EVERY[name].make()
+    caching.enable_cache(model, ROUND)
+    inputs = list(calls(name))
+    with torch.no_grad():
+        with pytest.raises(StateError, match="refresh_context"):
+            model(**inputs[0])
+        caching.refresh_context(model, num_inference_steps=STEPS)
+        wanted = outputs(name, model)
+        same(outputs(name, model), wanted, "a second picture of as many steps")
+        model(**inputs[4])
+        caching.refresh_context(model, STEPS)
+        same(outputs(name, model), wanted, "after one that was cut short")
+        caching.refresh_context(model, 3, residual_diff_threshold=0.0)
+        different(tensors(model(**inputs[0]))[0], tensors(model(**inputs[1]))[0])
+    with pytest.raises(ModelError, match="residual_diff_threshold"):
+        caching.refresh_context(model, 3, residual_diff_treshold=0.1)
+    caching.disable_cache(model)
+    with pytest.raises(StateError, match="enable_cache"):
+        caching.refresh_context(model, 3)

@@ -1,0 +1,226 @@
+"""Caches on whole pipelines: their own pictures where nothing is left out, and by hand where something is, to the bit.
+
+What `enable_cache` puts on a pipeline is gone after `disable_cache`, and what it remembers after each call.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import ditile
+from ditile import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
+from ditile.cache.cached import cached
+from ditile.models.block_lists import block_lists
+from ditile.runner import caching
+from tests.cache.hand import by_hand
+from tests.runner.cases import MAKE, different, run, same
+
+STEPS, SPARE = 8, 3
+F1 = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+REST = list(range(SPARE, STEPS))
+
+
+def draw(pipe: Any, name: str, **changes: Any) -> Any:
+    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
+
+
+def decided(pipe: Any) -> list[list[int]]:
+    """The steps that were left out, of each branch (and block)."""
+    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+
+
+def everything(pipe: Any) -> dict[str, Any]:
+    """What pipeline, scheduler and modules hold."""
+    modules = {path: dict(vars(module)) for path, module in pipe.transformer.named_modules()}
+    return modules | {"pipe": dict(vars(pipe)), "scheduler": dict(vars(pipe.scheduler)), "class": {"": type(pipe)}}
+
+
+def unchanged(pipe: Any, before: dict[str, Any]) -> None:
+    """Raises unless they hold the same things under the same names."""
+    for path, held in everything(pipe).items():
+        assert list(held) == list(before[path]), f"{path or 'transformer'}: {set(held) ^ set(before[path])}"
+        for key, value in held.items():
+            changes = path in ("scheduler", "pipe")  # with every call
+            assert changes or value is before[path][key], f"{path}.{key}"
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_nothing_left_out_is_the_pipeline(name: str) -> None:
+    """Neither at threshold 0, nor at 1e-12 where every step is measured, nor after the cache was taken off. A failure
+    means that a cache changes pictures that it was told to leave alone, or leaves something behind."""
+    pipe = MAKE[name]()
+    wanted, before = draw(pipe, name, num_inference_steps=4), everything(pipe)
+    for config in (F1, PRUNE):
+        for threshold in (0.0, 1e-12):
+            assert ditile.enable_cache(pipe, config.reset(residual_diff_threshold=threshold)) is pipe
+            same(draw(pipe, name, num_inference_steps=4), wanted, f"{config} {threshold}")
+            assert not any(decided(pipe))
+            ditile.disable_cache(pipe)
+            unchanged(pipe, before)
+    same(draw(pipe, name, num_inference_steps=4), wanted, "the cache was taken off")
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_are_left_out(name: str) -> None:
+    """All but the first; pictures change, and the second call knows nothing of the first. A failure means that a cache
+    counts calls for steps, or remembers pictures."""
+    pipe = MAKE[name]()
+    plain, branches = draw(pipe, name), 2 if name == "flux true cfg" else 1
+    for config in (F1, PRUNE):
+        ditile.enable_cache(pipe, config)
+        got = draw(pipe, name)
+        assert decided(pipe) == [REST] * branches * (1 if config is F1 else len(block_chain(pipe)) - 1)
+        different(got, plain, name)
+        assert cached(pipe.transformer).bytes == 0 < cached(pipe.transformer).kept_bytes
+        same(draw(pipe, name), got, "the second call")
+        [report] = caching.summary(pipe, logging=False)
+        assert (report.steps, report.cached_steps) == (STEPS, REST)
+        assert report.saved == pytest.approx(len(REST) / STEPS * report.middle / report.blocks)
+
+
+def block_chain(pipe: Any) -> list[Any]:
+    return [block for each in block_lists(pipe.transformer) for block in each.blocks]
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "flux", "flux true cfg", "sd3", "sd3.5 medium"])
+def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
+    """To the bit, with thresholds that leave some steps out and compute others. A failure means that a cached step is
+    not the probe and what was added before, or belongs to another branch of guidance."""
+    pipe, branches = MAKE[name](), 2 if name == "flux true cfg" else 1
+    with by_hand(pipe, branches, spare=SPARE) as hands:
+        draw(pipe, name)
+    found = sorted(difference for hand in hands for difference in hand.differences if difference < 0.95)
+    middle = range(len(found) // 4, len(found) - 1)
+    gap = max(middle, key=lambda k: found[k + 1] - found[k])
+    threshold = (found[gap] + found[gap + 1]) / 2
+    with by_hand(pipe, branches, spare=SPARE, threshold=threshold) as hands:
+        wanted = draw(pipe, name)
+    ditile.enable_cache(pipe, F1.reset(residual_diff_threshold=threshold))
+    same(draw(pipe, name), wanted, name)
+    assert decided(pipe) == [hand.skipped for hand in hands]
+    assert any(hand.skipped for hand in hands) and any(hand.skipped != REST for hand in hands)
+
+
+# Where a picture begins and ends
+
+
+def live() -> set[int]:
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
+
+
+class StopError(Exception):
+    """A user's own."""
+
+
+def stopping(at: int, how: str) -> dict[str, Any]:
+    """A callback that raises, or interrupts the pipeline, after a step."""
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == at and how == "raises":
+            raise StopError
+        if step == at:
+            pipe._interrupt = True
+        return {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
+
+
+@pytest.mark.parametrize("how", ["raises", "interrupts"])
+def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
+    """By an error in a callback, or by an interrupt. A failure means that memory stays taken, or that the next picture
+    begins with what is left of this one."""
+    pipe = MAKE["flux"]()
+    ditile.enable_cache(pipe, F1, TaylorSeerCalibratorConfig())
+    wanted, before = draw(pipe, "flux"), live()
+    if how == "raises":
+        with pytest.raises(StopError) as caught:
+            draw(pipe, "flux", **stopping(4, how))
+        del caught  # whose traceback holds the pipeline's own tensors
+    else:
+        different(draw(pipe, "flux", **stopping(4, how)), wanted)
+        assert decided(pipe) == [[3, 4]]
+    assert cached(pipe.transformer).bytes == 0
+    assert len(live() - before) <= 3, "the scheduler's own timesteps and sigmas, and the time in the pipeline"
+    same(draw(pipe, "flux"), wanted, "the next picture")
+    assert decided(pipe) == [REST]
+
+
+def test_errors_anywhere_end_the_picture() -> None:
+    """In the model, in the scheduler, and before the first step."""
+    pipe = MAKE["sd3"]()
+    ditile.enable_cache(pipe, F1)
+    wanted = draw(pipe, "sd3")
+    block, step = pipe.transformer.transformer_blocks[2], pipe.scheduler.step
+    for owner, name, at in ((block.ff, "forward", 2), (pipe.scheduler, "step", 5), (pipe, "prepare_latents", 0)):
+        before, count = vars(owner).get(name), [0]
+        stock = getattr(owner, name)
+
+        def failing(*args: Any, stock: Any = stock, at: int = at, count: list[int] = count, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] > at:
+                raise StopError
+            return stock(*args, **kwargs)
+
+        vars(owner)[name] = failing
+        with pytest.raises(StopError):
+            draw(pipe, "sd3")
+        vars(owner).pop(name) if before is None else vars(owner).update({name: before})
+        assert cached(pipe.transformer).bytes == 0, name
+        same(draw(pipe, "sd3"), wanted, f"after an error in {name}")
+    assert pipe.scheduler.step is step
+
+
+def test_callbacks_see_every_step_and_may_change_things() -> None:
+    """A failure means that left out steps are no steps to the pipeline, or that changed latents are lost."""
+    pipe, seen = MAKE["flux"](), []
+
+    def halve(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(step)
+        return {"latents": tensors["latents"] * 0.5} if step == 5 else {}
+
+    ditile.enable_cache(pipe, F1)
+    got = draw(pipe, "flux", callback_on_step_end=halve)
+    assert seen == list(range(STEPS)) and decided(pipe) == [REST]
+    different(got, draw(pipe, "flux"))
+
+
+def test_guidance_that_ends_in_mid_run() -> None:
+    """A callback that drops the rows of guidance, as diffusers' guide has it: what was remembered of other rows is not
+    used. A failure is a crash, or one branch's residual in the place of another's."""
+    pipe = MAKE["sd3"]()
+
+    def drop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step != 4:
+            return {}
+        pipe._guidance_scale = 0.0
+        return {name: tensor.chunk(2)[-1] for name, tensor in tensors.items()}
+
+    inputs = ["prompt_embeds", "pooled_prompt_embeds"]
+    call = {"callback_on_step_end": drop, "callback_on_step_end_tensor_inputs": inputs}
+    plain = draw(pipe, "sd3", **call)
+    ditile.enable_cache(pipe, F1.reset(residual_diff_threshold=1e-12))
+    same(draw(pipe, "sd3", **call), plain)
+    ditile.enable_cache(pipe, F1)
+    draw(pipe, "sd3", **call)
+    assert decided(pipe) == [[3, 4], [6, 7]], "step 5 is the first with one row"
+
+
+def test_guidance_that_leaves_blocks_out_itself() -> None:
+    """SD3's skip-layer guidance calls the transformer once more, without some blocks: that call is computed. A failure
+    is a crash, or a cached step that was no step of that call."""
+    pipe, guided = MAKE["sd3"](), {"skip_guidance_layers": [1, 3], "skip_layer_guidance_stop": 0.9}
+    plain = draw(pipe, "sd3", **guided)
+    for config in (F1, PRUNE):
+        ditile.enable_cache(pipe, config.reset(residual_diff_threshold=1e-12))
+        same(draw(pipe, "sd3", **guided), plain)
+        ditile.enable_cache(pipe, config)
+        different(draw(pipe, "sd3", **guided), plain)
+        assert decided(pipe) == [REST] * (1 if config is F1 else 3), "of the first call alone"
+    ditile.disable_cache(pipe)
+    same(draw(pipe, "sd3", **guided), plain)

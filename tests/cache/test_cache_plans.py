@@ -1,0 +1,157 @@
+"""A cache under every exact plan leaves out the steps that one process leaves out, on every rank, and draws the same.
+
+In float64, with a threshold in a gap of the differences that one process measured, so that rounding decides nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ditile.cache.cached import cached
+from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
+from ditile.hooks.generation import Generation
+from ditile.plan.plan import Plan
+from ditile.runner import caching
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of
+
+TOLERANCE = 1e-6
+STEPS = 8
+
+
+class Case(NamedTuple):
+    """A pipeline of `MAKE`, a plan, the cache, and changes of the call."""
+
+    name: str
+    plan: str
+    config: Any = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, max_continuous_cached_steps=2)
+    calibrator: Any = None
+    changes: dict[str, Any] = {}
+
+
+PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=2)
+NO_PROBE = DBCacheConfig(Fn_compute_blocks=0, max_warmup_steps=2)
+TAYLOR = TaylorSeerCalibratorConfig()
+TWO = {"num_images_per_prompt": 2}
+CASES = [
+    Case("pixart sigma", "ulysses=2"),
+    Case("pixart sigma", "ring=2", PRUNE),
+    Case("pixart sigma", "cfg=2"),
+    Case("pixart sigma", "cfg=2", PRUNE, TAYLOR, TWO),
+    Case("pixart sigma", "data=2", changes=TWO),
+    Case("pixart sigma", "tensor=2 split_scheme=sequence"),
+    Case("pixart sigma", "pipefusion=2 warmup=99"),
+    Case("pixart sigma", "pipefusion=2 patches=1", calibrator=TAYLOR),
+    Case("pixart sigma", "pipefusion=4 patches=1", PRUNE),
+    Case("flux true cfg", "cfg=2"),
+    Case("flux", "pipefusion=3 patches=1", NO_PROBE),
+    Case("pixart sigma", "ulysses=2 cfg=2", NO_PROBE, TAYLOR),
+    Case("flux true cfg", "pipefusion=2 patches=3 warmup=99 cfg=2"),
+    Case("flux", "ulysses=3 uaa=true", calibrator=TAYLOR),
+    Case("flux", "tensor=2"),
+    Case("flux", "ulysses=2 ring=2 async_ulysses=true"),
+    Case(
+        "flux",
+        "pipefusion=3 patches=2 warmup=99",
+        DBCacheConfig(Fn_compute_blocks=2, Bn_compute_blocks=1, max_warmup_steps=2),
+    ),
+    Case("sd3.5 medium", "ulysses=2 cfg=2", changes=TWO),
+    Case("sd3", "distrifusion=2 warmup=99"),
+    Case("sd3.5 medium", "pipefusion=2 patches=1 ulysses=2", PRUNE),
+]
+
+
+def draw(case: Case, threshold: float, plan: str | None) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Latents, and what was decided here, alone or on a rank."""
+    pipe = MAKE[case.name]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, torch.float64)
+    caching.enable_cache(pipe, case.config.reset(residual_diff_threshold=threshold), case.calibrator)
+    call = call_of(case.name, num_inference_steps=STEPS, **case.changes)
+    runner = pipe if plan is None else parallelize(pipe, Plan.parse(plan))
+    latents = runner(**call).images
+    return latents, [report.to_dict() for report in caching.summary(pipe, logging=False)]
+
+
+def safe(case: Case) -> tuple[float, Tensor, list[dict[str, Any]]]:
+    """A threshold that leaves steps out and computes others, with no difference near it; and what it gives."""
+    best: tuple[float, Any] = (0.0, None)
+    for threshold in (0.9, 0.7, 0.55, 0.45, 0.35, 0.25, 0.15, 0.1, 0.05):
+        latents, reports = draw(case, threshold, None)
+        found = [d for r in reports for each in r["decisions"] for _, d in each["differences"]]
+        skipped = sum(len(each["skipped"]) for r in reports for each in r["decisions"])
+        margin = min((abs(d - threshold) for d in found), default=0.0)
+        if skipped and any(d >= threshold for d in found) and margin > best[0]:
+            best = (margin, (threshold, latents, reports))
+    assert best[0] > 1e-4, f"no threshold tells the steps of {case.name} apart"
+    return best[1]
+
+
+def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]:
+    return draw(case, threshold, case.plan)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.plan}, {case.config}")
+def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
+    """Decisions and latents are those of one process. A failure of decisions means that ranks decided on a part of
+    the image, or on another's; of latents alone, that what is remembered belongs to other tokens or rows."""
+    threshold, wanted, reports = safe(case)
+    plan = Plan.parse(case.plan)
+    skipped = {(e["branch"], e["unit"]): e["skipped"] for e in reports[0]["decisions"]}
+    seen = set()
+    for rank, (latents, found) in enumerate(pool.run(on_rank, plan.world, case, threshold)):
+        assert float((latents - wanted).abs().max() / wanted.std()) < TOLERANCE, f"rank {rank}"
+        if isinstance(case.config, DBPruneConfig) or plan.data > 1:
+            continue
+        for each in found[0]["decisions"]:
+            key, steps = (each["branch"], each["unit"]), each["skipped"]
+            assert steps == skipped[key] or (plan.cfg > 1 and not steps), f"rank {rank}, {key}"
+            seen |= {key} if steps else set()
+    assert seen or isinstance(case.config, DBPruneConfig) or plan.data > 1
+
+
+def at_the_decode() -> None:
+    pipe, held = MAKE["flux"](), []
+    caching.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2))
+    decode = pipe.vae.decode
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        alive = [one for one in gc.get_objects() if isinstance(one, Generation)]
+        held.append((len(alive), cached(pipe.transformer).bytes))
+        return decode(*args, **kwargs)
+
+    pipe.vae.decode = seen
+    runner = parallelize(pipe, Plan(pipefusion=2, patches=2))
+    runner(**call_of("flux", output_type="pt"))
+    assert held == [(0, 0)]
+    assert all(report.kept_bytes for report in caching.summary(pipe, logging=False)), "and what it was is still told"
+
+
+def test_nothing_is_remembered_while_the_picture_is_decoded(pool: Pool) -> None:
+    """A failure means that keys of all layers are in memory where it is needed most."""
+    pool.run(at_the_decode, 2)
+
+
+def groups_left() -> tuple[int, int]:
+    pipe, groups = MAKE["pixart sigma"](), dist.distributed_c10d._world.pg_map
+    caching.enable_cache(pipe, NO_PROBE)
+    before = len(groups)
+    runner = parallelize(pipe, Plan(pipefusion=2, ulysses=2), keep_weights=True)
+    runner(**call_of("pixart sigma"))
+    during = len(groups)
+    runner.restore()
+    return during - before, len(groups) - before
+
+
+def test_restore_gives_the_groups_of_caches_back(pool: Pool) -> None:
+    """A failure means that each runner leaves threads behind, and communicators on GPUs."""
+    for during, after in pool.run(groups_left, 4):
+        assert during > 0 and after == 0

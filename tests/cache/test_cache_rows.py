@@ -1,0 +1,170 @@
+"""What is decided apart: each row or image of a batch is computed and cached as if it were drawn alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.cache.cached import cached
+from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
+from ditile.cache.report import percentile
+from ditile.runner import caching
+from tests.families import noise, packed
+from tests.more_families import EVERY
+from tests.parallel.pipefusion.moves import RUN, calls, enable, skipped, tensors
+from tests.runner.cases import MAKE, run
+
+OTHER_MOVES = ((0, 1.0), (1, 1.0), (1, 1.02), (1, 0.98), (2, 1.0))
+APART = [[1, 3], [2, 3]]
+MOVED = ("x", "hidden_states", "pooled_text_emb")
+TABLES = ("visual_rope_pos",)
+TOGETHER = {
+    "ErnieImageTransformer2DModel": "tokens are [S, B, C]",
+    "QwenImage21Transformer2DModel": "modulation has a row more",
+}
+"""Where rows cannot be told apart."""
+CONFIG = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=0.04, couple="row")
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
+
+
+def mixed(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The first row of one call, and the second of another."""
+
+    def both(a: Any, b: Any) -> Any:
+        if isinstance(a, list):
+            return [a[0], b[1]]
+        return torch.cat([a[:1], b[1:]]) if isinstance(a, Tensor) and not torch.equal(a, b) else a
+
+    return {name: both(one[name], other[name]) if name in MOVED else one[name] for name in one}
+
+
+def single(value: Any, row: int, name: str = "") -> Any:
+    """One row of a call of two."""
+    if isinstance(value, dict):
+        return {key: single(part, row, key) for key, part in value.items()}
+    if isinstance(value, list) and name not in TABLES:
+        return [value[row]] if len(value) == 2 else [single(part, row) for part in value]
+    if isinstance(value, Tensor) and name.endswith("llama3"):  # [layers, rows, ..]
+        return value[:, row : row + 1]
+    return value[row : row + 1] if isinstance(value, Tensor) and value.ndim and value.shape[0] == 2 else value
+
+
+def of_row(out: Any, row: int) -> list[Tensor]:
+    """What a model returns for one row."""
+    found = tensors(out)
+    return [found[row]] if isinstance(out[0], list) else [x[row : row + 1] for x in found]
+
+
+@pytest.mark.parametrize("name", RUN)
+@torch.no_grad()
+def test_rows_of_every_family(name: str) -> None:
+    """One row moves at other steps than the other. A failure means that rows decide for each other, or that something
+    that belongs to one is given to the other where a block runs for some of them."""
+    model = EVERY[name].make()
+    batch = [mixed(*pair) for pair in zip(calls(name), calls(name, OTHER_MOVES), strict=True)]
+    enable(model, CONFIG)
+    got = [model(**call) for call in batch]
+    if name in TOGETHER:
+        assert skipped(model) == [[3]], TOGETHER[name]
+        return
+    assert skipped(model) == APART
+    for row in range(2):
+        enable(model, CONFIG)
+        for step, call in enumerate(batch):
+            [*wanted] = of_row(model(**single(call, row)), 0)
+            for x, y in zip(of_row(got[step], row), wanted, strict=True):
+                assert near(x, y), f"step {step}, row {row}"
+        assert skipped(model) == [APART[row]]
+
+
+def near(x: Tensor, y: Tensor) -> bool:
+    """Equal but for the sums of other shapes of matrices."""
+    return x.shape == y.shape and float((x - y).abs().max()) <= 3e-5 * float(y.abs().max())
+
+
+@torch.no_grad()
+def test_as_many_rows_as_tokens() -> None:
+    """17 of both: the table of positions has no rows, though it is as long. A failure means that a block that runs for
+    some rows is given the positions of some tokens."""
+    model = EVERY["FluxTransformer2DModel"].make()
+    image, text = noise(17, 12, 16), noise(17, 5, 32, seed=1)
+    call = {**packed()(), "timestep": torch.full((17,), 0.5), "pooled_projections": noise(17, 32, seed=2)}
+    now = image.clone()
+    now[1::2] = noise(17, 12, 16, seed=5)[1::2]
+    enable(model, CONFIG)
+    got = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
+    assert [bool(steps) for steps in skipped_now(model)] == [row % 2 == 0 for row in range(17)]
+    caching.disable_cache(model)
+    wanted = [model(**call | {"hidden_states": x, "encoder_hidden_states": text})[0] for x in (image, now)]
+    assert near(got[1][1::2], wanted[1][1::2]) and near(got[1][::2], wanted[0][::2])
+
+
+def skipped_now(model: Any) -> list[list[int]]:
+    """In the middle of a picture."""
+    [(_, chain)] = cached(model)._chains
+    return [record.skipped for _, _, _, record in chain.records()]
+
+
+# Images of a pipeline
+
+IMAGES = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, max_continuous_cached_steps=2)
+PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=2)
+
+
+def draw(pipe: Any, name: str, seeds: list[int]) -> tuple[Tensor, list[Any]]:
+    """Latents, and of each image what was decided."""
+    latents = run(pipe, name, num_inference_steps=9, num_images_per_prompt=len(seeds), seeds=seeds)
+    [report] = caching.summary(pipe, logging=False)
+    of_image: list[Any] = [[] for _ in seeds]
+    for each in report.decisions:
+        of_image[each.unit].append((each.branch, each.skipped))
+    return latents, of_image
+
+
+@pytest.mark.parametrize("config", [IMAGES, PRUNE], ids=["DBCache", "DBPrune"])
+@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg", "sd3.5 medium"])
+def test_an_image_does_not_know_what_it_is_drawn_with(name: str, config: Any) -> None:
+    """Each image is cached in the steps, and drawn, as if it were alone; all its rows of guidance together. A failure
+    means that one image makes another be computed or skipped, or that a picture depends on its neighbours."""
+    pipe = MAKE[name]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, torch.float64)  # so that no decision hangs on the shape of a matrix
+    caching.enable_cache(pipe, config.reset(residual_diff_threshold=1e-9))
+    draw(pipe, name, [3, 4, 5])
+    measured = caching.summary(pipe, logging=False)[0].differences
+    for percent in (50, 35, 65, 25, 75, 85):
+        threshold = percentile(measured, percent) * 1.003  # on none of them
+        caching.enable_cache(pipe, config.reset(residual_diff_threshold=threshold), TaylorSeerCalibratorConfig())
+        alone = {seed: draw(pipe, name, [seed]) for seed in (3, 4, 5)}
+        if alone[3][1] != alone[4][1]:
+            break
+    assert alone[3][1] != alone[4][1], "images that are cached alike tell nothing"
+    assert all(any(steps for _, steps in decisions) for _, [decisions] in alone.values())
+    for seeds in ([3, 4], [5, 3, 4]):
+        latents, found = draw(pipe, name, seeds)
+        for k, seed in enumerate(seeds):
+            wanted, [decisions] = alone[seed]
+            assert found[k] == decisions, f"{seed} of {seeds}"
+            assert float((latents[k] - wanted[0]).abs().max()) <= 1e-9 * float(wanted.abs().max()), f"{seed} of {seeds}"
+
+
+def test_a_batch_may_be_decided_on_as_one() -> None:
+    """`couple="batch"`: one decision for all."""
+    pipe = MAKE["pixart sigma"]()
+    caching.enable_cache(pipe, IMAGES.reset(residual_diff_threshold=0.7, couple="batch"))
+    _, [decisions, *others] = draw(pipe, "pixart sigma", [3, 4])
+    assert decisions[0][1] and not any(others)
+
+
+def test_rows_of_guidance_may_be_decided_on_apart() -> None:
+    """`couple="row"`: two for each image."""
+    pipe = MAKE["pixart sigma"]()
+    caching.enable_cache(pipe, IMAGES.reset(residual_diff_threshold=0.7, couple="row"))
+    run(pipe, "pixart sigma", num_inference_steps=9)
+    [report] = caching.summary(pipe, logging=False)
+    assert [each.unit for each in report.decisions] == [0, 1] and any(each.skipped for each in report.decisions)

@@ -1,0 +1,328 @@
+"""When the cache leaves a step out. A failure would mean that it does where it was told not to, or never does.
+
+The rules are run on sequences of differences that are made up, and held against what their documentation says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ditile.cache.cached import Alone
+from ditile.cache.difference import Difference, ratio
+from ditile.cache.judge import WHOLE, Call, Judge, Unit, units_of
+from ditile.cache.rules import Limits, Record, Rules, Verdict, relaxed
+from ditile.hooks.protocols import Moment
+
+STEPS = 19
+
+
+class Run(NamedTuple):
+    """What became of a sequence of differences."""
+
+    skipped: list[int]
+    record: Record
+
+
+def drive(limits: Limits, differences: Sequence[float], mask: Sequence[int] | None = None) -> Run:
+    """Asks the rules at each step, and tells them what was decided."""
+    rules, record = Rules(limits, None if mask is None else tuple(mask)), Record()
+    for step, difference in enumerate(differences):
+        verdict = rules.before(step, record)
+        found = difference if verdict is Verdict.MEASURE else None
+        skipped = verdict is Verdict.SKIP or (found is not None and rules.skips(found, record))
+        rules.note(step, record, skipped=skipped, difference=found)
+    return Run(record.skipped, record)
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{"threshold": 0.5, **changes})
+
+
+def left_out(changes: dict[str, Any], differences: Sequence[float] = (0.1,) * STEPS, mask: Any = None) -> list[int]:
+    return drive(limits(**changes), differences, mask).skipped
+
+
+def test_the_first_step_is_computed_whatever_is_asked_for() -> None:
+    """Regression: a static mask that began with 0 failed an assertion; there is nothing to reuse yet."""
+    for changes in ({}, {"threshold": 1.0}, {"static": True}):
+        for mask in (None, [0] * STEPS):
+            assert left_out(changes, mask=mask)[0] == 1
+
+
+def test_a_streak_ends_with_every_computed_step() -> None:
+    """Regression: the count of steps in a row was kept over computed steps, and the limit then fired too late: with one
+    in a row after four steps of warmup, 4, 6, 7, 9, 10, 12, .. were left out."""
+    assert left_out({"max_warmup_steps": 4, "max_continuous_cached_steps": 1}) == [4, 6, 8, 10, 12, 14, 16, 18]
+    assert left_out({"max_warmup_steps": 4, "max_continuous_cached_steps": 2})[:5] == [4, 5, 7, 8, 10]
+    changing = [0.1 if step % 3 else 0.9 for step in range(STEPS)]  # every third is computed by itself
+    assert left_out({"max_continuous_cached_steps": 2}, changing) == left_out({}, changing)
+
+
+def test_warmup() -> None:
+    """Steps 0, 2, 4, 6 of eight, where every second is to be computed; the others go through the other rules."""
+    assert left_out({"max_warmup_steps": 8}) == list(range(8, STEPS))
+    assert left_out({"max_warmup_steps": 8, "warmup_interval": 2}) == [1, 3, 5, 7, *range(8, STEPS)]
+    assert left_out({"max_warmup_steps": 8, "warmup_interval": 3})[:6] == [1, 2, 4, 5, 7, 8]
+    assert left_out({"max_warmup_steps": STEPS}) == []
+
+
+def test_warmup_ends_where_a_mask_allows_to_leave_out() -> None:
+    mask = [1, 1, 0, 0, 1, 0, 0, 0]
+    assert left_out({"max_warmup_steps": 6}, mask=[*mask, *mask, 0, 0, 1])[:7] == [2, 3, 5, 6, 7, 10, 11]
+    assert left_out({"max_warmup_steps": 6}, mask=[1] * STEPS) == []
+
+
+def test_a_mask_may_or_must() -> None:
+    """Where it is 0, a dynamic mask lets the difference and the limits decide, and a static one nothing."""
+    mask, rough = [1] + [0] * (STEPS - 2) + [1], [0.9] * STEPS
+    assert left_out({}, mask=mask) == list(range(1, STEPS - 1))
+    assert left_out({}, rough, mask) == []
+    strict = {"max_cached_steps": 0, "max_continuous_cached_steps": 1, "threshold": 0.0, "budget": 0.01}
+    assert left_out(strict | {"static": True}, rough, mask) == list(range(1, STEPS - 1))
+    assert drive(limits(static=True), rough, mask).record.differences == {}, "nothing need be measured"
+
+
+def test_the_threshold() -> None:
+    """A difference that equals it is computed; 0 leaves nothing out, 1 everything, and neither measures."""
+    assert left_out({"threshold": 0.1}) == []
+    assert left_out({"threshold": 0.1}, [0.0999] * 4) == [1, 2, 3]
+    for threshold, wanted in ((0.0, 0), (1.0, STEPS - 1), (7.0, STEPS - 1)):
+        skipped, record = drive(limits(threshold=threshold), [0.9] * STEPS)
+        assert len(skipped) == wanted and record.differences == {}
+    assert Rules(limits(threshold=0.0)).never and not Rules(limits(threshold=1e-12)).never
+    assert Rules(limits(threshold=0.0), (1, 0)).never and not Rules(limits(threshold=0.0, static=True), (1, 0)).never
+
+
+def test_numbers_that_are_none() -> None:
+    """Regression: nothing that overflowed may pass for something that did not change."""
+    assert left_out({}, [math.nan] * 5) == left_out({}, [math.inf] * 5) == []
+    assert left_out({"budget": 3.0, "threshold": 1.0}, [math.nan] * 5) == []
+
+
+def test_a_budget_is_spent_once() -> None:
+    """Twice 0.1 fits into 0.25; and the rest of it goes to steps that are small enough, not to computed ones."""
+    assert left_out({"budget": 0.25}) == [1, 2]
+    assert left_out({"budget": 0.25}, [0.1, 0.1, 0.9, 0.1, 0.04, 0.02, 0.005]) == [1, 3, 4, 6]
+    assert left_out({"budget": 0.25, "threshold": 1.0}, [0.1] * 3 + [2.0, 0.04]) == [1, 2, 4], "measured all the same"
+    assert left_out({"budget": 0.0}) == list(range(1, STEPS)), "none"
+
+
+def test_a_budget_that_resets_begins_anew_at_each_computed_step() -> None:
+    """Regression: once it was spent, nothing was left out any more."""
+    assert left_out({"budget": 0.25, "budget_resets": True}) == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17]
+    assert left_out({"budget": 0.25, "budget_resets": True, "max_cached_steps": 3}) == [1, 2, 4]
+
+
+def test_the_first_rule_that_knows_wins() -> None:
+    """Warmup before mask before number before streak before threshold; what they know is not measured."""
+    rough = [0.1, 0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1]
+    found = drive(limits(max_warmup_steps=2, max_cached_steps=2), rough)
+    assert found.skipped == [2, 4] and found.record.differences == {2: 0.1, 3: 0.9, 4: 0.1}
+    found = drive(limits(max_continuous_cached_steps=1), [0.1] * 5)
+    assert found.skipped == [1, 3] and sorted(found.record.differences) == [1, 3]
+
+
+@st.composite
+def settings_of_a_run(draw: Any) -> tuple[Limits, list[float], list[int] | None]:
+    steps = draw(st.integers(1, 24))
+    made = Limits(
+        threshold=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])), max_warmup_steps=draw(st.integers(0, 8)),
+        warmup_interval=draw(st.integers(1, 4)), max_cached_steps=draw(st.integers(-1, 6)),
+        max_continuous_cached_steps=draw(st.integers(-1, 3)), budget=draw(st.sampled_from([None, 0.0, 0.3, 1.0])),
+        budget_resets=draw(st.booleans()), static=draw(st.booleans()),
+    )  # fmt: skip
+    differences = [draw(st.sampled_from([0.0, 0.05, 0.15, 0.3, 0.7])) for _ in range(steps)]
+    mask = draw(st.none() | st.lists(st.integers(0, 1), min_size=steps, max_size=steps))
+    return made, differences, mask
+
+
+def why_computed(made: Limits, differences: list[float], mask: list[int] | None, skipped: list[int], step: int) -> Any:
+    """Every reason in the documentation to compute a step, given the steps that were left out before it."""
+    before = [s for s in skipped if s < step]
+    computed = [s for s in range(step) if s not in before]
+    streak = step - 1 - computed[-1] if computed else 0
+    warmup = made.max_warmup_steps if mask is None or 0 not in mask else min(made.max_warmup_steps, mask.index(0))
+    yield not computed
+    yield step < warmup and step % made.warmup_interval == 0
+    yield mask is not None and mask[step] == 1
+    if mask is not None and made.static:
+        return
+    yield made.max_cached_steps >= 0 and len(before) >= made.max_cached_steps
+    yield made.max_continuous_cached_steps >= 0 and streak >= made.max_continuous_cached_steps
+    yield made.threshold <= 0
+    if made.budget is not None and made.budget > 0:
+        counted = before if not made.budget_resets else [s for s in before if s > computed[-1]]
+        yield sum(differences[s] for s in counted) + differences[step] >= made.budget - 1e-12
+    yield differences[step] >= made.threshold and made.threshold < 1.0
+
+
+@given(settings_of_a_run())
+def test_a_step_is_computed_where_there_is_a_reason_and_only_there(run: tuple[Limits, list[float], Any]) -> None:
+    """Both ways, for all rules together."""
+    made, differences, mask = run
+    skipped = drive(made, differences, mask).skipped
+    for step in range(len(differences)):
+        reasons = any(why_computed(made, differences, mask, skipped, step))
+        assert reasons == (step not in skipped), f"step {step} of {skipped}"
+
+
+def test_the_dynamic_threshold_follows_the_first_five_differences() -> None:
+    """1.25 times their mean, above the threshold that was set and below the highest that may be."""
+    five = [0.1, 0.08, 0.12, 0.1, 0.1]
+    assert relaxed(0.08, five, 1.25, 0.16) == pytest.approx(0.125)
+    assert relaxed(0.08, [*five, 9.0], 1.25, 0.16) == pytest.approx(0.125), "later ones do not count"
+    assert relaxed(0.08, five[:4], 1.25, 0.16) == 0.08, "not measured yet"
+    assert relaxed(0.08, [0.2] * 5, 1.25, 0.16) == 0.08, "the step changed too much to be relaxed about"
+    assert relaxed(0.08, [0.01] * 5, 1.25, 0.16) == 0.08, "it never falls"
+    assert relaxed(0.08, [0.1, 0.0, 0.0, 0.1, 0.1], 1.25, 0.16) == pytest.approx(0.125), "blocks that did not change"
+    assert relaxed(0.08, [0.0] * 5, 1.25, 0.16) == 0.08
+
+
+@given(st.floats(0, 1), st.lists(st.floats(0, 2), max_size=9), st.floats(0, 3), st.floats(0, 2))
+def test_the_dynamic_threshold_is_bounded(base: float, found: list[float], factor: float, most: float) -> None:
+    assert base <= relaxed(base, found, factor, most) <= max(base, most)
+
+
+@given(st.integers(1, 12), st.none() | st.integers(1, 6), st.sampled_from(["row", "image", "batch"]))
+def test_units_share_out_the_rows(rows: int, images: int | None, couple: str) -> None:
+    """Every row is in exactly one unit; an image has one in each branch of guidance, and they decide together."""
+    units = units_of(rows, images, couple)
+    covered = [row for unit in units for row in range(rows)[unit.rows]]
+    assert sorted(covered) == list(range(rows))
+    assert [unit.place for unit in units] == list(range(len(units))) and all(u.among == len(units) for u in units)
+    if couple == "image" and images and images > 1 and rows % images == 0:
+        assert [list(range(rows)[unit.rows]) for unit in units] == [list(range(k, rows, images)) for k in range(images)]
+    elif couple != "row":
+        assert units == [WHOLE]
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_difference_is_that_of_the_means() -> None:
+    """Also in parts: ranks that have some tokens each add up their sums."""
+    before, now = noise(2, 6, 8), noise(2, 6, 8, seed=1)
+    wanted = float((now - before).abs().mean() / before.abs().mean())
+    measure = Difference()
+    assert ratio(*map(float, measure.sums(before, now))) == pytest.approx(wanted, rel=1e-6)
+    parts = [measure.sums(before[:, k : k + 2], now[:, k : k + 2]) for k in (0, 2, 4)]
+    assert ratio(*(float(sum(of_each)) for of_each in zip(*parts, strict=True))) == pytest.approx(wanted, rel=1e-6)
+    half = measure.sums(before.half(), now)  # what is kept may be of a smaller type
+    assert ratio(*map(float, half)) == pytest.approx(wanted, rel=1e-2)
+    long = torch.ones(1, 70000, 1, dtype=torch.float16)
+    assert [*map(float, measure.sums(long, long * 2))] == [70000, 70000], "sums of halves must not overflow"
+
+
+def test_the_difference_of_some_tokens_or_channels() -> None:
+    before = torch.ones(1, 4, 2)
+    now = before * torch.tensor([1.0, 1.1, 1.5, 3.0])[None, :, None]
+    assert ratio(*map(float, Difference().sums(before, now))) == pytest.approx(2.6 / 4)
+    assert ratio(*map(float, Difference(important=0.3).sums(before, now))) == pytest.approx(2.5 / 2)
+    assert ratio(*map(float, Difference(important=9.0).sums(before, now))) == 0, "no token changed that much"
+    sparse = torch.zeros(1, 4, 4)
+    sparse[..., 1] = 5.0
+    assert ratio(*map(float, Difference(every=2).sums(torch.ones(1, 4, 4), 1 + sparse))) == 0
+    assert ratio(*map(float, Difference(every=1).sums(torch.ones(1, 4, 4), 1 + sparse))) == pytest.approx(1.25)
+
+
+def test_a_ratio_to_nothing() -> None:
+    """Nothing that stays nothing did not change; nothing that becomes something did, beyond any threshold."""
+    assert ratio(0.0, 0.0) == 0 and ratio(1e-9, 0.0) == math.inf and math.isnan(ratio(math.nan, 1.0))
+
+
+def judge(threshold: float = 0.5, **how: Any) -> Judge:
+    return Judge(Rules(limits(threshold=threshold)), Difference(), **how)
+
+
+def decide(one: Judge, probe: Tensor, step: int, *, images: int | None = None, **moment: Any) -> list[bool]:
+    """One call of a model, and what is remembered of it."""
+    at = Moment(step, images=images, **moment)
+    call = Call(at, step, units_of(len(probe), images, "image"), len(probe))
+    skips = one.judge(probe, call, Alone())
+    one.learn(probe, call, skips)
+    return skips
+
+
+def test_images_are_decided_on_apart() -> None:
+    """Of two images with two rows each (guidance, in front), the one that changed is computed, with both its rows."""
+    one, probe = judge(), torch.ones(4, 3, 2)
+    assert decide(one, probe, 0) == [False], "how many images there are is known after the first step"
+    now = probe.clone()
+    now[1] = 5.0  # the first branch of the second image
+    assert decide(one, now, 1, images=2) == [True, False]
+    assert decide(one, now, 2, images=2) == [True, True], "the second was renewed, the first is what it was"
+    assert decide(one, probe, 3, images=2) == [True, False], "and is compared with its own last computed step"
+    assert [record.skipped for _, _, _, record in one.records()] == [[1, 2, 3], [2]]
+
+
+def test_a_step_that_was_left_out_is_not_compared_with() -> None:
+    """A slow drift adds up until the step is computed. Else a picture could drift away step by step."""
+    one = judge(0.35)
+    skips = [decide(one, torch.ones(1, 3, 2) * 1.1**step, step)[0] for step in range(9)]
+    assert skips == [False, True, True, True, False, True, True, True, False]
+
+
+def test_branches_have_histories_of_their_own() -> None:
+    one, probe = judge(), torch.ones(1, 3, 2)
+    decide(one, probe, 0), decide(one, probe * 9, 0, branch=1)
+    assert decide(one, probe * 1.1, 1) == [True] and decide(one, probe, 1, branch=1) == [False]
+    assert decide(one, probe * 1.1, 2, branch=1) == [True]
+
+
+def test_branches_may_share_the_difference_of_the_first() -> None:
+    """`cfg_diff_compute_separate=False`: both are left out or none."""
+    one, probe = judge(shares=True), torch.ones(1, 3, 2)
+    decide(one, probe, 0), decide(one, probe, 0, branch=1)
+    assert decide(one, probe, 1) == [True] and decide(one, probe * 9, 1, branch=1) == [True]
+    assert decide(one, probe * 9, 2) == [False] and decide(one, probe, 2, branch=1) == [False]
+
+
+def test_a_patch_without_budget_holds_up_those_beside_it() -> None:
+    """A failure would mean that a patch which has spent its budget is left out because another one has not."""
+    one = Judge(Rules(limits(threshold=0.8, budget=0.5)), Difference())
+    probe, both = torch.ones(1, 4, 2), {"patches": (0, 1), "sizes": lambda: [2, 2]}
+    assert decide(one, probe, 0, **both) == [False]
+    assert decide(one, probe[:, :2] * 1.4, 1, patches=(0,)) == [True], "0.4 of 0.5 are spent"
+    assert decide(one, probe[:, 2:], 1, patches=(1,)) == [True], "nothing is"
+    assert decide(one, probe * 1.2, 2, **both) == [False], "0.2 more is too much for the first"
+    assert decide(one, probe[:, 2:] * 1.4, 3, patches=(1,)) == [True], "and not for the second"
+
+
+def test_patches_at_hand_are_decided_on_together() -> None:
+    """In a synchronous step; later each by itself."""
+    one, probe = judge(0.8), torch.ones(1, 4, 2)
+    both: dict[str, Any] = {"patches": (0, 1), "sizes": lambda: [3, 1]}
+    assert decide(one, probe, 0, **both) == [False]
+    rough = probe.clone()
+    rough[:, 3] = 9.0
+    assert decide(one, rough, 1, **both) == [False], "8 / 4"
+    assert decide(one, probe[:, :3], 2, patches=(0,)) == [True]
+    assert decide(one, probe[:, 3:], 2, patches=(1,)) == [False], "8 / 9"
+    assert decide(one, probe, 3, must=True, **both) == [False], "what follows needs it"
+
+
+def test_what_is_kept() -> None:
+    """Bytes are those of the probes, in the type that was asked for."""
+    whole, half, probe = judge(), judge(dtype=torch.bfloat16), noise(4, 3, 2)
+    for one in (whole, half):
+        decide(one, probe, 0), decide(one, probe, 1, images=2)
+    assert whole.bytes == 4 * probe.numel() and half.bytes == 2 * probe.numel()
+
+
+def test_units_of_single_rows() -> None:
+    one = judge()
+    call = Call(Moment(0), 0, units_of(3, None, "row"), 3)
+    assert call.units[2] == Unit(2, 3, slice(2, 3))
+    probe = torch.ones(3, 2, 2)
+    one.learn(probe, call, one.judge(probe, call, Alone()))
+    now = probe * torch.tensor([1.0, 7.0, 1.2])[:, None, None]
+    assert one.judge(now, call._replace(step=1), Alone()) == [True, False, True]

@@ -1,0 +1,236 @@
+"""Where a cached pipeline is, is read off its scheduler: any of them, whatever is done to it, any number of steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import (
+    CogVideoXDPMScheduler,
+    CogVideoXPipeline,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    StableDiffusion3Img2ImgPipeline,
+)
+
+import ditile
+from ditile import DBCacheConfig
+from ditile.cache.cached import cached
+from ditile.cache.step_mask import preset
+from ditile.errors import ModelError, StateError
+from ditile.runner import caching
+from tests.families import FAMILIES, TEXT, noise
+from tests.parallel.sequence.planned import Denoising
+from tests.runner.cases import MAKE, call_of, different, run, same
+from tests.tiny import quiet
+
+STEPS, SPARE = 6, 2
+CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+OF = {
+    "pixart sigma": {
+        "DDIMScheduler": 6,  # has neither step_index nor begin_index
+        "DDPMScheduler": 6,
+        "PNDMScheduler": 15,
+        "HeunDiscreteScheduler": 11,
+        "EulerAncestralDiscreteScheduler": 6,
+        "UniPCMultistepScheduler": 6,
+        "LCMScheduler": 6,
+    },
+    "sd3": {"FlowMatchEulerDiscreteScheduler": 6, "FlowMatchHeunDiscreteScheduler": 11},
+}
+"""The transformer steps of six steps."""
+
+
+def skipped(pipe: Any) -> list[list[int]]:
+    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+
+
+def draw(pipe: Any, name: str, **changes: Any) -> Any:
+    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
+
+
+@pytest.mark.parametrize("name", OF)
+def test_schedulers_that_are_set_later(name: str) -> None:
+    """With `from_config`, one after the other, on a pipeline that has a cache. A failure means that the cache watches a
+    scheduler that nobody steps, counts its steps wrong, or leaves something on it."""
+    pipe = MAKE[name]()
+    ditile.enable_cache(pipe, CACHE)
+    for kind, steps in OF[name].items():
+        before = pipe.scheduler
+        pipe.scheduler = getattr(diffusers, kind).from_config(before.config)
+        assert type(pipe.scheduler).__name__ == kind
+        got = draw(pipe, name)
+        assert skipped(pipe) == [list(range(SPARE, steps))], kind
+        assert cached(pipe.transformer).bytes == 0
+        assert not {"step", "set_timesteps"} & vars(before).keys(), f"{type(before).__name__} is not used any more"
+        same(draw(pipe, name), got, f"{kind}, the second call")
+        ditile.disable_cache(pipe)
+        assert not {"step", "set_timesteps"} & vars(pipe.scheduler).keys()
+        plain = draw(pipe, name)
+        different(plain, got, kind)
+        ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+        same(draw(pipe, name), plain, kind)
+        ditile.enable_cache(pipe, CACHE)
+
+
+def test_a_scheduler_that_comes_back() -> None:
+    """A failure means that a pipeline is watched through the scheduler that it had when it was cached."""
+    pipe = MAKE["sd3"]()
+    first = pipe.scheduler
+    ditile.enable_cache(pipe, CACHE)
+    wanted = draw(pipe, "sd3")
+    for other in (FlowMatchEulerDiscreteScheduler(shift=7.0), first, FlowMatchEulerDiscreteScheduler(shift=7.0)):
+        pipe.scheduler = other
+        got = draw(pipe, "sd3")
+        (same if other is first else different)(got, wanted)
+        assert skipped(pipe) == [list(range(SPARE, STEPS))]
+    ditile.disable_cache(pipe)
+    assert type(first) is type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
+    assert not {"step", "set_timesteps"} & (vars(first).keys() | vars(pipe.scheduler).keys())
+
+
+def test_copies_of_a_scheduler_are_schedulers() -> None:
+    """Pipelines for sound and picture copy their scheduler in mid-call, and step the copy. A failure means that the
+    whole pipeline is copied with it, that it steps the first one, or is taken for it."""
+    pipe, copies = MAKE["flux"](), []
+    ditile.enable_cache(pipe, CACHE)
+    wanted = draw(pipe, "flux")
+
+    def copy_it(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        made = copy.deepcopy(pipe.scheduler)
+        if step % 2:
+            made.set_timesteps(3, mu=0.5)
+            made.step(tensors["latents"], made.timesteps[0], tensors["latents"])
+        copies.append(made)
+        return {}
+
+    same(draw(pipe, "flux", callback_on_step_end=copy_it), wanted)
+    assert skipped(pipe) == [list(range(SPARE, STEPS))]
+    for made in copies:
+        assert type(made) is FlowMatchEulerDiscreteScheduler
+        assert all(vars(made)[name].__self__ is made for name in ("step", "set_timesteps"))
+    with pytest.raises(StateError, match="disable_cache"):
+        copy.deepcopy(pipe.transformer)
+
+
+IMG2IMG = {"flux": FluxImg2ImgPipeline, "sd3": StableDiffusion3Img2ImgPipeline}
+
+
+@pytest.mark.parametrize("name", IMG2IMG)
+def test_image_to_image(name: str) -> None:
+    """`strength` takes the last steps of the schedule: they are counted from the first one that is taken, and masks are
+    made for as many. A failure means that memory is kept after the call, or a mask belongs to other steps."""
+    pipe = MAKE[name]()
+    cls = IMG2IMG[name]
+    pipe = quiet(cls(**{key: part for key, part in pipe.components.items() if key in cls.__init__.__annotations__}))
+    call = call_of(name, num_inference_steps=12, strength=0.8, image=torch.rand(1, 3, 32, 24), height=32, width=24)
+    call["generator"] = None
+
+    def picture() -> Any:
+        torch.manual_seed(3)
+        return pipe(**call).images
+
+    plain = picture()
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    same(picture(), plain)
+    [report] = caching.summary(pipe, logging=False)
+    assert report.steps == 10 and len(report.differences) == 10 - SPARE
+    ditile.enable_cache(pipe, CACHE)
+    different(picture(), plain)
+    assert skipped(pipe) == [list(range(SPARE, 10))] and cached(pipe.transformer).bytes == 0
+    mask = CACHE.reset(steps_computation_mask="ultra", steps_computation_policy="static")
+    ditile.enable_cache(pipe, mask)
+    picture()
+    assert skipped(pipe) == [[step for step, computes in enumerate(preset("ultra", 10)) if not computes]]
+
+
+class Late(Denoising):  # type: ignore[misc]
+    """Takes the last steps of its schedule without a word to its scheduler, as pipelines do with those that know no
+    begin_index."""
+
+    @torch.no_grad()
+    def __call__(self, latents: Any, inputs: dict[str, Any], skip: int = 2) -> Any:
+        self.scheduler.set_timesteps(STEPS)
+        for t in self.scheduler.timesteps[skip:]:
+            out = self.transformer(hidden_states=latents, timestep=t.expand(2) / 1000, return_dict=False, **inputs)[0]
+            latents = self.scheduler.step(out, t, latents, return_dict=False)[0]
+        return latents
+
+
+def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
+    """A failure means that memory is kept after the call, or that a picture begins with another's memory."""
+    model = FAMILIES["WanTransformer3DModel"].make()
+    pipe = quiet(Late(model, DDIMScheduler(clip_sample=False)))
+    latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
+    plain = pipe(latents, inputs)
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    same(pipe(latents, inputs), plain)
+    ditile.enable_cache(pipe, CACHE)
+    got = pipe(latents, inputs)
+    different(got, plain)
+    assert skipped(pipe) == [[2, 3]] * 2 and cached(model).bytes == 0
+    pipe(latents * 2, inputs, skip=4)
+    same(pipe(latents, inputs), got)
+
+
+def test_a_scheduler_that_takes_its_sample_elsewhere() -> None:
+    """Regression: the third argument of CogVideoX's scheduler is the time, and no sample with a row for each image."""
+    model = FAMILIES["CogVideoXTransformer3DModel"].make()
+    scheduler = CogVideoXDPMScheduler()
+    pipe = quiet(CogVideoXPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=model, scheduler=scheduler))
+    call = {
+        "prompt_embeds": noise(2, TEXT, 16, seed=1), "negative_prompt_embeds": noise(2, TEXT, 16, seed=2),
+        "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": STEPS,
+        "output_type": "latent",
+    }  # fmt: skip
+
+    def frames() -> Any:
+        return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+
+    plain = frames()
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    same(frames(), plain)
+    ditile.enable_cache(pipe, CACHE)
+    different(frames(), plain)
+    assert skipped(pipe) == [list(range(SPARE, STEPS))] * 2, "an image each"
+
+
+def test_masks_that_do_not_fit_are_refused_before_the_first_step() -> None:
+    """And the next picture, which they fit, is drawn."""
+    pipe = MAKE["flux"]()
+    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=[0, 1, 0, 0], steps_computation_policy="static"))
+    with pytest.raises(ModelError, match="steps_computation_mask has 4 steps and the generation 6"):
+        draw(pipe, "flux")
+    draw(pipe, "flux", num_inference_steps=4)
+    assert skipped(pipe) == [[2, 3]], "step 0 has nothing to reuse"
+
+
+@pytest.mark.filterwarnings("ignore::ditile.cache.cached.IdleCacheWarning")
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_pictures_of_few_steps(steps: int) -> None:
+    """A failure means that a preset or a warmup does not fit a picture that is shorter than it."""
+    pipe = MAKE["flux"]()
+    for config in (CACHE, CACHE.reset(steps_computation_mask="fast"), CACHE.reset(max_warmup_steps=99)):
+        ditile.enable_cache(pipe, config)
+        draw(pipe, "flux", num_inference_steps=steps)
+        assert all(step < steps for branch in skipped(pipe) for step in branch)
+        assert cached(pipe.transformer).bytes == 0
+
+
+def test_a_model_that_another_pipeline_runs_is_refused() -> None:
+    """Its scheduler is not the one that is watched. A failure means that a picture is taken for one endless step."""
+    pipe = MAKE["sd3"]()
+    parts = {**pipe.components, "scheduler": FlowMatchEulerDiscreteScheduler()}
+    other = quiet(type(pipe)(**{key: part for key, part in parts.items() if part is not None}))
+    wanted = draw(other, "sd3")
+    ditile.enable_cache(pipe, CACHE)
+    with pytest.raises(StateError, match="enable_cache on the pipeline that runs"):
+        draw(other, "sd3", num_inference_steps=40)
+    ditile.enable_cache(other, CACHE)
+    different(draw(other, "sd3"), wanted)
+    ditile.disable_cache(pipe)
+    same(draw(other, "sd3"), wanted)

@@ -1,0 +1,388 @@
+"""Caches with what else is done to a pipeline: LoRAs, ControlNets, hooks that offload, two transformers, plans."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import (
+    FluxControlNetModel,
+    FluxControlNetPipeline,
+    SD3ControlNetModel,
+    StableDiffusion3ControlNetPipeline,
+)
+from torch import nn
+
+import ditile
+from ditile import BlockAdapter, DBCacheConfig, DBPruneConfig, ParallelismConfig, ParamsModifier, Plan
+from ditile.cache.cached import cached
+from ditile.errors import StateError
+from ditile.runner import caching
+from tests.cache.hand import by_hand
+from tests.parallel.sequence.planned import wan_pipeline
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, run, same
+from tests.runner.loras import NAMES, edits, folder_of
+from tests.tiny import WIDTH, quiet, randomise
+
+STEPS, SPARE = 6, 2
+CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+EXACT = CACHE.reset(residual_diff_threshold=1e-12)
+PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+REST = list(range(SPARE, STEPS))
+
+
+def draw(pipe: Any, name: str, **changes: Any) -> Any:
+    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
+
+
+def skipped(pipe: Any) -> list[list[int]]:
+    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+
+
+# LoRAs
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # of the second LoRA
+@pytest.mark.parametrize("name", NAMES)
+def test_every_state_of_loras(name: str, tmp_path: Path) -> None:
+    """Loaded, scaled, switched, fused, unloaded: with the cache on before, and put on after, and exactly the pipeline's
+    where nothing is left out. A failure means that a LoRA does not reach the blocks, or goes around the cache."""
+    folder = folder_of(name, tmp_path)
+    first, other = MAKE[name](), MAKE[name]()
+    ditile.enable_cache(first, CACHE)
+    for what, edit in edits(name).items():
+        edit(first, folder)
+        edit(other, folder)
+        plain = draw(other, name)
+        ditile.enable_cache(other, EXACT)
+        same(draw(other, name), plain, f"{what}, nothing left out")
+        ditile.enable_cache(other, CACHE)
+        got = draw(first, name)
+        same(got, draw(other, name), f"{what}, the cache before or after")
+        different(got, plain, what)
+        assert skipped(first) == skipped(other) == [REST]
+        ditile.disable_cache(other)
+    ditile.disable_cache(first)
+    same(draw(first, name), plain)
+
+
+# ControlNets
+
+
+def with_controlnet(name: str) -> tuple[Any, dict[str, Any]]:
+    pipe = MAKE[name]()
+    heads = {"num_attention_heads": 4, "attention_head_dim": 8}
+    if name == "flux":
+        controlnet: nn.Module = FluxControlNetModel(
+            in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
+            axes_dims_rope=(2, 2, 4), **heads,
+        )  # fmt: skip
+        cls: Any = FluxControlNetPipeline
+    else:
+        controlnet = SD3ControlNetModel(
+            sample_size=32, in_channels=4, num_layers=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=WIDTH,
+            pooled_projection_dim=2 * WIDTH, out_channels=4, pos_embed_max_size=32, **heads,
+        )  # fmt: skip
+        cls = StableDiffusion3ControlNetPipeline
+    parts = {key: part for key, part in pipe.components.items() if part is not None}
+    made = quiet(cls(**parts, controlnet=randomise(controlnet, seed=5, gain=1.0)))
+    return made, {"control_image": torch.rand(1, 3, 32, 24), "controlnet_conditioning_scale": 0.6}
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_controlnets(name: str) -> None:
+    """What a ControlNet adds between blocks is in what is kept, once. A failure means that it is lost where steps are
+    cached, added twice, or that a probe sees it where it is not its own."""
+    pipe, control = with_controlnet(name)
+
+    def draw(*args: Any, **changes: Any) -> Any:
+        torch.manual_seed(3)  # of which the encoder of SD3's control draws
+        return run(*args, num_inference_steps=STEPS, **changes)
+
+    plain = draw(pipe, name, **control)
+    different(plain, draw(pipe, name, **control | {"controlnet_conditioning_scale": 0.0}), "no control")
+    for config in (EXACT, PRUNE.reset(residual_diff_threshold=1e-12)):
+        ditile.enable_cache(pipe, config)
+        same(draw(pipe, name, **control), plain, f"{config}")
+    ditile.disable_cache(pipe)
+    for first, last in ((1, 0), (2, 1)):
+        with by_hand(pipe, threshold=9e9, spare=SPARE, first=first, last=last):
+            wanted = draw(pipe, name, **control)
+        different(wanted, plain)
+        ditile.enable_cache(pipe, CACHE.reset(Fn_compute_blocks=first, Bn_compute_blocks=last))
+        same(draw(pipe, name, **control), wanted, f"F{first} B{last}")
+        assert skipped(pipe) == [REST]
+        ditile.disable_cache(pipe)
+    same(draw(pipe, name, **control), plain)
+
+
+# Hooks that offload
+
+
+def hook(transformer: nn.Module) -> None:
+    """On the transformer and on each of its blocks, as offloading puts them."""
+    for module in (transformer, *transformer.transformer_blocks):
+        add_hook_to_module(module, ModelHook())
+
+
+def unhook(transformer: nn.Module) -> None:
+    remove_hook_from_module(transformer, recurse=True)
+
+
+ORDERS = [
+    order
+    for order in itertools.permutations(("cache", "hook", "no cache", "no hook"))
+    if order.index("cache") < order.index("no cache") and order.index("hook") < order.index("no hook")
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+def test_hooks_come_and_go_in_any_order(order: tuple[str, ...]) -> None:
+    """A failure means that a cache is lost with a hook that was there before it, without a word; that one of the two
+    takes the other off; or that something of the cache is left behind."""
+    pipe = MAKE["pixart sigma"]()
+    plain = draw(pipe, "pixart sigma")
+    ditile.enable_cache(pipe, CACHE)
+    fast = draw(pipe, "pixart sigma")
+    ditile.disable_cache(pipe)
+    does = {"hook": hook, "no hook": unhook, "cache": None, "no cache": None}
+    is_cached = False
+    for what in order:
+        if what == "cache":
+            ditile.enable_cache(pipe, CACHE)
+        elif what == "no cache":
+            ditile.disable_cache(pipe)
+        else:
+            does[what](pipe.transformer)  # type: ignore[misc]
+        is_cached = what == "cache" or (is_cached and what != "no cache")
+        same(draw(pipe, "pixart sigma"), fast if is_cached else plain, f"{what} of {order}")
+    for module in pipe.transformer.modules():
+        left = vars(module).get("forward")
+        assert left is None or left.__func__ is type(module).forward, "accelerate itself leaves the module's own"
+        assert not [key for key in vars(module) if "ditile" in key or key == "_old_forward"]
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_hooks_that_are_renewed_after_each_picture(hooked_first: bool) -> None:
+    """As `enable_model_cpu_offload` does. A failure means that only the first picture is cached."""
+    pipe = MAKE["pixart sigma"]()
+    ditile.enable_cache(pipe, CACHE)
+    wanted = draw(pipe, "pixart sigma")
+    if hooked_first:
+        ditile.disable_cache(pipe)
+        hook(pipe.transformer)
+        ditile.enable_cache(pipe, CACHE)
+    for _ in range(3):
+        unhook(pipe.transformer)
+        hook(pipe.transformer)
+        same(draw(pipe, "pixart sigma"), wanted)
+        assert skipped(pipe) == [REST]
+
+
+@pytest.mark.parametrize("config", [CACHE, PRUNE], ids=str)
+@pytest.mark.parametrize("how", ["accelerate", "blocks to disk", "layers to disk"])
+def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> None:
+    """Weights that are brought back for a block alone, by accelerate or diffusers' group offloading: before and after
+    the cache is put on. A failure means that a block runs without its weights after some were left out."""
+    name, pictures = "flux", []
+    for order in (("cache",), ("cache", "offload"), ("offload", "cache")):
+        pipe = MAKE[name]()
+        for what in order:
+            if what == "cache":
+                ditile.enable_cache(pipe, config)
+            elif how == "accelerate":
+                accelerate.cpu_offload(pipe.transformer, torch.device("cpu"))
+            else:
+                pipe.transformer.enable_group_offload(
+                    torch.device("cpu"), num_blocks_per_group=1, offload_to_disk_path=str(tmp_path / "-".join(order)),
+                    offload_type="block_level" if how.startswith("blocks") else "leaf_level",
+                )  # fmt: skip
+        pictures.append(draw(pipe, name))
+        pictures.append(draw(pipe, name))
+        assert all(steps == REST for steps in skipped(pipe))
+    assert all(near(picture, pictures[0]) for picture in pictures)
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for sums in another order: weights that lie elsewhere in memory, residuals of each stage apart."""
+    return float((one - other).abs().max()) <= 3e-5 * float(other.abs().max())
+
+
+# Two transformers
+
+
+def wan(**config: Any) -> tuple[Any, dict[str, Any]]:
+    pipe, call = wan_pipeline()
+    return pipe, call | {"num_inference_steps": 10}
+
+
+def frames(pipe: Any, call: dict[str, Any]) -> Any:
+    return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+
+
+def test_transformers_in_turns_have_a_warmup_each() -> None:
+    """A failure means that the second transformer of Wan 2.2 goes on counting where the first one stopped, so that its
+    first steps are not computed; or that branches of guidance are mixed up."""
+    pipe, call = wan()
+    counts = [0, 0]
+    for k, transformer in enumerate((pipe.transformer, pipe.transformer_2)):
+        transformer.register_forward_pre_hook(lambda *_, k=k: counts.__setitem__(k, counts[k] + 1))
+    plain = frames(pipe, call)
+    steps = [count // 2 for count in counts]
+    assert sum(steps) == 10 and min(steps) > 3
+    ditile.enable_cache(pipe, EXACT)
+    same(frames(pipe, call), plain)
+    ditile.enable_cache(pipe, CACHE)
+    got = frames(pipe, call)
+    different(got, plain)
+    assert skipped(pipe) == [list(range(SPARE, steps[0]))] * 2 + [list(range(SPARE, steps[1]))] * 2
+    assert cached(pipe.transformer).bytes == cached(pipe.transformer_2).bytes == 0
+    same(frames(pipe, call), got)
+    both = [pipe.transformer, pipe.transformer_2]
+    modifiers = [[ParamsModifier(cache_config=DBCacheConfig(max_warmup_steps=warmup))] for warmup in (1, 3)]
+    ditile.enable_cache(BlockAdapter(pipe=pipe, transformer=both, params_modifiers=modifiers), CACHE)
+    frames(pipe, call)
+    assert skipped(pipe) == [list(range(1, steps[0]))] * 2 + [list(range(3, steps[1]))] * 2
+    ditile.disable_cache(pipe)
+    same(frames(pipe, call), plain)
+
+
+# Plans
+
+
+def before_or_after(name: str) -> list[Any]:
+    """On a rank: pictures with the cache put on before `parallelize`, after it, and on the runner."""
+    plan, found = Plan(pipefusion=2, patches=1, warmup=99), []
+    alone = MAKE[name]()
+    ditile.enable_cache(alone, CACHE)
+    wanted, plain = draw(alone, name), draw(ditile.disable_cache(alone), name)
+    for order in ("before", "after", "runner"):
+        pipe = MAKE[name]()
+        if order == "before":
+            ditile.enable_cache(pipe, CACHE)
+        runner = ditile.parallelize(pipe, plan, keep_weights=True)
+        if order == "after":
+            assert ditile.enable_cache(pipe, CACHE) is pipe
+        if order == "runner":
+            assert ditile.enable_cache(runner, CACHE) is runner
+        found.append(draw(runner, name))
+        same(draw(runner, name), found[-1], f"{order}, the second call")
+        reports = caching.summary(runner, logging=False)
+        assert [report.stage for report in reports] == [0, 1]
+        assert all(each.skipped == REST for report in reports for each in report.decisions)
+        if order == "before":
+            runner.restore()
+            same(draw(pipe, name), wanted, "restored, the cache still on")
+            assert all(steps == REST for steps in skipped(pipe))
+        else:
+            ditile.disable_cache(runner)
+            same(draw(runner, name), plain, "the cache was taken off")
+            with pytest.raises(StateError):
+                caching.summary(runner, logging=False)
+            runner.restore()
+        same(draw(ditile.disable_cache(pipe), name), plain, f"{order}, nothing left")
+        assert not {"step", "set_timesteps"} & vars(pipe.scheduler).keys()
+    return [wanted, *found]
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
+def test_before_or_after_parallelize(pool: Pool, name: str) -> None:
+    """A failure means that the order matters, that a stage knows nothing of its cache, or that `restore` and
+    `disable_cache` take off what is not theirs."""
+    for pictures in pool.run(before_or_after, 2, name):
+        same(pictures[2:], [pictures[1]] * 2, "the order")
+        assert near(pictures[1], pictures[0])
+
+
+def by_config(name: str) -> None:
+    """On a rank: `parallelism_config` and a cache in one call."""
+    pipe, kind = MAKE[name](), type(MAKE[name]())
+    plain = draw(pipe, name)
+    ditile.enable_cache(pipe, CACHE)
+    wanted = draw(pipe, name)
+    ditile.enable_cache(pipe, CACHE, parallelism_config=ParallelismConfig(ulysses_size=2))
+    for _ in range(2):
+        got = draw(pipe, name)
+        assert near(got, wanted) and skipped(pipe) == [REST]
+    ditile.disable_cache(pipe)
+    assert type(pipe) is kind
+    same(draw(pipe, name), plain)
+
+
+def test_a_plan_and_a_cache_by_one_call(pool: Pool) -> None:
+    """A failure means that a pipeline that was divided by `enable_cache` cannot be called, or stays divided."""
+    pool.run(by_config, 2, "flux")
+
+
+def stopped(name: str, how: str) -> list[Any]:
+    """On a rank: a picture that a callback ends, and what follows."""
+    pipe = MAKE[name]()
+    ditile.enable_cache(pipe, CACHE)
+    plan = Plan(pipefusion=2, patches=2, warmup=1) if how == "interrupts" else Plan(ulysses=2)
+    runner = ditile.parallelize(pipe, plan)
+    wanted, seen = draw(runner, name, num_inference_steps=9), []
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        seen.append(step)
+        if step == 4 and how == "raises":
+            raise KeyError("from the callback")
+        if step == 4 and dist.get_rank() == 0:
+            pipe._interrupt = True
+        return {}
+
+    call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": [], "num_inference_steps": 9}
+    if how == "raises":
+        with pytest.raises(KeyError):
+            draw(runner, name, **call)
+        assert cached(pipe.transformer).bytes == 0
+        return [seen]
+    picture = draw(runner, name, **call)
+    assert cached(pipe.transformer).bytes == 0 and 5 <= len(seen) < 9
+    same(draw(runner, name, num_inference_steps=9), wanted, "the next picture")
+    return [picture, seen]
+
+
+@pytest.mark.parametrize("how", ["interrupts", "raises"])
+def test_a_picture_that_ends_early_under_a_plan(pool: Pool, how: str) -> None:
+    """A failure means that ranks go on differently, keep memory, or wait for decisions that nobody takes."""
+    one, other = pool.run(stopped, 2, "flux", how)
+    same(one[0], other[0])
+    assert one[-1] == other[-1]
+
+
+UNLIKE: list[DBCacheConfig | None] = [
+    None,
+    CACHE.reset(residual_diff_threshold=0.5),
+    CACHE.reset(couple="row"),
+    CACHE.reset(max_accumulated_residual_diff_threshold=0.5),
+    CACHE.reset(store="hidden"),
+    CACHE.reset(steps_computation_mask=[1, 1, 0, 0, 0, 1]),
+]
+
+
+def unlike() -> None:
+    """On a rank: caches of which rank 1 has another."""
+    pipe = MAKE["flux"]()
+    runner = ditile.parallelize(pipe, Plan(ulysses=2))
+    plain = draw(runner, "flux")
+    for theirs in UNLIKE:
+        ditile.disable_cache(pipe)
+        mine = theirs if dist.get_rank() else CACHE
+        if mine is not None:
+            ditile.enable_cache(pipe, mine)
+        with pytest.raises(StateError, match="call all ranks alike"):
+            draw(runner, "flux")
+    ditile.disable_cache(pipe)
+    same(draw(runner, "flux"), plain)
+
+
+def test_ranks_with_different_caches_are_refused(pool: Pool) -> None:
+    """A failure means that ranks decide differently, on a part of the image each: a hang, or a wrong picture."""
+    pool.run(unlike, 2)

@@ -1,0 +1,75 @@
+"""Blocks that run for some images of a batch: which rows these are is told on the device, without waiting for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditile.cache.cached import Alone
+from ditile.cache.forecast import Reuse
+from ditile.cache.hooks import Slot
+from ditile.cache.judge import Call, units_of
+from ditile.cache.residuals import Residuals
+from ditile.cache.segment import Segment
+from ditile.hooks.protocols import Moment
+from ditile.plan.spec import Flow
+
+BLOCKS, IMAGES = 5, 3
+
+
+class Block(nn.Module):
+    """Adds one to its tokens, and counts the rows it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def forward(self, hidden_states: Tensor, temb: Tensor) -> Tensor:
+        self.rows.append(len(hidden_states))
+        return hidden_states + temb[:, None, None]
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is asked of torch, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> None:
+    """A failure means that every block waits for the GPU, as a copy from pageable memory does: 57 a step in FLUX."""
+    blocks = [Block() for _ in range(BLOCKS)]
+    slots = [Slot(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
+    for slot in slots:
+        slot.install()
+    segment = Segment(slots, Residuals(lambda stream: Reuse()))
+    units = units_of(2 * IMAGES, IMAGES, "image")
+    tokens, temb = torch.zeros(2 * IMAGES, 4, 8, device=device), torch.ones(2 * IMAGES, device=device)
+
+    def step(number: int, skips: list[bool]) -> Tensor:
+        segment.begin(Call(Moment(number), number, units, 2 * IMAGES), skips, Alone())
+        x = tokens
+        for block in blocks:
+            x = block(x, temb * (number + 1))
+        return x
+
+    step(0, [False] * IMAGES)
+    for number, skips in ((1, [False, True, False]), (2, [True, False, True])):
+        with Operators() as seen:
+            out = step(number, skips)
+        assert seen.counts["arange"] == 1 and not seen.counts["_to_copy"], "once, and where the tokens are"
+        assert all(block.rows[-1] == 2 * skips.count(False) for block in blocks)
+        if device == "cpu":
+            wanted = {1: [10.0, 5.0, 10.0], 2: [10.0, 15.0, 10.0]}[number] * 2
+            assert out[:, 0, 0].tolist() == wanted

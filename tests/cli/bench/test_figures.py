@@ -1,0 +1,181 @@
+"""Every figure is drawn: axes say what they show and in what unit, files are there, and no text lies on another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.transforms import Bbox
+from PIL import Image
+
+from benchmarks import plots
+from benchmarks.cache_settings import OURS, THEIRS
+from ditile.cli.bench import figures, runs, sweeps
+from ditile.cli.bench.cells import ONE_RANK
+from ditile.cli.evaluate.options import ORIGINAL, Setting
+from ditile.cli.evaluate.store import summed_up
+from tests.cli.bench.test_bench import JOB, all_fit
+from tests.cli.bench.test_bench import run as ran
+from tests.cli.evaluate.test_evaluate import row as drawn
+
+RATES = ("100mbit", "1gbit", "10gbit")
+SIDES = (256, 512, 1024, 2048)
+LABELS: dict[str, list[tuple[str, str]]] = {
+    "scalability": [("ranks", "speed-up over one rank (times)")],
+    "patches": [("patches M", "seconds for a picture")],
+    "resolution": [("pixels of a side", "seconds"), ("pixels of a side", "speed-up over one rank (times)")],
+    "links": [("link between two hosts", "speed-up over one rank (times)")],
+    "methods-latency": [("seconds of a call", "")],
+    "methods-memory": [("MB)", "")],
+    "methods-exposed": [("share of the denoising time in which a rank waits for messages (%", "")],
+    "cache-latency": [("seconds of a call", "")],
+}
+"""What the axes of a figure are called, from left to right; bars have names instead of numbers upwards."""
+
+
+def rows_of(sweep: str) -> list[runs.Row]:
+    """Rows of eight ranks as they might have been measured, beside those of one rank."""
+    job = JOB | {"threads": 2, "steps": 20}
+    sizes: list[tuple[int | None, int | None]] = [(512, 512)]
+    if sweep == "resolution":
+        sizes = [(side, side) for side in SIDES]
+    name, rates = ("methods", RATES) if sweep == "links" else (sweep, ("",))
+    cells = [cell._replace(link=rate) for cell in sweeps.cells(name, 8, sizes, all_fit) for rate in rates]
+    found, foretold = [], {}
+    for place, cell in enumerate(dict.fromkeys([*(cell.one_rank for cell in cells), *cells])):
+        key, whole = runs.key_of(job, cell), ((cell.height or 512) / 256) ** 2
+        parts = {"parameters": 3 * 10**7, "activations": 10**6 * place, "keys": 10**6, "cache": 10**5}
+        memory = [{name: size // cell.world for name, size in parts.items()}] * cell.world
+        lines = [ran(cell, whole * (0.4 + k / 10) / cell.world**0.7, whole) for k in range(2)]
+        for line in lines:
+            line["key"] = runs.json.loads(key)
+        found += [*lines, {"key": lines[0]["key"], "memory": memory}]
+        foretold[key] = runs.Foretold(0.3 * whole, 10**7)
+    return runs.rows(found, foretold)
+
+
+def texts(figure: Any) -> Iterator[tuple[str, Bbox]]:
+    """What is written beside the data, and where."""
+    figure.canvas.draw()
+    for axes in figure.axes:
+        if not axes.axison:
+            continue
+        written = [axes.xaxis.label, axes.yaxis.label, axes.title, axes._left_title]
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            ticks = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+            written += [label for place, label in ticks if min(low, high) <= place <= max(low, high)]
+        legends = [axes.get_legend(), *figure.legends]
+        written += [text for legend in legends if legend is not None for text in legend.get_texts()]
+        for text in written:
+            if text.get_visible() and text.get_text():
+                yield text.get_text(), text.get_window_extent()
+
+
+def assert_apart(figure: Any) -> None:
+    """Raises if a piece of text lies on another."""
+    for (one, box), (other, its) in itertools.combinations(dict(texts(figure)).items(), 2):
+        shared = Bbox.intersection(box, its)
+        assert shared is None or min(shared.width, shared.height) < 1, f"{one!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize("sweep", ["scaling", "patches", "resolution", "links", "methods", "cache"])
+def test_axes_say_what_and_in_which_unit(sweep: str) -> None:
+    """A failure means a figure that cannot be read without the program that drew it."""
+    found = rows_of(sweep)
+    for name, make in figures.OF_SWEEP[sweep].items():
+        with plt.rc_context(figures.STYLE):
+            figure = make(found)
+            labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
+            for (x, y), (along, upwards) in zip(labels, LABELS[name], strict=True):
+                assert along in x and y.startswith(upwards), name
+                assert y or all(text.get_text() for text in figure.axes[0].get_yticklabels()), name
+            assert all(axes.get_title(loc="left") for axes in figure.axes[:1]), name
+            assert_apart(figure)
+            plt.close(figure)
+
+
+def test_links_have_their_rates_and_sizes_their_pixels() -> None:
+    """A failure means ticks that are numbers of nothing."""
+    for sweep, wanted in (
+        ("links", ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"]), ("resolution", list(map(str, SIDES))),
+        ("scaling", ["1", "2", "4", "8"]),
+    ):  # fmt: skip
+        (make,) = figures.OF_SWEEP[sweep].values()
+        figure = make(rows_of(sweep))
+        assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == wanted
+        plt.close(figure)
+
+
+def test_the_table_of_warmup_has_seconds_in_its_cells() -> None:
+    """A failure means numbers without a unit, or text that is wider than its cell."""
+    figure = figures.warmup(rows_of("warmup"))
+    figure.canvas.draw()
+    (table,) = figure.axes[0].tables
+    for (line, column), cell in table.get_celld().items():
+        text = cell.get_text()
+        assert text.get_window_extent().width <= cell.get_window_extent().width, text.get_text()
+        if line and column and text.get_text():
+            assert " s" in text.get_text()
+    assert "seconds" in figure.axes[0].get_title(loc="left")
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("sweep", sorted(figures.OF_SWEEP))
+def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
+    """As PNG and SVG. A failure means that a sweep ends, after minutes, without its figure."""
+    files = figures.draw({sweep: rows_of("methods" if sweep == "plans" else sweep)}, tmp_path)
+    assert {file.name for file in files} == {
+        f"{name}{suffix}" for name in figures.OF_SWEEP[sweep] for suffix in (".png", ".svg")
+    }
+    for file in files:
+        if file.suffix == ".png":
+            with Image.open(file) as image:
+                assert image.width > 900
+        else:
+            assert "<svg" in file.read_text("utf-8")
+    one = [row for row in rows_of("scaling") if row["plan"] == ONE_RANK]
+    assert one and figures.draw({sweep: one}, tmp_path) == [], "one rank alone is no comparison"
+
+
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that `plots` saves, which it closes."""
+    found: list[Any] = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, out: (found.append(figure), save(figure, out)))
+    return found
+
+
+def test_quality_over_latency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure of `ditile evaluate`. A failure means an evaluation of hours without its picture."""
+    found, settings = kept(monkeypatch), [Setting("pipefusion=2", "none"), Setting("ulysses=2", "F=1"), ORIGINAL]
+    pictures = {(s, 0): drawn(s, 0, 1.0 + k, 30.0 + 35 * k) for k, s in enumerate(settings)}
+    about = {"model": "shapes-flux", "captions": {"count": 1}, "measured": {"machine": "a processor"}}
+    plots.tradeoff(about | {"settings": summed_up(pictures, settings, 1)}, tmp_path / "pareto.png")
+    (axes,) = found[0].axes
+    assert "% of the original" in axes.get_xlabel() and axes.get_ylabel().endswith("(dB)")
+    assert_apart(found[0])
+    with Image.open(tmp_path / "pareto.png") as image:
+        assert image.width > 900
+
+
+def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each number of steps, with both engines. A failure means that a page of the docs has no figure."""
+    found, lines = kept(monkeypatch), []
+    for (steps, engine), k in itertools.product(itertools.product((20, 28), (OURS, THEIRS)), range(3)):
+        seconds = {f"{name}_s": 4.0 / (1 + k) for name in ("cpu", "wall")} | {"outside_cpu_s": 0.1}
+        plain = {f"plain_{name}_s": 4.0 for name in ("cpu", "wall")} | {"plain_outside_cpu_s": 0.1}
+        quality = {"psnr": 40.0 - k, "ssim": 0.9, "all_right": 1, "steps_left_out": 1, "blocks_left_out": 0.5}
+        about = {"model": "shapes-flux", "steps": steps, "engine": engine, "setting": f"R={k}"}
+        lines.append(runs.json.dumps(about | seconds | plain | quality))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    plots.pareto([tmp_path / "rows.jsonl"], tmp_path / "curves.png")
+    for axes in found[0].axes:
+        assert axes.get_xlabel() == "speed-up over no cache (times, whole picture)" and "(dB)" in axes.get_ylabel()
+        assert {text.get_text() for text in axes.get_legend().get_texts()} == {OURS, THEIRS}
+    assert len(found[0].axes) == 2
+    assert_apart(found[0])
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "curves.png", "curves.svg"}

@@ -1,0 +1,232 @@
+"""`ditile generate` with caches, LoRAs and few bits, as a person meets it, on a tiny FLUX of five blocks in a folder.
+
+A failure would mean that a flag is accepted and does nothing, or that nobody is told what was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ditile as ditile_package
+from ditile import Plan
+from ditile.cache.config import DBCacheConfig
+from ditile.cache.report import ContextReport, Decisions, of_ranks
+from ditile.cli import generate, main
+from ditile.cli.outcome import left_out
+from tests import tiny
+from tests.cli.test_cli import ditile, opened, refused
+from tests.pool import Pool
+from tests.runner.loras import folder_of
+
+CALL = {"height": 32, "width": 24, "num_inference_steps": 4, "max_sequence_length": 12}
+CACHE = ("--cache", "--Fn", "1", "--w", "2", "--rdt", "1")
+"""Both steps after the warmup are left out, whatever they are."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "flux"
+    tiny.flux().save_pretrained(folder)
+    (folder / "generation.json").write_text(json.dumps(CALL))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of("flux", tmp_path_factory.mktemp("loras"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def drawn(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> dict[str, Any]:
+    """The summary of a run, and the table beside it."""
+    prompt = () if "--prompts-file" in words else ("a red circle",)
+    words = ("generate", *prompt, "--model", model, "--seed", "7", "--threads", "1", *words, "--json", "-")
+    assert main.main(list(words)) == 0
+    out, err = capsys.readouterr()
+    facts: dict[str, Any] = json.loads(out)
+    return facts | {"table": err}
+
+
+def pixels(path: str) -> Any:
+    return np.asarray(opened(path))
+
+
+def test_the_summary_says_what_was_left_out(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    facts = drawn(capsys, model, *CACHE, "--taylorseer", "--out", "a.png")
+    (entry,) = facts["cache"]["contexts"]
+    assert entry["cached_steps"] == [[2, 3]] and entry["settings"] == "DBCache_F1B0_W2I1M0MC0_R1_T1O1"
+    assert entry["blocks_saved"] == facts["cache"]["blocks_saved"] == pytest.approx(2 / 4 * 4 / 5)
+    assert "40% of blocks saved" in facts["table"] and "2 of 4 steps cached whole (2-3)" in facts["table"]
+    said = json.loads(opened("a.png").text["cache"])
+    assert said == facts["settings"] and said["cache_config"]["Fn_compute_blocks"] == 1
+    assert said["calibrator_config"]["kind"] == "TaylorSeerCalibratorConfig"
+
+    plain = drawn(capsys, model, "--out", "b.png")
+    assert "cache" not in plain and "cache" not in opened("b.png").text
+    never = drawn(capsys, model, "--cache", "--Fn", "1", "--rdt", "0", "--out", "c.png")
+    assert never["cache"] == {"blocks_saved": 0.0, "contexts": []} and "compute every step" in never["table"]
+    assert np.array_equal(pixels("b.png"), pixels("c.png")) and not np.array_equal(pixels("a.png"), pixels("b.png"))
+
+
+def test_pruning_masks_and_a_file(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """Flags win over the file; a prune is of each block."""
+    Path("a.yaml").write_text("cache_config: {Fn_compute_blocks: 2, max_warmup_steps: 1}\nattention_backend: native\n")
+    facts = drawn(capsys, model, "--config", "a.yaml", "--prune", "--rdt", "1", "--w", "3")
+    assert facts["cache"]["contexts"][0]["settings"] == "DBPrune_F2B0_W3I1M0MC0_R1"
+    assert facts["cache"]["blocks_saved"] == pytest.approx(1 / 4 * 3 / 5)
+    mask = ("--steps-mask", "1,1/1,1", "--steps-policy", "static")
+    facts = drawn(capsys, model, "--cache", "--Fn", "1", *mask)
+    assert facts["cache"]["contexts"][0]["cached_steps"] == [[1]], "the last step of a mask computes"
+
+
+def test_weights_memory_and_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """--perf draws four times, and the picture is that of one time."""
+    calls: list[float] = []
+    summed = generate.medians
+    monkeypatch.setattr(generate, "medians", lambda reports: calls.append(len(reports)) or summed(reports))
+    words = ("-q", "--quantize-type", "int8_weight_only")
+    facts = drawn(capsys, model, *CACHE, *words, "--track-memory", "--perf", "--out", "a.png")
+    assert calls == [3] and len(facts["measured_seconds"]) == 3
+    assert sorted(facts["measured_seconds"])[1] == facts["seconds"]["total"]
+    assert facts["key_bytes"] == [0] and facts["cache_bytes"][0] > 0
+    for word in ("int8_weight_only", "held by caches", "medians of 3 runs"):
+        assert word in facts["table"]
+    drawn(capsys, model, *CACHE, *words, "--out", "b.png")
+    assert np.array_equal(pixels("a.png"), pixels("b.png"))
+    drawn(capsys, model, *CACHE, "--out", "c.png")
+    assert not np.array_equal(pixels("a.png"), pixels("c.png")), "nothing was quantized"
+
+
+def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
+    """Fused or not is the same up to rounding, and neither is the plain picture."""
+    file = str(loras / "one.safetensors")
+    drawn(capsys, model, *CACHE, "--out", "plain.png")
+    facts = drawn(capsys, model, *CACHE, "--lora", file, "--out", "lora.png")
+    assert facts["settings"]["lora"] == file and facts["settings"]["fuse_lora"] is False
+    drawn(capsys, model, *CACHE, "--lora", file, "--fuse-lora", "--out", "fused.png")
+    plain, lora, fused = (pixels(f"{name}.png").astype(int) for name in ("plain", "lora", "fused"))
+    assert np.abs(lora - fused).max() <= 1 < np.abs(lora - plain).max()
+    Path("broken.safetensors").write_text("nothing")
+    assert "lora='broken.safetensors' cannot be loaded" in refused_by_model(
+        capsys, model, "--lora", "broken.safetensors"
+    )
+
+
+def test_two_stages_and_a_file_of_prompts(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
+    """Every stage says what it left out, of each picture; the same command with other settings draws anew."""
+    Path("prompts.txt").write_text("a red circle\na blue square\n")
+    words = ("--prompts-file", "prompts.txt", "--out-dir", "d", *CACHE, "--lora", str(loras / "one.safetensors"))
+    words += ("--fuse-lora", "--pipefusion", "2", "--patches", "1")
+    done = ditile("generate", *words, "--model", model, "--threads", "1", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert [entry["stage"] for entry in facts["cache"]["contexts"]] == [0, 1]
+    for entry in facts["cache"]["contexts"]:
+        assert entry["cached_steps"] == [[2, 3], [2, 3]] and entry["steps"] == 8
+    assert "stage 1, " in done.stderr and "4 of 8 steps cached whole, 40% of blocks saved" in done.stderr
+    assert drawn(capsys, model, *words, "--seed", "0")["skipped"] == 2, "the same settings, the same pictures"
+    words = ("--prompts-file", "prompts.txt", "--out-dir", "d", "--seed", "0")
+    assert drawn(capsys, model, *words, *CACHE)["skipped"] == 0
+    assert drawn(capsys, model, *words, *CACHE)["skipped"] == 2
+    assert drawn(capsys, model, *words, *CACHE[:-1], "0.9")["skipped"] == 0
+    assert drawn(capsys, model, *words)["skipped"] == 0
+
+
+def test_the_flags_under_torchrun(model: str) -> None:
+    """--parallel-type takes the ranks that torchrun started."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
+    words = ("a red circle", "--model-path", model, "--parallel", "ulysses", "--uaa", "--dcco", "--attn", "native")
+    done = ditile("generate", *words, *CACHE, "--json", "a.json", module=launcher)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(Path("a.json").read_text())
+    assert facts["plan"] == "ulysses=2 uaa=True" and facts["cache"]["contexts"][0]["cached_steps"] == [[2, 3]]
+
+
+def drawn_by_replicas(model: str, prompts: list[str]) -> list[Decisions]:
+    pipe = ditile_package.load(model)
+    runner = ditile_package.parallelize(tiny.quiet(pipe), Plan(data=2))
+    ditile_package.enable_cache(
+        runner, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=1)
+    )
+    for some in (["a red circle"] * 2, prompts):
+        seeds = [torch.Generator().manual_seed(seed) for seed in range(len(some))]
+        runner(some, generator=seeds, **CALL)
+    (found,) = ditile_package.summary(runner, logging=False)
+    return found.decisions
+
+
+def test_replicas_report_the_images_that_they_made(pool: Pool, model: str) -> None:
+    """A replica without an image says nothing, and not what it said of the picture before."""
+    for count in (1, 2):
+        for found in pool.run(drawn_by_replicas, 2, model, ["a blue square"] * count):
+            assert [(each.unit, each.skipped) for each in found] == [(unit, [2, 3]) for unit in range(count)]
+
+
+def refused_by_model(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> str:
+    return refused(capsys, "generate", "a red circle", "--model", model, "--threads", "1", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--cache", "Fn_compute_blocks=8: all 5 blocks of .* always compute .*; try Fn_compute_blocks=1$"),
+        ("--cache --Fn 3 --Bn 2", "and Bn_compute_blocks=2: .* try Fn_compute_blocks=1 and Bn_compute_blocks=0"),
+        ("--prune --Fn 5 --dry-run", "Fn_compute_blocks=5: all 5 blocks"),
+        ("--cache --Fn 1 --steps-mask 1/1", "has 2 steps and the generation 4"),
+        ("--cache --Fn 1 --steps-mask 1/1 --dry-run", "has 2 steps and the generation 4"),
+        ("-q --quantize-type int4_w4a4", "int4_w4a4 has no kernel"),
+        ("--cache --Fn 1 --attn flash", "attention=flash cannot run|flash"),
+        ("--cache --Fn 1 --attn nothing", "attention='nothing' is not known"),
+        ("--lora nothing.safetensors", "lora='nothing.safetensors' is no file"),
+        ("--cache --parallel ring", "start it with torchrun, or say how many: --ring 2"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], model: str, words: str, says: str) -> None:
+    assert re.search(says, refused_by_model(capsys, model, *words.split()))
+
+
+def report(*decisions: Decisions, name: str = "blocks", kept: int = 0) -> ContextReport:
+    return ContextReport(name, "DBCache", 4, 3, 6, kept, list(decisions))
+
+
+def test_reports_of_ranks_are_those_of_all_images() -> None:
+    """Two replicas with two halves of guidance of two stages: an entry for each stage, a decision for each image and
+    branch. A half knows nothing of the other's branch."""
+
+    def of(branch: int, *skipped: int) -> Decisions:
+        return Decisions(branch, 0, 0, list(skipped), [(step, 0.1) for step in skipped])
+
+    found = [
+        ([replica, half, stage], [report(of(half, 4 + replica), of(1 - half), kept=half)])
+        for replica in range(2)
+        for half in range(2)
+        for stage in range(2)
+    ]
+    merged = of_ranks(found)
+    assert [each.stage for each in merged] == [0, 1]
+    assert [(d.unit, d.branch, d.skipped) for d in merged[0].decisions] == [
+        (0, 0, [4]), (0, 1, [4]), (1, 0, [5]), (1, 1, [5]),
+    ]  # fmt: skip
+    assert merged[0].kept_bytes == 1 and merged[0].saved == pytest.approx(1 / 6 * 3 / 4)
+
+
+def test_two_models_with_lists_of_one_name_stay_apart() -> None:
+    """As of Wan 2.2, over two calls."""
+    calls = [[report(Decisions(0, 0, 0, [4, 5], [])), report(Decisions(0, 0, 0, [k], []))] for k in (2, 3)]
+    first, second = left_out(calls)
+    assert (first["cached_steps"], second["cached_steps"]) == ([[4, 5], [4, 5]], [[2], [3]])
+    assert first["steps"] == 12 and first["blocks_saved"] == pytest.approx(2 * second["blocks_saved"])

@@ -1,0 +1,386 @@
+"""The command line, as a person meets it. A failure would mean a traceback, a wrong exit code, or a stray file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from PIL import Image
+
+from ditile import Plan, RankError
+from ditile.cli import main
+from ditile.plan.flags import normalise
+from ditile.runner.load import ASSETS
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def ditile(*words: str, module: tuple[str, ...] = ("ditile",)) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", *module, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the one line says, of a command that must leave nothing behind."""
+    before = sorted(Path().rglob("*"))
+    assert main.main(list(words)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1, err
+    assert sorted(Path().rglob("*")) == before
+    return err
+
+
+def opened(path: str) -> Image.Image:
+    """A picture, with its file closed."""
+    with Image.open(path) as image:
+        image.load()
+    return image
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "COMMAND"),
+        (("paint", "a"), "generate"),
+        (("generate",), "give a PROMPT, or --prompts-file"),
+        (("generate", " "), "prompt is empty"),
+        (("generate", "a", "circle"), "in quotes"),
+        (("generate", "a", "--stpes", "3"), "did you mean --steps?"),
+        (("generate", "a", "--pipefusio", "2"), "did you mean --pipefusion?"),
+        (("generate", "a", "--qqq"), "--help"),
+        (("generate", "a", "--steps", "-3"), "steps=-3"),
+        (("generate", "a", "--steps", "many"), "--steps"),
+        (("generate", "a", "--height", "0"), "height=0"),
+        (("generate", "a", "--width", "-8"), "width=-8"),
+        (("generate", "a", "--num-images", "0"), "num_images=0"),
+        (("generate", "a", "--seed", "-1"), "seed=-1"),
+        (("generate", "a", "--guidance", "inf"), "guidance=inf is no finite number"),
+        (("generate", "a", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
+        (("generate", "a", "--threads", "0"), "threads=0"),
+        (("generate", "a", "--stall-timeout", "0"), "stall_timeout=0"),
+        (("generate", "a", "--stall-timeout", "nan"), "stall_timeout=nan"),
+        (("generate", "a", "--stall-timeout", "inf"), "stall_timeout=inf"),
+        (("generate", "a", "--dtype", "int8"), "bfloat16"),
+        (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("generate", "a", "--pipefusion", "0"), "pipefusion=0"),
+        (("generate", "a", "--pipefusion", "2", "--stage-blocks", "1,x"), "--stage-blocks"),
+        (("generate", "a", "--pipefusion", "2", "--stage_blocks", "1,2,3"), "give 2 numbers"),
+        (("generate", "a", "--out", "nowhere/a.png"), "nowhere"),
+        (("generate", "a", "--out", "."), "folder"),
+        (("generate", "a", "--out", "a.jpg"), "a.png"),
+        (("generate", "a", "--json", "nowhere/a.json"), "nowhere"),
+        (("generate", "a", "--trace", "nowhere/a.json"), "nowhere"),
+        (("generate", "a", "--image", "nothing.png"), "nothing.png"),
+        (("generate", "a", "--strength", "0.5"), "--image"),
+        (("generate", "a", "--warmup", "x"), "argument --warmup: 'x' is not a whole number or auto"),
+        (("generate", "a", "--uaa=yes"), "--uaa/--no-uaa"),
+        (("generate", "a", "--uaa", "maybe"), "one argument too many"),
+        (("generate", "a", "--warmup-bound", "x"), "argument --warmup-bound: 'x' is not a number"),
+        (("generate", "a", "--vae", "tiles"), "'tiles' is not one of whole, rows"),
+        (("generate", "a", "--stage-weights", "1,x"), "numbers such as 1,0.5"),
+        (("generate", "a", "--cfg", "3"), "try cfg=2"),
+        (("generate", "a", "--vae-block-size", "64"), "vae_block_size=64 belongs to vae=rows"),
+        (("generate", "a", "--vae", "rows", "--vae-block-size", "0"), "vae_block_size=0 is not a whole number"),
+        (("generate", "a", "--text-after", "drop"), "'drop' is not one of keep, offload, free"),
+        (("generate", "a", "--text-after", "free", "--perf"), "--perf draws a picture several times"),
+        (("generate", "a", "--distrifusion", "2", "--pipefusion", "2"), "same staleness"),
+        (("generate", "a", "--async-ulysses"), "ulysses=2 or more"),
+        (("generate", "a", "--ulysses_degree", "x"), "argument --ulysses-degree/--ulysses_degree: 'x' is not a whole"),
+        (("generate", "a", "--ulysses_degree", "2", "--ulysses", "4"), "--ulysses_degree says ulysses=2 and --ulysses"),
+        (("generate", "a", "--use_cfg_parallel", "--cfg", "1"), "--use_cfg_parallel says cfg=2"),
+        (("generate", "a", "--num_pipeline_patch", "4"), "--pipefusion_parallel_degree 2 or more"),
+        (("generate", "a", "--pipefusion_parallel_degree", "2", "--attn_layer_num_for_pp", "3"), "give 2 numbers"),
+        (("generate", "--attn_layer_num_for_pp", "2", "a circle"), "'a circle' is not whole numbers"),
+        (("generate", "a", "--ring_degre", "2"), "did you mean --ring-degree?"),
+        (("generate", "a", "--prompts-file", "p.txt"), "give one of them"),
+        (("generate", "--prompts-file", "nothing.txt"), "nothing.txt"),
+        (("generate", "--prompts-file", "."), "cannot be read as text"),
+        (("generate", "--prompts-file", "p.txt", "--num-images", "2"), "one for each line"),
+        (("generate", "a", "--out-dir", "d"), "is for a file of prompts"),
+        (("verify", "--steps", "2"), "nothing to be stale"),
+        (("verify", "--height", "0"), "height=0"),
+        (("verify", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
+        (("verify", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("verify", "--ulysses", "0"), "ulysses=0"),
+        (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
+        (("models", "--all"), "--all is not known"),
+        (("models", "foo"), "'foo' is one argument too many; see ditile models --help"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+    assert says in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        (b"", (), "has no prompt"),
+        (b"# a comment\n\n  \n", (), "has no prompt"),
+        (b"\xff\xfe", (), "cannot be read as text"),
+        (b"a", ("--out-dir", "nowhere/there"), "there is no folder 'nowhere'"),
+        (b"a", ("--out-dir", "prompts.txt"), "is a file; give a folder"),
+        (b"a", ("--out", "nowhere/a.png"), "nowhere"),
+        (b"a", ("--model", "nothing-like-it"), "nothing-like-it"),
+        (b"a", ("--text-after", "free"), "a file of prompts is encoded several times"),
+    ],
+)
+def test_a_file_of_prompts_that_will_not_do(
+    capsys: pytest.CaptureFixture[str], content: bytes, words: tuple[str, ...], says: str
+) -> None:
+    Path("prompts.txt").write_bytes(content)
+    assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
+
+
+@pytest.mark.parametrize("strength", ["0", "1.5", "nan"])
+def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: str) -> None:
+    Image.new("RGB", (8, 8)).save("a.png")
+    assert "strength=" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
+
+
+def test_a_picture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.png").write_text("no picture")
+    assert "a.png" in refused(capsys, "generate", "a", "--image", "a.png")
+
+
+def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = Path(shutil.copytree(ASSETS / "shapes-pixart", "model")) / "vae/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "no whole safetensors file" in refused(capsys, "generate", "a", "--model", "model", "--pipefusion", "2")
+    weights.unlink()
+    assert "vae has no weights" in refused(capsys, "generate", "a", "--model", "model")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--height", "100"), "height=100"),
+        (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
+        (("--device", "toaster"), "toaster"),
+        (("--image", str(ROOT / "tests" / "surface" / "..")), "picture"),
+        (("--negative-prompt", "red", "--guidance", "1", "--dry-run"), "at --guidance 1; try --guidance above 1"),
+        (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
+        (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 shares out branches of guidance, and this call has 1"),
+        (("--tensor", "5", "--dry-run"), "tensor=5 does not divide the"),
+        (("--pipefusion", "99", "--tensor", "5", "--dry-run"), "try 1 to 12; and tensor=5"),
+    ],
+)
+def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+    assert says in refused(capsys, "generate", "a circle", *SMALL, *words)
+
+
+def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside guidance that is embedded; a folder has no options of its own that would turn it on."""
+    tiny.flux(guidance=True).save_pretrained("model")
+    capsys.readouterr()  # a progress bar
+    words = ["generate", "a circle", "--model", "model", "--height", "32", "--width", "32", *SMALL, "--guidance", "4"]
+    assert "try --true-cfg above 1" in refused(capsys, *words, "--negative-prompt", "a ring")
+    assert "takes no --true-cfg" in refused(capsys, "generate", "a circle", *SMALL, "--true-cfg", "3")
+    for plan in (("--cfg", "2"), ("--cfg", "1")):
+        out = ["--out", f"{plan[1]}.png", "--true-cfg", "3", "--negative-prompt", "a ring"]
+        assert main.main([*words, *plan, *out]) == 0
+    one, two = opened("1.png"), opened("2.png")
+    settings = json.loads(two.text["settings"])
+    assert (settings["true_cfg_scale"], settings["guidance_scale"]) == (3, 4)
+    assert settings["negative_prompt"] == "a ring" and two.text["plan"] == "cfg=2"
+    assert np.array_equal(np.asarray(one), np.asarray(two))
+
+
+def test_patches_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows are known at the first step, when the progress bar stands already."""
+    assert main.main(["generate", "a circle", *SMALL, "--patches", "999"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ditile: patches=999 exceeds the 16 token rows")
+    assert not list(Path().iterdir())
+
+
+def test_pixart_has_no_image_to_image(capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (128, 128)).save("a.png")
+    for more in ((), ("--dry-run",)):
+        words = ("generate", "a circle", *SMALL, "--image", "a.png", *more)
+        assert "no image-to-image pipeline" in refused(capsys, *words)
+
+
+def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pipefusion", "2", "--stage-blocks", "1,1")
+    assert "add up to" in refused(capsys, "generate", "a circle", *SMALL, *words)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["generate", "--help"], ["--version"], ["generate", "a", "--stpes", "3"]]
+)
+def test_help_version_and_refusals_do_not_import_torch(words: list[str]) -> None:
+    code = f"""
+import sys
+from ditile.cli import main
+try:
+    main({words})
+finally:
+    assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "AssertionError" not in done.stderr and done.stdout + done.stderr
+
+
+def test_far_too_many_ranks_are_refused_before_one_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    assert "try 1 to 12" in refused(capsys, "generate", "a circle", "--pipefusion", "999")
+    Path("p.txt").write_text("a circle")
+    assert "try 1 to 12" in refused(capsys, "generate", "--prompts-file", "p.txt", "--pipefusion", "999")
+
+
+def test_help_names_every_flag() -> None:
+    text = ditile("generate", "--help").stdout
+    flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
+               out prompts-file out-dir
+               data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
+               text-after vae vae-block-size
+               warmup warmup-mode warmup-bound stage-blocks stage-weights use_cfg_parallel data_parallel_degree
+               ulysses_degree ring_degree pipefusion_parallel_degree num_pipeline_patch attn_layer_num_for_pp
+               tensor_parallel_degree warmup_steps use_parallel_vae dtype device threads stall-timeout trace json
+               dry-run cache prune Fn Bn rdt max-warmup-steps w warmup-interval wi max-cached-steps mc
+               max-continuous-cached-steps mcc taylorseer taylorseer-order foca dmd steps-mask steps-policy quantize
+               quantize-type parallel-type parallel disable-compute-comm-overlap dcco lora fuse-lora track-memory perf
+               config prompt model-path attn ulysses-anything"""
+    for flag in flags.split():
+        assert f"--{flag}" in text
+    assert "plan, with the flags of xDiT" in text
+
+
+def test_a_rank_that_failed_is_its_traceback_and_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*args: Any, **options: Any) -> None:
+        raise RankError(1, "ValueError", "it broke", "Traceback:\n  there\n")
+
+    monkeypatch.setattr(main, "launch", launch)
+    assert main.main(["generate", "a", "--pipefusion", "2"]) == 1
+    assert capsys.readouterr().err == "Traceback:\n  there\nditile: rank 1: it broke\n"
+
+
+def test_control_c_is_130_and_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "launch", launch)
+    assert main.main(["generate", "a", "--pipefusion", "2"]) == 130
+    assert capsys.readouterr().err == "ditile: interrupted\n"
+
+
+def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["models"]) == 0
+    out = capsys.readouterr().out
+    for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Pipeline", "shapes-flux"):
+        assert word in out
+    for word in ("PipeFusion", "caches", "two calls", "batched", "row, sequence"):
+        assert word in out
+
+
+@pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
+def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means: run `ditile models --markdown > docs/matrix.md`."""
+    assert main.main(["models", "--markdown"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text("utf-8")
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["generate", "a circle", "--model", "shapes-flux", "--pipefusion", "2", "--dry-run"]) == 0
+    assert "pipefusion=2" in capsys.readouterr().out
+    assert not list(Path().iterdir())
+
+
+EVERY_AXIS = "--data 2 --use_cfg_parallel --pipefusion 2 --ring_degree 2 --tensor 2 --num-images 2 --dry-run"
+XDIT = """--use_cfg_parallel --data_parallel_degree 2 --ulysses_degree 2 --ring_degree 3 --num_pipeline_patch 4
+          --pipefusion_parallel_degree 2 --attn_layer_num_for_pp 7 8 --tensor_parallel_degree 2
+          --split_scheme sequence --warmup_steps 3 --use_parallel_vae --ulysses 2"""
+
+
+def test_a_dry_run_of_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has a row with its place; true guidance is two calls, of which a half makes one."""
+    assert main.main(["generate", "a circle", "--model", "shapes-flux", *EVERY_AXIS.split()]) == 0
+    out = capsys.readouterr().out
+    assert "plan: data=2 cfg=2 pipefusion=2 ring=2 tensor=2" in out and "2 call(s) per step" in out
+    for word in ("data 1", "cfg 1", "stage 1", "ring 1", "tensor 1", "│ 31 ", "activations", "latents", "prediction"):
+        assert word in out, word
+    assert any(line.startswith("speed-up over one rank") and "x data 2 x cfg 2" in line for line in out.splitlines())
+
+
+def test_flags_of_xdit_are_the_plan() -> None:
+    plan = main._plan(main.parser().parse_args(normalise(["generate", "a", *XDIT.split()])))
+    assert plan == Plan(
+        cfg=2, data=2, ulysses=2, ring=3, pipefusion=2, patches=4, stage_blocks=(7, 8), tensor=2,
+        split_scheme="sequence", warmup=3, vae="rows",
+    )  # fmt: skip
+    commas = ["generate", "a", "--pipefusion", "2", "--attn_layer_num_for_pp", "7,8", "--stage-blocks", "7,8"]
+    assert main._plan(main.parser().parse_args(normalise(commas))).stage_blocks == (7, 8)
+
+
+def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second of two is the first of the next seed: 1e-5 in a batch, so at most one level of 255."""
+    assert main.main(["generate", "a blue square", *SMALL, "--num-images", "2", "--out", "a.png", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == ["a-0.png", "a-1.png"]
+    assert main.main(["generate", "a blue square", "--steps", "2", "--seed", "8", "--out", "b.png"]) == 0
+    pair = [np.asarray(opened(path)).astype(int) for path in ("a-1.png", "b.png")]
+    assert np.abs(pair[0] - pair[1]).max() <= 1
+    assert opened("a-1.png").text["seed"] == "8"
+
+
+def test_a_picture_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (128, 128), "gray").save("start.png")
+    words = ("--model", "shapes-flux", "--image", "start.png", "--strength", "0.5", "--out", "a.png", "--json", "-")
+    assert main.main(["generate", "a red circle", *SMALL, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    assert opened("a.png").size == (128, 128)
+
+
+def test_two_ranks_draw_what_one_draws() -> None:
+    """All steps synchronous: bit-identical, and the summary is the only thing on the standard output."""
+    words = ("a red circle", "--model", "shapes-flux", *SMALL)
+    two = ditile("generate", *words, "--pipefusion", "2", "--warmup", "2", "--out", "two.png", "--trace", "t.json",
+                 "--json", "-")  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    facts = json.loads(two.stdout)
+    assert facts["plan"] == "pipefusion=2 warmup=2" and facts["ranks"] == 2 and facts["images"] == ["two.png"]
+    assert set(facts["seconds"]) == {"total", "text", "denoise", "decode"} and facts["synchronous_steps"] == 2
+    assert len(facts["peak_memory_bytes"]) == len(facts["bytes_sent"]) == 2 and min(facts["bytes_sent"]) > 0
+    assert json.loads(Path("t.json").read_text())
+    assert main.main(["generate", *words, "--out", "one.png"]) == 0
+    one, two_ = opened("one.png"), opened("two.png")
+    assert one.tobytes() == two_.tobytes()
+    assert two_.text["prompt"] == "a red circle" and two_.text["plan"] == facts["plan"]
+    assert json.loads(two_.text["settings"])["num_inference_steps"] == 2
+
+
+def test_under_torchrun_the_ranks_are_those_that_it_started() -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
+    done = ditile("generate", "a red circle", "--steps", "1", "--pipefusion", "2", "--out", "a.png", "--json", "a.json",
+                  module=launcher)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(Path("a.json").read_text())
+    assert facts["ranks"] == 2 and opened("a.png").text["seed"] == str(facts["seed"])
+
+
+def test_the_example_of_two_hosts_says_what_it_needs() -> None:
+    """Without root, or with a rate that is none: one line, and no namespace is left."""
+    command = [sys.executable, str(ROOT / "examples" / "two_hosts.py"), "--rate", "fast"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: ") and done.stderr.count("\n") == 1
+    assert "root" in done.stderr or "write it as 100mbit" in done.stderr

@@ -1,0 +1,137 @@
+"""examples/run_flux_cp.py with the command lines of cache-dit's guides, on a FLUX of ten blocks.
+
+A failure would mean that a command line which people know is refused, or leaves nothing out. And what the examples read
+on each rank, without reading it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._dynamo import config as dynamo
+
+import ditile
+from ditile import Plan
+from tests.cache.test_cache_dit_scripts import flux
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "flux"
+    flux(2, 8).save_pretrained(path)
+    call = {"height": 32, "width": 24, "num_inference_steps": 12, "max_sequence_length": 12}
+    (path / "generation.json").write_text(json.dumps(call))
+    return str(path)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
+    """The plans that a pipeline is loaded for and then divided by; nothing is loaded, and nothing drawn."""
+    plans: list[Plan | None] = []
+
+    def divided(pipe: Any, plan: Plan, **_: Any) -> Any:
+        plans.append(plan)
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(ditile, "load", lambda name, *, plan=None: plans.append(plan))
+    monkeypatch.setattr(ditile, "load_lora", lambda pipe, source: None)
+    monkeypatch.setattr(ditile, "parallelize", divided)
+    return plans
+
+
+def example(name: str) -> dict[str, Any]:
+    """What an example defines."""
+    return runpy.run_path(str(ROOT / "examples" / name))
+
+
+def test_flux_torchrun_reads_what_its_plan_gives_a_rank(
+    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means that every rank has the whole of FLUX in its memory."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    example("flux_torchrun.py")["main"]()
+    assert seen == [Plan(pipefusion=4, patches=4)] * 2
+
+
+def test_flux_torchrun_without_torchrun(seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=r"^flux_torchrun.py: WORLD_SIZE is not set; try torchrun "):
+        example("flux_torchrun.py")["main"]()
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("line", "loaded"),
+    [
+        ("--parallel-type tp", Plan(tensor=2)),
+        ("--parallel-type tp --lora a.safetensors", None),
+        ("--parallel-type ulysses --lora a.safetensors", Plan(ulysses=2)),
+    ],
+)
+def test_run_flux_cp_reads_what_its_plan_gives_a_rank(
+    seen: list[Plan | None], monkeypatch: pytest.MonkeyPatch, line: str, loaded: Plan | None
+) -> None:
+    """But for a LoRA under `tensor`, which is cut with the whole weights."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", *line.split()])
+    names = example("run_flux_cp.py")
+    args = names["arguments"]()
+    names["prepared"](args, names["Cache"](**names["collect"](names["Cache"], args)))
+    assert seen[0] == loaded and seen[1] in (Plan(tensor=2), Plan(ulysses=2))
+
+
+def script(path: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """The example as processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}") if ranks > 1 else ()
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "run_flux_cp.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=path)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--cache --Fn 8 --Bn 0 --rdt 0.08 --track-memory --perf", "DBCache_F8B0_W8I1M0MC0_R0.08"),
+        ("--cache --quantize --quantize-type float8_weight_only --prompt cat --negative-prompt dog", "DBCache_F8B0"),
+        ("--cache --quantize --compile --Fn 1 --Bn 0 --steps 10 --height 16 --width 16", "DBCache_F1B0"),
+        ("--cache --taylorseer --taylorseer-order 1 --Fn 1", "_T1O1"),
+    ],
+)
+def test_the_command_lines_of_the_example(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str,
+    says: str,
+) -> None:  # fmt: skip
+    """In this process. Nothing is compiled: what inductor makes of blocks has tests of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", "--model-path", folder, *line.split()])
+    with dynamo.patch(disable=True):
+        runpy.run_path(str(ROOT / "examples" / "run_flux_cp.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert says in said and "what the cache left out" in said
+    assert ("peak memory" in said) == ("--track-memory" in line)
+    assert (tmp_path / "flux.png").exists()
+
+
+def test_the_example_under_torchrun(tmp_path: Path, folder: str) -> None:
+    line = "--cache --parallel-type ulysses --uaa --dcco --attn native"
+    done = script(tmp_path, "--model-path", folder, *line.split(), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "under ulysses=2 uaa=True" in done.stdout and "what the cache left out" in done.stdout
+    assert (tmp_path / "flux.png").exists()
+
+
+def test_the_example_without_flash_attention(tmp_path: Path, folder: str) -> None:
+    done = script(tmp_path, "--model-path", folder, "--cache", "--attn", "flash")
+    assert done.returncode == 1 and not (tmp_path / "flux.png").exists()
+    assert re.search(r"^run_flux_cp.py: attention=flash cannot run on cpu .*; try native$", done.stderr, re.MULTILINE)

@@ -1,0 +1,195 @@
+"""What single flags of `ditile generate` do. A failure would mean a flag that is taken and does nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from PIL import Image
+
+import ditile
+from ditile import ModelError, Plan
+from ditile.cli import generate, main
+from ditile.cli.dry_run import report
+from ditile.cli.options import Generate
+from ditile.cli.pipelines import refusals
+from ditile.runner.load import ASSETS
+from tests import tiny
+from tests.cli.test_cli import ROOT, opened, refused
+from tests.parallel.sequence import planned
+
+SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_text_encoders_leave_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that --text-after changes nothing, or the picture."""
+    runners: list[Any] = []
+
+    def parallelize(*args: Any, **options: Any) -> Any:
+        runners.append(ditile.runner.runner.parallelize(*args, **options))
+        return runners[-1]
+
+    monkeypatch.setattr(ditile, "parallelize", parallelize)
+    for after in ("keep", "free"):
+        assert main.main([*SMALL, "--text-after", after, "--out", f"{after}.png"]) == 0
+    kept, freed = (sum(p.numel() for p in runner.pipe.text_encoder.parameters()) for runner in runners)
+    assert freed == 0 < kept
+    assert np.array_equal(np.asarray(opened("keep.png")), np.asarray(opened("free.png")))
+
+
+GANTT = """
+steps 0 to 2 (= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle):
+stage 0  |==..0101.|
+stage 1  |..==.0101|
+"""
+
+
+def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that weights are read or must be there, or a schedule that is not that of the run."""
+    shutil.copytree(ASSETS / "shapes-pixart", "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ("--model", "model", "--steps", "9", "--pipefusion", "2", "--patches", "2", "--dry-run")
+    assert main.main(["generate", "a circle", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("\n" + GANTT) and "PixArt, 12 blocks, 3.36 M" in out
+    assert "model/text_encoder has no weights" in refused(capsys, "generate", "a circle", "--model", "model")
+    shutil.rmtree("model/transformer")
+    assert "configs of 'model' cannot be read" in refused(capsys, "generate", "a circle", *words)
+    Path("model/model_index.json").unlink()
+    assert "model has no model_index.json" in refused(capsys, "generate", "a circle", *words)
+
+
+def test_two_calls_of_a_step_are_two_cells() -> None:
+    """True guidance asks for two predictions, which follow each other on every stage."""
+    wanted = Generate(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
+    text = report(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None})
+    assert text.splitlines()[-2:] == [
+        "stage 0  |====..00110011.|",
+        "stage 1  |..====.00110011|",
+    ]
+
+
+LONG = "a" * 300 + ".png"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--out", "/proc/a.png"), "out='/proc/a.png' cannot be written: No such file"),
+        (("--trace", "/proc/a.json"), "trace='/proc/a.json' cannot be written: No such file"),
+        (("--json", "socket"), "json='socket' cannot be written: No such device"),
+        (("--out", LONG), f"out='{LONG}' cannot be written: File name too long"),
+    ],
+)
+def test_what_the_system_refuses_to_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, str], says: str
+) -> None:
+    """Even to root. A failure would mean a picture that is drawn for nothing, or a traceback."""
+    if words[1].startswith("/proc") and not os.path.isdir("/proc"):
+        pytest.skip("this system has no /proc")
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        assert says in refused(capsys, *SMALL, *words)
+    Path("prompts.txt").write_text("a red circle")
+    if words[0] == "--out":
+        words = ("--out-dir", words[1].removesuffix(".png"))
+        says = says.replace("out=", "out_dir=").replace(".png", "")
+        assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
+
+
+def test_a_picture_that_cannot_be_written_in_the_end() -> None:
+    """A failure would mean a traceback where the disk is full by the time that the picture is there."""
+    if not os.path.isdir("/proc"):
+        pytest.skip("this system has no /proc")
+    with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
+        generate._write(Image.new("RGB", (8, 8)), "/proc/a.png", {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("command", "says"), [("generate", "rank 1: 1 B"), ("verify", "proven")])
+def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: str, says: str) -> None:
+    """Seconds before the first rank starts and behind the last one, otherwise."""
+    code = f"""
+import sys
+from ditile import cli
+from ditile.bench.verdict import Check, Verdict
+from ditile.outcome import Outcome
+report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
+report |= {{"peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
+words, made = {{
+    "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
+                 Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),
+    "verify": ([], Verdict("data=2", [Check("exact", True, "bit for bit")])),
+}}[{command!r}]
+cli.launch = lambda fn, ranks, args, **_: [made] * ranks
+assert cli.main([{command!r}, *words, "--data", "2"]) == 0
+assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and says in done.stdout, done.stderr
+
+
+def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
+    return generate.arguments(pipe, Generate(prompt="a circle", height=height, width=width), {})
+
+
+def test_a_size_is_checked_where_a_token_is_known() -> None:
+    """A failure: a size of Qwen-Image's own list is refused, a patch size of three numbers ends in a traceback, or a
+    size that patches cannot divide is taken."""
+    qwen = QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, planned.qwen(2, 2, 4)[0])
+    for height, width in ((1328, 1328), (1472, 1104)):
+        assert asked(qwen, height, width)["height"] == height
+    assert asked(planned.wan_pipeline()[0], 480, 832)["width"] == 832
+    for make in tiny.FAMILIES.values():  # whose VAEs have half the side, and tokens half of that
+        assert asked(make(), 64, 36)["width"] == 36
+        with pytest.raises(ModelError, match="width=34 is not a multiple of 4, a token of this model; try width=32"):
+            asked(make(), 64, 34)
+
+
+@pytest.mark.parametrize("words", [(), ("--prompts-file", "prompts.txt")])
+def test_what_the_pipeline_itself_refuses_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """A failure: a traceback for a size, where only the pipeline knows which ones will do."""
+    tiny.stable_diffusion().save_pretrained("model")
+    Path("prompts.txt").write_text("a circle")
+    size = ("--steps", "1", "--height", "66", "--width", "64")
+    assert main.main(["generate", *(words or ["a circle"]), "--model", "model", *size]) == 2
+    said = capsys.readouterr().err
+    why = "`height` and `width` have to be divisible by 8 but are 66 and 64."
+    assert said.splitlines()[-1] == f"ditile: StableDiffusionPipeline refuses this call: {why}"
+    assert "Traceback" not in said and not list(Path().glob("*.png"))
+
+
+def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
+    """A failure: a bug, of which the traceback is wanted, is told as if the user had made it."""
+    pipe = tiny.stable_diffusion()
+    for bug in (lambda: int("x"), lambda: pipe.image_processor.postprocess("x")):
+        with pytest.raises(ValueError) as caught, refusals(pipe):
+            bug()
+        assert not isinstance(caught.value, ModelError)
+
+
+@pytest.mark.parametrize("words", [("--steps", "2"), ("--dry-run",)])
+def test_a_pipeline_of_videos_is_refused_before_it_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A failure: minutes of denoising, and then an error because there is no picture."""
+    planned.wan_pipeline()[0].save_pretrained("model")
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = refused(capsys, "generate", "a circle", "--model", "model", *words)
+    assert "WanPipeline returns frames, and only pictures are written here; in Python, ditile.parallelize" in line

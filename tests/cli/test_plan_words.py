@@ -1,0 +1,175 @@
+"""`ditile generate --plan`: a whole plan in one piece, or the one that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from ditile import plan_for
+from ditile.cli.main import main
+from ditile.cli.options import Ask
+from ditile.errors import PlanError
+from ditile.planner.budget import FILE
+from ditile.planner.hardware import joined, profile
+from ditile.planner.profile import Curve, Profile
+from tests.pool import Pool
+
+PROMPT = ("generate", "a red circle", "--dry-run")
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """This machine, as if it were eight slow GPUs on fast links."""
+    slow = Curve((1.0,), (1e9,))
+    found = dataclasses.replace(profile("l40-pcie"), matmul=slow, attention=slow)
+    path = tmp_path / "machine.json"
+    path.write_text(found.to_json())
+    monkeypatch.setenv("DITILE_PROFILE", str(path))
+    return found
+
+
+def test_a_plan_in_one_piece_is_that_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, "--plan", "pipefusion=2 patches=4"]) == 0
+    whole = capsys.readouterr().out
+    assert main([*PROMPT, "--pipefusion", "2", "--patches", "4"]) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_auto_is_what_the_planner_puts_first(measured: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, "--plan", "auto", "--height", "256", "--width", "256"]) == 0
+    said = capsys.readouterr().out
+    best = plan_for("shapes-pixart", height=256, width=256)
+    assert said.startswith(f"planned: {best} (predicted ") and best.world > 1
+    assert f"on {measured.name})" in said.splitlines()[0]
+
+
+def test_the_choice_is_said_once(
+    measured: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first rank, of the model that commands draw with by default; nothing on standard output."""
+    plan = plan_for(height=256, width=256)
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"planned: {plan} (predicted ") and shown.err.count("\n") == 1 and not shown.out
+    assert plan == plan_for(Ask().model, height=256, width=256)
+    picked, said = plan_for(min_psnr=30), capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(f"picked: {picked}, no cache (") and len(said) == 2
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert plan_for(min_psnr=30) == picked and not capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert plan_for(min_psnr=30) == picked and not capsys.readouterr().err
+
+
+def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean a plan for three of four ranks, and one that waits for ever."""
+    from ditile.planner.answer import answer
+
+    found = answer(Ask(devices=3), all_devices=True).found
+    assert found.prices and all(price.plan.world == 3 for price in found.prices)
+
+
+def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, str, str]:
+    """Exit code and what is said by one of torchrun's ranks: its host has a profile of its own, or none."""
+    rank, out, err = torch.distributed.get_rank(), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("DITILE_PROFILE", profiles[rank])
+        patch.setenv("LOCAL_RANK", str(local[rank]))
+        patch.setattr("ditile.distributed.mesh.part", lambda: None)  # the pool has yet to use the group
+        patch.setattr("ditile.distributed.rank0.part", lambda: None)
+        return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
+
+
+def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: Profile, tmp_path: Path) -> None:
+    """Two hosts, of which the second was not measured, and a link between them that is hardly one. A failure means
+    ranks that draw by different plans and wait for ever, or a plan for one host."""
+    plans = {}
+    for rate in ("400Gbit", "1Mbit"):
+        path = tmp_path / f"{rate}.json"
+        path.write_text(joined(measured, rate).to_json())
+        words = (str(path), str(tmp_path / "none.json")), (0, 0), "--plan", "auto"
+        (code, first, _), (other_code, second, _) = pool.run(on_a_host, 2, *words)
+        assert (code, other_code) == (0, 0)
+        said, _, report = first.partition("\n")
+        assert said.startswith("planned: ") and "planned: " not in second and report == second
+        plans[rate] = float(said.partition("predicted ")[2].split()[0])
+    assert plans["1Mbit"] > plans["400Gbit"]
+
+
+@pytest.mark.parametrize(
+    ("local", "said"),
+    [
+        ((0, 0), "ditile: hosts=2 are joined by a link; measure it"),
+        ((0, 1, 0), "ditile: the hosts have 2, 1 ranks, and plans are found for as many on each"),
+    ],
+)
+def test_what_the_first_host_refuses_all_do(
+    pool: Pool, measured: Profile, tmp_path: Path, local: tuple[int, ...], said: str
+) -> None:
+    """A failure means one rank that ends and others that wait for it."""
+    path = str(tmp_path / "machine.json")
+    answers = pool.run(on_a_host, len(local), (path,) * len(local), local, "--plan", "auto")
+    assert {code for code, _, _ in answers} == {2} and len({err for _, _, err in answers}) == 1
+    assert answers[0][2].startswith(said) and answers[0][2].count("\n") == 1
+
+
+def on_a_host_with_a_folder(folders: list[str]) -> tuple[int, str, str]:
+    words = ("--model", "shapes-pixart", "--min-psnr", "30", "--evaluation", folders[torch.distributed.get_rank()])
+    return on_a_host(["none"] * 2, [0, 0], *words)
+
+
+def test_an_evaluation_is_that_of_the_first_host(pool: Pool, tmp_path: Path) -> None:
+    row = {"plan": "ulysses=2", "cache": "F=1 R=1", "world": 2, "psnr": 33.0, "seconds": 0.5, "latency_ratio": 0.5}
+    (tmp_path / FILE).write_text(json.dumps({"model": "shapes-pixart", "settings": [row]}))
+    folders = [str(tmp_path), str(tmp_path / "none")]
+    (code, first, _), (other_code, second, _) = pool.run(on_a_host_with_a_folder, 2, folders)
+    said, _, report = first.partition("\n")
+    assert (code, other_code) == (0, 0) and said.startswith("picked: ulysses=2, cache F=1 R=1") and report == second
+    for code, _, err in pool.run(on_a_host_with_a_folder, 2, folders[::-1]):
+        assert code == 2 and "cannot be read" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plan", "auto", "--ulysses", "2"), "plan='auto' is a whole plan, and flags say 'ulysses=2' too"),
+        (("--plan", "pipe=2"), "'pipe=2' is no part of a plan"),
+        (("--plan", ""), "plan='' says nothing; write name=value"),
+        (("--plan", "pipefusion=99"), "pipefusion=99"),
+        (("--plan", "ulysses=2", "--min-psnr", "30"), "a budget picks plan and cache, and a plan 'ulysses=2' is given"),
+    ],
+)
+def test_what_contradicts_is_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROMPT, *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_plan_for_a_quality(tmp_path: Path) -> None:
+    """The fastest that was evaluated without a cache; a failure would mean a plan that needs the cache beside it."""
+    rows = [
+        {"plan": plan, "cache": cache, "world": world, "psnr": psnr, "seconds": ratio, "latency_ratio": ratio}
+        for plan, cache, world, psnr, ratio in (
+            ("pipefusion=1", "none", 1, 100.0, 1.0), ("pipefusion=2", "none", 2, 35.0, 0.6),
+            ("pipefusion=4", "none", 4, 28.0, 0.3), ("pipefusion=2", "F=1 R=1", 2, 33.0, 0.2),
+        )
+    ]  # fmt: skip
+    (tmp_path / FILE).write_text(json.dumps({"model": "shapes-pixart", "settings": rows}))
+
+    def best(**asked: float) -> str:
+        return str(plan_for("shapes-pixart", evaluation=str(tmp_path), **asked))
+
+    assert best(min_psnr=30) == "pipefusion=2"
+    assert best(min_psnr=20) == "pipefusion=4"
+    assert best(min_psnr=20, devices=2) == "pipefusion=2"
+    with pytest.raises(PlanError, match="no evaluated setting has min_psnr=101 dB"):
+        best(min_psnr=101)
+    with pytest.raises(PlanError, match="which has no height; leave it out"):
+        best(min_psnr=20, height=256)

@@ -1,0 +1,175 @@
+"""A file of prompts: a picture per line, resumed where it stopped. A failure would mean work done twice, or never."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ditile.cli import generate, main, png
+from tests import tiny
+from tests.cli.test_cli import ditile, opened
+
+FILE = """# shapes
+a red circle
+
+a blue square
+  a green ring
+"""
+WORDS = ("--prompts-file", "prompts.txt", "--steps", "2", "--height", "64", "--width", "64", "--threads", "1")
+PROMPTS = ["a red circle", "a blue square", "a green ring"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own, with a file of prompts."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(FILE)
+
+
+def made(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The summary of a run."""
+    assert main.main(["generate", *WORDS, *words, "--json", "-"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_a_picture_per_line_and_only_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blank lines and comments are none; a picture that is cut short, or of another prompt or seed, is made anew."""
+    facts = made(capsys, "--out", "x.png")
+    names = [f"x-{k:04}.png" for k in range(3)]
+    assert facts["images"] == names and facts["skipped"] == 0
+    assert facts["steps"] == facts["synchronous_steps"] == 6
+    for k, name in enumerate(names):
+        assert (opened(name).text["prompt"], opened(name).text["seed"]) == (PROMPTS[k], str(k))
+    assert sorted(p.name for p in Path().iterdir()) == ["prompts.txt", *names], "no half files"
+
+    whole = [Path(name).read_bytes() for name in names]
+    Path(names[0]).write_bytes(whole[0][:-40])
+    Path(names[1]).write_bytes(whole[2])
+    facts = made(capsys, "--out", "x.png")
+    assert facts["skipped"] == 1 and facts["steps"] == 4
+    assert [Path(name).read_bytes() for name in names] == whole
+
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("nothing is left to make"))
+    facts = made(capsys, "--out", "x.png")
+    assert facts["skipped"] == 3 and facts["bytes_sent"] == []
+
+
+def test_other_settings_are_other_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("prompts.txt").write_text("a red circle\n")
+    made(capsys, "--out-dir", "pictures", "--seed", "5")
+    assert [p.name for p in Path("pictures").iterdir()] == ["0000.png"]
+    assert made(capsys, "--out-dir", "pictures", "--seed", "5")["skipped"] == 1
+    for changed in (("--seed", "6"), ("--seed", "5", "--guidance", "2"), ("--seed", "5", "--patches", "2")):
+        assert made(capsys, "--out-dir", "pictures", *changed)["skipped"] == 0, changed
+
+
+def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages that wait for each other between prompts too; the summary is the only thing on the standard output."""
+    done = ditile("generate", *WORDS, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["images"] == [f"two/{k:04}.png" for k in range(3)] and len(facts["bytes_sent"]) == 2
+    made(capsys, "--out-dir", "one")
+    for k in range(3):
+        one, two = (np.asarray(opened(f"{folder}/{k:04}.png")) for folder in ("one", "two"))
+        assert np.array_equal(one, two)
+
+
+def levels(one: str, other: str) -> int:
+    """The largest difference of two pictures."""
+    return int(np.abs(np.subtract(*(np.asarray(opened(path)).astype(int) for path in (one, other)))).max())
+
+
+def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three lines over two replicas; then again with two of the three removed, which make up one batch."""
+    made(capsys, "--out-dir", "one")
+    names = [f"{k:04}.png" for k in range(3)]
+    facts = made(capsys, "--data", "2", "--out-dir", "two")
+    assert facts["plan"] == "data=2" and facts["skipped"] == 0 and len(facts["bytes_sent"]) == 2
+    for mine in names:
+        near = [name for name in names if levels(f"two/{mine}", f"one/{name}") <= 1]
+        assert near == [mine], "the picture of a line is that of one rank, and of no other line"
+    before = {name: Path("two", name).stat().st_mtime_ns for name in names}
+    for name in (names[0], names[2]):
+        Path("two", name).unlink()
+    assert made(capsys, "--data", "2", "--out-dir", "two")["skipped"] == 1
+    assert {name: Path("two", name).stat().st_mtime_ns > before[name] for name in names} == {
+        names[0]: True, names[1]: False, names[2]: True
+    }  # fmt: skip
+    for k, name in enumerate(names):
+        assert levels(f"two/{name}", f"one/{name}") <= 1
+        assert (opened(f"two/{name}").text["prompt"], opened(f"two/{name}").text["seed"]) == (PROMPTS[k], str(k))
+    assert made(capsys, "--data", "2", "--out-dir", "one")["skipped"] == 3, "one rank's are as good"
+
+
+def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lines over two replicas: a batch of two with a generator each, and one of one."""
+    from ditile.cli.options import Generate
+    from ditile.cli.prompts import Line
+    from ditile.plan.plan import Plan
+
+    lines = [Line(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
+    wanted, base = Generate(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
+    call = generate._of_lines(base, lines[:2], wanted, Plan(data=2))
+    assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
+    assert [g.initial_seed() for g in call["generator"]] == [0, 1]
+    short = generate._of_lines(base, lines[2:], wanted, Plan(data=2))
+    assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
+    alone = generate._of_lines(base, lines[2:], wanted, Plan())
+    assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
+
+
+def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that a run which was stopped leaves half a file under a picture's name."""
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data[:20])
+            raise OSError("no space")
+
+    image = Image.new("RGB", (8, 8))
+    png.save(image, Path("a.png"), {"prompt": "first"})
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
+        png.save(image, Path("a.png"), {"prompt": "second"})
+    assert png.texts(Path("a.png"))["prompt"] == "first"
+    assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
+    assert png.texts(Path("nothing.png")) == png.texts(Path("prompts.txt")) == {}
+
+
+def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that pictures made from another picture, or in another type, pass as made."""
+    words = ("--model", "shapes-flux", "--image", "in.png", "--strength", "0.5", "--out-dir", "pictures")
+    Path("prompts.txt").write_text("\ufeff# by an editor that begins with a mark\na red circle\n", "utf-8")
+    for colour, skipped in (("red", 0), ("red", 1), ("blue", 0)):
+        Image.new("RGB", (64, 64), colour).save("in.png")
+        assert made(capsys, *words)["skipped"] == skipped, colour
+    assert made(capsys, *words, "--dtype", "float32")["skipped"] == 1
+    assert made(capsys, *words, "--dtype", "bfloat16")["skipped"] == 0
+    assert [path.name for path in Path("pictures").iterdir()] == ["0000.png"]
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
+    """A failure would mean that image k of several is not the image of its seed."""
+    from ditile.cli.options import Generate
+
+    Image.new("RGB", (32, 32), "red").save("in.png")
+    pipe = generate.image_to_image(getattr(tiny, family)())
+    wanted = Generate(prompt="a red circle", image="in.png", num_images=2)
+    call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
+    both = pipe(**call, **generate._objects(wanted, [5, 6]), output_type="np").images
+    for image, seed in zip(both, (5, 6), strict=True):
+        alone = pipe(**call, **generate._objects(replace(wanted, num_images=1), [seed]), output_type="np").images[0]
+        assert np.abs(image - alone).max() < 1e-4, seed
+    assert np.abs(both[0] - both[1]).max() > 1e-2

@@ -1,0 +1,381 @@
+"""The ranks of each axis, as the worked example of docs/design.md has them."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditile.cache import agreement
+from ditile.cli.main import main
+from ditile.distributed import backend as gpus
+from ditile.distributed import env, gloo, transport
+from ditile.distributed.launch import PATIENCE
+from ditile.distributed.launch import _join as join_launched
+from ditile.distributed.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines, pick_device
+from ditile.errors import PlanError, StateError
+from ditile.plan.plan import DEGREES, Plan
+from ditile.runner import runner
+from tests.pool import Pool
+
+SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
+
+
+def test_sixteen_ranks() -> None:
+    """A failure means that ranks that should share an image, a branch or a stage do not."""
+    assert lines(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
+    assert lines(SIXTEEN, ["pipefusion"]) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert lines(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+    assert lines(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
+    assert lines(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
+
+
+@given(st.lists(st.integers(1, 3), min_size=5, max_size=5), st.sets(st.sampled_from(AXES)))
+def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
+    """Every rank is on exactly one line along any axes, and lines are as long as their degrees."""
+    plan = Plan(data=sizes[0], pipefusion=sizes[1], ring=sizes[2], ulysses=sizes[3], tensor=sizes[4])
+    found = lines(plan, sorted(names))
+    assert sorted(rank for line in found for rank in line) == list(range(plan.world))
+    assert len({len(line) for line in found}) == 1
+
+
+def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
+    mesh = build(plan)
+    axes = {name: (mesh[name].ranks, mesh[name].index) for name in AXES}
+    return axes | {
+        "sequence": (mesh.sequence.ranks, mesh.sequence.index),
+        "image": (mesh.image.ranks, mesh.image.index),
+    }
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=2, cfg=2, pipefusion=2),
+        Plan(pipefusion=2, ring=2, ulysses=2),
+        Plan(cfg=2, distrifusion=2, tensor=2),
+        Plan(ulysses=4),
+    ],
+    ids=str,
+)
+def test_groups(pool: Pool, plan: Plan) -> None:
+    """Each rank's groups are the lines it is on. A failure means that messages go to other ranks than planned."""
+    for rank, axes in enumerate(pool.run(place, plan.world, plan)):
+        for name, (ranks, index) in axes.items():
+            names = {"sequence": SEQUENCE, "image": IMAGE}.get(name, (name,))
+            assert ranks in lines(plan, names)
+            assert ranks[index] == rank
+
+
+def of_the_only_axis(gpus: bool) -> tuple[bool, list[str]]:
+    """Whether it is the group of all ranks, and the backends of all groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: gpus)
+        mesh = build(Plan(ulysses=2))
+        backends = [dist.get_backend(group) for group in (mesh["ulysses"].group, mesh.control, mesh.everyone)]
+        mesh.close()
+    return mesh["ulysses"].group is dist.group.WORLD, backends
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None:
+    """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
+    asks NCCL for two ranks on one GPU."""
+    for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
+        assert is_world and backends == ["gloo", gloo.NAME, gloo.NAME]
+
+
+def made(plan: Plan) -> list[tuple[int, ...]]:
+    """The groups that a mesh has made here, for all its ranks."""
+    groups, asked = Communicators(), []
+    with pytest.MonkeyPatch.context() as patch:
+        new = gloo.new_group
+        patch.setattr(gloo, "new_group", lambda ranks, *also: asked.append(tuple(ranks)) or new(ranks, *also))
+        mesh = build(plan, groups)
+    mesh.shared = False
+    mesh.close()
+    return asked
+
+
+def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
+    """On all ranks in one order. A failure means more threads than are needed, or ranks that wait for each other."""
+    plan = Plan(cfg=2, ulysses=2)
+    pairs, everyone = lines(plan, ["cfg"]) + lines(plan, ["ulysses"]), (0, 1, 2, 3)
+    for asked in pool.run(made, plan.world, plan):
+        assert asked == [*pairs, everyone, everyone, everyone], "both axes, image, control, everyone"
+
+
+NCCL = "cpu:gloo,cuda:nccl"
+JOINS: dict[str, tuple[list[tuple[str, str, int]], str, str, str]] = {
+    "no GPUs": ([("a", "", 0), ("a", "", 1)], "cpu cpu", "gloo", ""),
+    "a rank sees all": ([("a", "KL", 0), ("a", "KL", 1)], "cuda:0 cuda:1", NCCL, ""),
+    "a rank sees its own": ([("a", "K", 0), ("a", "L", 1)], "cuda:0 cuda:0", NCCL, ""),
+    "two share one": ([("a", "K", 0), ("a", "K", 1)], "cuda:0 cuda:0", "gloo", "ranks 0 and 1 have one GPU, K of a"),
+    "three share two": (
+        [("a", "KL", 0), ("a", "KL", 1), ("a", "KL", 2)], "cuda:0 cuda:1 cuda:0", "gloo",
+        "ranks 0 and 2 have one GPU, K of a",
+    ),
+    "some see one, some all": ([("a", "K", 0), ("a", "KL", 1)], "cuda:0 cuda:1", NCCL, ""),
+    "unequal hosts": ([("a", "KL", 0), ("a", "KL", 1), ("b", "K", 0)], "cuda:0 cuda:1 cuda:0", NCCL, ""),
+    "a host without": ([("a", "K", 0), ("b", "", 0)], "cuda:0 cpu", "gloo", "rank 1 has no GPU"),
+    "first host without": ([("a", "", 0), ("b", "K", 0)], "cpu cuda:0", "gloo", "rank 0 has no GPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINS)
+@pytest.mark.parametrize("starter", ["torchrun", "launch"])
+def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, starter: str, name: str
+) -> None:
+    """`ranks` are host, visible GPUs and local rank of each. A failure means that ranks make different groups and wait
+    for each other for ever, that messages of GPUs which NCCL could carry go through the CPU and nobody says so, or that
+    NCCL is asked for two ranks on one GPU."""
+    ranks, devices, wanted, warning = JOINS[name]
+    here, store, current, joined = threading.local(), dist.HashStore(), {}, {}
+
+    def connected(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+        joined[rank] = backend, world_size, timeout.total_seconds()
+
+    def rank(number: int) -> None:
+        here.host, here.gpus, local_rank = ranks[number]
+        here.rank = number
+        current[number] = "cpu"
+        if starter == "torchrun":
+            join(env.Torchrun(number, len(ranks), local_rank), 90)
+        else:
+            join_launched(number, len(ranks), 1, str(tmp_path))
+
+    monkeypatch.setattr(env, "connecting", nullcontext)  # the descriptors of a process are those of all its threads
+    monkeypatch.setitem(join_launched.__globals__, "keep_to_own_cores", lambda *_: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(gpus.socket, "gethostname", lambda: here.host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(here.gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({here.rank: str(device)}))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpus[device.index])
+    )
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, here.rank, len(ranks))]))
+    monkeypatch.setattr(dist, "init_process_group", connected)
+    with ThreadPoolExecutor(len(ranks)) as threads, caplog.at_level("WARNING", "ditile"):
+        list(threads.map(rank, range(len(ranks)), timeout=20))
+    limit = 90 if starter == "torchrun" else PATIENCE.total_seconds()  # `launch` ends those that stall
+    assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), limit))
+    assert " ".join(current[number] for number in range(len(ranks))) == devices
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ([warning] if warning else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank"),
+    [({}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1)],
+)
+def test_a_script_may_leave_out_the_local_variables(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], local_rank: int
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **given}.items():
+        monkeypatch.setenv(name, value)
+    assert env.torchrun() == (3, 4, local_rank)
+
+
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a rank which sees one GPU asks for another, or a traceback of torch for a typo."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for wanted in (None, "cuda", "cuda:0"):
+        assert pick_device(wanted, 5) == torch.device("cuda:0")
+    with pytest.raises(PlanError, match=r"device='cuda:5' is not among the 1 GPU\(s\)"):
+        pick_device("cuda:5", 5)
+
+
+class ReachedError(Exception):
+    """What a test wanted to see has happened."""
+
+
+def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a script's own group. A failure means batches of messages that hang, or a context on the first GPU."""
+    happened: list[str] = []
+    pipe = SimpleNamespace(device="cpu", transformer=torch.nn.Linear(1, 1))
+
+    def made(*_: Any, **__: Any) -> None:
+        happened.append("group")
+        raise ReachedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: happened.append(str(device)))
+    monkeypatch.setattr(runner, "compose", made)
+    with pytest.raises(ReachedError):
+        runner.parallelize(pipe, Plan(), device="cuda:1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(gloo, "new_group", made)
+    with pytest.raises(ReachedError):
+        runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
+    assert happened == ["cuda:1", "group", "cuda:1", "group"]
+
+
+@contextmanager
+def batches() -> Iterator[list[tuple[str, int]]]:
+    """The messages of the batches that are started, with their peers, as if a GPU's."""
+    started, start = list[tuple[str, int]](), dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+
+        def recorded(ops: list[Any]) -> Any:
+            started.extend(sorted((op.op.__name__, op.group_peer) for op in ops))
+            return start(ops)
+
+        patch.setattr(dist, "batch_isend_irecv", recorded)
+        patch.setattr(transport, "is_on_gpu", lambda device, group: True)
+        yield started
+
+
+def peers(plans: list[Plan]) -> list[list[tuple[str, int]]]:
+    """For each plan the messages in which its mesh connects."""
+    found, cpu = [], torch.device("cpu")
+    for plan in plans:
+        mesh = build(plan)
+        with batches() as sent:
+            mesh.connect(plan, cpu)
+        found.append(sent)
+        with batches() as sent, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "is_on_gpu", lambda device, group: False)
+            mesh.connect(plan, cpu)
+        assert not sent, "gloo has no connections to make"
+        assert not mesh.traffic.bytes
+        mesh.close()
+    return found
+
+
+def peers_of_decisions() -> list[tuple[str, int]]:
+    """The messages in which the groups of caches connect."""
+    plan = Plan(pipefusion=2)
+    mesh = build(plan)
+    with batches() as sent:
+        agreement.Groups.of(plan, mesh, torch.device("cpu"))
+    mesh.close()
+    return sent
+
+
+def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool) -> None:
+    """Under NCCL, where two ranks connect when they first do. A failure means that they do so beside kernels that wait
+    for messages, that all ranks of a large run connect for nothing, or that connecting is counted as traffic."""
+    three, pair = [Plan(ulysses=3), Plan(ring=3), Plan(data=3), Plan(distrifusion=3)], [("irecv", 1), ("isend", 1)]
+    for rank, found in enumerate(pool.run(peers, 3, three)):
+        others = [other for other in range(3) if other != rank]
+        assert found == [[("irecv", other) for other in others] + [("isend", other) for other in others]] * len(three)
+    messages = ["cfg=2", "pipefusion=2 warmup=2 warmup_mode=sequence", "tensor=2 vae=rows"]
+    none = ["tensor=2", "pipefusion=2"]
+    found, _ = pool.run(peers, 2, [Plan.parse(words) for words in messages + none])
+    assert found == [pair] * len(messages) + [[]] * len(none)
+    assert pool.run(peers_of_decisions, 2)[0] == pair, "a probe that is longer than a stage"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "a red circle", "--pipefusion", "2"), ("generate", "a red circle", "--plan", "auto"),
+        ("verify", "--pipefusion", "2"),
+        ("evaluate", "--plans", "pipefusion=2", "--caches", "none", "--num", "1"),
+        ("bench", "--plans", "pipefusion=2", "--no-figures"),
+    ],
+)  # fmt: skip
+def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A failure means that --stall-timeout is no word to them: they wait 10 minutes, or end before a slow one comes."""
+    told: list[datetime.timedelta] = []
+
+    def refused(url: str, timeout: datetime.timedelta) -> None:
+        told.append(timeout)
+        raise RuntimeError("refused")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dist, "rendezvous", refused)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*words, "--model", "shapes-pixart", "--threads", "1", "--stall-timeout", "90"]) != 0
+    assert told == [datetime.timedelta(seconds=90)]
+
+
+def timeouts() -> list[datetime.timedelta]:
+    """Of the group of all ranks, and of every group that a mesh and a cache have made."""
+    plan = Plan(cfg=2, ulysses=2)
+    mesh = build(plan)
+    made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
+    made.append(line("decisions", ("cfg",), plan, mesh, backend="gloo"))
+    every: list[Any] = [dist.group.WORLD, *made]
+    found = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
+    mesh.close()
+    return found
+
+
+def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
+    """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
+    for everyone, *others in pool.run(timeouts, 4):
+        assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
+
+
+def test_axes_are_the_degrees() -> None:
+    """A failure means that a degree of the plan has no axis."""
+    assert AXES == DEGREES
+
+
+def shared(plans: list[Plan]) -> tuple[int, int, bool]:
+    """Threads that two meshes of own groups add, and those of two with groups in common; whether these outlive one."""
+    before = threads()
+    apart = [build(plan) for plan in plans]
+    own = threads() - before
+    for mesh in apart:
+        mesh.close()
+    groups, before = Communicators(), threads()
+    together = [build(plan, groups) for plan in plans]
+    fewer = threads() - before
+    together[0].close()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=together[1].everyone)
+    return own, fewer, together[0].everyone is together[1].everyone and total.item() == 2
+
+
+def threads() -> int:
+    return len(psutil.Process().threads())
+
+
+def test_meshes_may_share_their_groups(pool: Pool) -> None:
+    """A failure means that ten runners of a process have the threads of ten, which wake a hundred times a second."""
+    for own, fewer, alive in pool.run(shared, 2, [Plan(ulysses=2), Plan(ring=2)]):
+        assert fewer < own and alive
+
+
+def test_ranks_that_cannot_connect_say_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure would mean a traceback of torch's between hosts, no word of the interface, or a plan that is blamed."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nand more")
+
+    monkeypatch.setattr(dist, "rendezvous", refused)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StateError, match="rank 1 of 2 cannot connect .* set GLOO_SOCKET_IFNAME") as caught:
+        build(Plan(pipefusion=2))
+    assert "\n" not in str(caught.value)
+    for command in ("verify", "generate a-circle"):
+        assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command
+    said = capsys.readouterr().err
+    assert said.count("cannot connect") == 2 and "not proven" not in said

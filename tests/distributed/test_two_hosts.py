@@ -1,0 +1,140 @@
+"""Two hosts that are network namespaces of this machine: a link of its rate both ways, ranks across it, nothing left.
+
+Needs root and iproute2; skipped, with the reason, where this machine does not let it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ditile.cli.bench import across, runs
+from ditile.cli.bench.cells import ONE_RANK, Cell
+from ditile.cli.bench.links import check_allowed, two_hosts
+from ditile.cli.bench.options import Workload
+from ditile.cli.bench.session import Task
+from ditile.errors import ModelError, PlanError, RankError
+
+BYTES = 250_000
+ECHO = """
+import socket, sys, time
+size, address = int(sys.argv[1]), sys.argv[2]
+
+def receive(peer):
+    left = size
+    while left:
+        left -= len(peer.recv(min(left, 65536))) or sys.exit("the other host is gone")
+
+if sys.argv[3:]:
+    server = socket.create_server((address, 29400))
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    receive(peer)
+    peer.sendall(bytes(size))
+else:
+    peer = socket.create_connection((address, 29400), timeout=30)
+    began = time.perf_counter()
+    peer.sendall(bytes(size))
+    receive(peer)
+    print(time.perf_counter() - began)
+"""
+
+
+def hosts_left() -> list[str]:
+    """The namespaces and interfaces of this process that are there."""
+    found = []
+    for what in (("netns", "list"), ("-brief", "link")):
+        lines = subprocess.run(["ip", *what], capture_output=True, text=True, check=True).stdout.splitlines()
+        found += [line for line in lines if line.startswith((f"ditile-{os.getpid()}-", "ditile0", "ditile1"))]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def allowed() -> Iterator[None]:
+    """Skips where no namespace can be made, or no link slowed down; asserts that nothing is left behind."""
+    try:
+        check_allowed()
+    except PlanError as error:
+        pytest.skip(str(error))
+    space = f"probe-{os.getpid()}"
+    slow = ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "64kb", "latency", "100ms")
+    made = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True, check=False)
+    shaped = subprocess.run(["ip", "netns", "exec", space, *slow], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+    for done in (made, shaped):
+        if done.returncode:
+            pytest.skip(f"{' '.join(done.args)}: {done.stderr.strip()}")
+    yield
+    assert hosts_left() == []
+
+
+def test_a_link_has_its_rate_both_ways_and_goes() -> None:
+    """250 KB there and back at 4 Mbit/s: a second, less what the buckets hold. A failure means that figures over links
+    are of no link, or that the machine keeps what was made for them."""
+    with two_hosts("4mbit") as (one, other):
+        assert len(hosts_left()) == 2
+        words = [sys.executable, "-c", ECHO, str(BYTES), one.address]
+        with subprocess.Popen([*one.prefix, *words, "serve"], stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            try:
+                done = subprocess.run([*other.prefix, *words], capture_output=True, text=True, check=True, timeout=60)
+            finally:
+                server.kill()
+    assert float(done.stdout) > 2 * (BYTES - 2**16) * 8 / 4e6
+
+
+def test_hosts_go_when_what_ran_on_them_fails() -> None:
+    """A failure means that the next run finds names that are taken."""
+    with pytest.raises(ValueError, match="in between"), two_hosts(None):
+        raise ValueError("in between")
+    assert hosts_left() == []
+
+
+def task(out: Path, model: str) -> Task:
+    """One round of one plan: 16 tokens, one step."""
+    cell = Cell("ulysses=2", link="100mbit", height=64, width=64)
+    keys = {one: runs.key_of({"model": model}, one) for one in (cell, cell.one_rank)}
+    work = Workload(model=model, steps=1, height=64, width=64, stall_timeout=60)
+    return Task(work=work, todo=[(cell, 1)], keys=keys, bounds={}, out=str(out), threads=1, cores=None)
+
+
+def test_a_session_across_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A real one, of a model that is hardly there. A failure means that `ditile bench --links` measures nothing, or
+    that what libraries say while they are imported stands between its bars."""
+    across.measure_across(task(tmp_path, "random-pixart blocks=1 heads=1"), "100mbit")
+    plain, linked = runs.rows(runs.read(str(tmp_path)))
+    assert (plain["plan"], linked["plan"], linked["link"], linked["world"]) == (ONE_RANK, "ulysses=2", "100mbit", 2)
+    assert min(linked["bytes_sent"]) > 0 and linked["ratio"] > 0
+    said = capfd.readouterr().err
+    assert "runs" in said and not [word for word in ("torchao", "Enum", "torchvision", "c10d") if word in said]
+
+
+RANK = """#!/bin/sh
+[ "$RANK" = 1 ] && exec sleep 60
+{} exit 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "says"),
+    [
+        ("""echo '["ModelError", "no such model"]' > "$4";""", ModelError, "no such model"),
+        ("", RankError, "rank 0: ended with code 2 across 100mbit"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_other_and_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, error: type[Exception], says: str
+) -> None:
+    """Two ranks of shell, of which one would stay. A failure means a hang, or a code in place of a sentence."""
+    script = tmp_path / "rank"
+    script.write_text(RANK.format(does))
+    script.chmod(0o755)
+    monkeypatch.setattr(across.sys, "executable", str(script))
+    monkeypatch.setattr(across, "PATIENCE", 0.2)
+    with pytest.raises(error, match=says):
+        across.measure_across(task(tmp_path, "none"), "100mbit")

@@ -1,0 +1,161 @@
+"""One attention layer over ranks equals it on one: grouped-query heads, masks of every shape, a scale, odd lengths.
+
+The sums of softmax are made in another order along ring: 1e-5 relative in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.distributed.mesh import Axis, build
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError
+from ditile.hooks.generation import Tokens
+from ditile.hooks.key_padding import Extra, KeyMask, of_keys, refuse_masks
+from ditile.parallel.attention.core import AttentionCore, FreshKeys, NoExchange
+from ditile.parallel.attention.kernel import NATIVE
+from ditile.parallel.sequence.masks import GatheredMasks
+from ditile.parallel.sequence.ring import RingKeys, merge
+from ditile.parallel.sequence.ulysses import Ulysses
+from ditile.plan.layout import share
+from ditile.plan.plan import Plan
+from tests.parallel.sequence.test_tokens import close
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, divided, run
+
+LENGTH, BATCH, SIZE = 23, 2, 8
+MASKS = ("none", "flat", "boolean", "additive", "by head", "whole blocks", "expanded")
+
+
+def mask_of(kind: str, heads: int) -> Tensor | None:
+    seen = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.6
+    seen[:, -1] = True
+    if kind == "none":
+        return None
+    if kind == "flat":
+        return seen
+    if kind == "whole blocks":  # all that the first of two or three ranks has
+        seen[1, :12] = False
+    if kind == "expanded":
+        return seen[:, None, None].expand(-1, 1, LENGTH, -1)
+    if kind in ("boolean", "whole blocks"):
+        return seen[:, None, None]
+    least = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)[:, None, None]
+    return least if kind == "additive" else least + 0.1 * torch.arange(heads)[None, :, None, None]
+
+
+def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor, Tensor]]:
+    """On a rank: what it made of its tokens, and what one process makes of them, with each mask."""
+    mesh = build(Plan(**plan))
+    ranks, own = mesh.sequence.size, mesh.sequence.index
+    runs = tuple((share(range(LENGTH), ranks, rank),) for rank in range(ranks))
+    tokens = Tokens(runs, own, LENGTH, range(LENGTH), 0, False)
+    exchange: Any = Ulysses(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].size > 1 else NoExchange()
+    keys: Any = RingKeys(mesh["ring"], NATIVE, mesh.traffic) if mesh["ring"].size > 1 else FreshKeys(NATIVE)
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)
+    k, v = torch.randn(2, BATCH, LENGTH, groups, SIZE, generator=random)
+    mine = slice(runs[own][0].start, runs[own][0].stop)
+    found = []
+    for kind in MASKS:
+        whole = mask_of(kind, heads)
+        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
+        mask = None if whole is None else whole[..., mine]
+        makes = [lambda x=x: x[:, mine] for x in (q, k, v)]  # type: ignore[misc]
+        got = core.over(tokens, makes, mask=mask, scale=0.3)
+        wanted = NATIVE(q, k, v, mask=None if whole is None else of_keys(whole, BATCH), scale=0.3)
+        found.append((got, wanted[:, mine]))
+        sent = dict(mesh.traffic.calls)
+        assert torch.equal(core.over(tokens, makes, mask=whole, scale=0.3), got), "one of all keys is cut"
+        assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"
+    return found
+
+
+def gathered(mesh: Any) -> GatheredMasks:
+    return GatheredMasks(mesh.sequence, mesh["ulysses"], mesh.traffic)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (6, 3), (3, 1)])
+@pytest.mark.parametrize("plan", [{"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+def test_heads_and_masks(pool: Pool, plan: dict[str, int], heads: int, groups: int) -> None:
+    """A failure means that a query head meets the keys of another group, that a mask lies on other keys than its own,
+    or that a block without a key that is attended to poisons the others."""
+    for rank, found in enumerate(pool.run(attended, plan.get("ulysses", 1) * plan.get("ring", 1), plan, heads, groups)):
+        for kind, (got, wanted) in zip(MASKS, found, strict=True):
+            close(got, wanted, f"{plan} {heads}/{groups} heads, mask {kind}, rank {rank}")
+
+
+def gathers() -> list[int]:
+    mesh = build(Plan(ulysses=2))
+    masks, calls = gathered(mesh), []
+    runs = (range(3),), (range(3, 5),)
+    tokens = Tokens(runs, mesh.rank, 5, range(5), 0, False)
+    first, second = (torch.ones(1, 1, 1, len(runs[mesh.rank][0]), dtype=torch.bool) for _ in range(2))
+    for mask in (first, first, second, first):
+        masks.gather(mask, 1, tokens, 4)
+        calls.append(mesh.traffic.calls["masks"])
+    return calls
+
+
+def test_a_mask_travels_once(pool: Pool) -> None:
+    """A failure means a message per layer and step for what never changes, or a mask that is kept when it does."""
+    for calls in pool.run(gathers, 2):
+        assert calls == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 1, 5), (5,)], ids=str)
+def test_masks_that_cannot_be_cut(shape: tuple[int, ...]) -> None:
+    """A failure means that a mask of queries is cut as if it were one of keys."""
+    with pytest.raises(ModelError, match="tells queries apart"):
+        of_keys(torch.ones(shape, dtype=torch.bool), 2)
+
+
+@pytest.mark.parametrize("keys", [1, 4, 6, 46])
+def test_masks_of_other_keys(keys: int) -> None:
+    """A failure means that ranks send each other messages that do not fit: an error of torch's, or a hang."""
+    masks = GatheredMasks(Axis("sequence", (0, 1), 0, object()), Axis(), Traffic())  # type: ignore[arg-type]
+    tokens = Tokens(((range(5),), (range(5, 10),)), 0, 10, range(10), 0, False)
+    with pytest.raises(ModelError, match=f"mask of {keys} keys came with 5 keys of 10 on this rank; give one of all"):
+        masks.gather(torch.ones(1, keys, dtype=torch.bool), 1, tokens, 4)
+
+
+def masked_words(plans: list[dict[str, int]]) -> None:
+    """FLUX told to leave out half of its 12 words, in a picture of 48 tokens."""
+    mask = torch.ones(1, 1, 1, 60, dtype=torch.bool)
+    mask[..., 6:12] = False
+    pipe, call = MAKE["flux"](), {"joint_attention_kwargs": {"attention_mask": mask}}
+    plain = run(pipe, "flux", **call)
+    different(plain, run(pipe, "flux"), "the mask")
+    for plan in plans:
+        if "tensor" in plan:  # this rank has all queries, which such a mask may tell apart
+            call["joint_attention_kwargs"]["attention_mask"] = mask.expand(1, 1, 60, 60).clone()
+        with divided(pipe, **plan) as runner:
+            close(run(runner, "flux", **call), plain, plan)
+
+
+@pytest.mark.parametrize("plans", [[{"ulysses": 2}, {"ring": 2}, {"tensor": 2}], [{"ulysses": 3}]], ids=str)
+def test_a_mask_of_the_whole_sequence(pool: Pool, plans: list[dict[str, int]]) -> None:
+    """As a user gives it. A failure means that every rank takes it for one of its own keys."""
+    pool.run(masked_words, Plan(**plans[0]).world, plans)
+
+
+def test_stale_keys_take_no_mask() -> None:
+    """A failure means that PipeFusion attends to what it was told not to."""
+    refuse_masks(Extra(), "blocks.0.attn")
+    with pytest.raises(ModelError, match=r"blocks\.0\.attn masks keys"):
+        refuse_masks(Extra(KeyMask((torch.ones(1, 1, 1, 5, dtype=torch.bool),))), "blocks.0.attn")
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    """A failure means that a block without any key that is attended to makes NaN of the rest."""
+    out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    for one, other in (((out, lse), nothing), (nothing, (out, lse))):
+        merged, merged_lse = merge(one, other)
+        assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+    merged, merged_lse = merge(nothing, nothing)
+    assert torch.equal(merged, nothing[0]) and torch.equal(merged_lse, nothing[1])

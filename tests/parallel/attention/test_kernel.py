@@ -1,0 +1,190 @@
+"""Kernels: the log-sum-exp is that of the scores, whichever kernel is asked; names are checked before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import Tensor
+
+from ditile.errors import ModelError
+from ditile.parallel.attention import dispatch, kernel
+from ditile.parallel.attention.kernel import ATEN, FOREIGN, NATIVE, Dispatched, chosen, suitable
+
+CPU = torch.device("cpu")
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By hand, in double."""
+    repeat = q.shape[2] // k.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("attention", [NATIVE, Dispatched(None), Dispatched(AttentionBackendName.NATIVE)])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_sum_exp(attention: Any, groups: int, masked: bool) -> None:
+    """A failure means that ring merges its blocks with the wrong weights."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 9, 4, 12, generator=random)
+    k, v = torch.randn(2, 2, 13, groups, 12, generator=random)
+    mask = (torch.rand(2, 1, 1, 13, generator=random) < 0.7) if masked else None
+    out, lse = attention.with_lse(q, k, v, mask=mask)
+    wanted, wanted_lse = plain(q, k, v, mask)
+    assert lse.shape == (2, 9, 4)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention(q, k, v, mask=mask).double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_own_kernels_are_called_as_they_are_declared() -> None:
+    """A failure means a call that fails, or returns something else, on the first GPU that it meets."""
+    front = {
+        "flash": "query key value",
+        "efficient": "query key value attn_bias compute_log_sumexp",
+        "cudnn": "query key value attn_bias compute_log_sumexp",
+    }
+    for name, arguments in front.items():
+        schema = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default._schema
+        assert [argument.name for argument in schema.arguments][: len(arguments.split())] == arguments.split()
+        assert "scale" in [argument.name for argument in schema.arguments if argument.kwarg_only]
+        assert [returned.name.replace("_", "") for returned in schema.returns][:2] == ["output", "logsumexp"]
+    schema = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
+    assert {"attn_mask", "scale"} <= {argument.name for argument in schema.arguments if argument.kwarg_only}
+
+
+# The functions of the packages that diffusers calls, with their own arguments and results: `[B, N, S]`
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, with_lse: bool, *rest: Any) -> Any:
+    out, lse = NATIVE.with_lse(q, k, v, scale=scale)
+    return (out, lse.transpose(1, 2), *rest) if with_lse else out
+
+
+def flash_2(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_attn_probs, None)
+
+
+def flash_3(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Any = None,
+    q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_attn_probs)
+
+
+def aiter(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int, int] = (-1, -1, 0), bias: Any = None, alibi_slopes: Any = None,
+    deterministic: bool = True, return_lse: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    return attend(q, k, v, softmax_scale, return_lse)
+
+
+def sage(
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    sm_scale: float | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    assert tensor_layout == "NHD"
+    return attend(q, k, v, sm_scale, return_lse)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are installed, and run on CPUs; diffusers' own functions lie around them as ever."""
+    for name, fn in {"flash_attn_func": flash_2, "flash_attn_3_func": flash_3, "sageattn": sage}.items():
+        monkeypatch.setattr(attention_dispatch, name, fn)
+    operator = attention_dispatch._wrapped_flash_attn_3  # of CUDA only
+    monkeypatch.setattr(attention_dispatch, "_wrapped_flash_attn_3", getattr(operator, "_init_fn", operator))
+    hub = {
+        AttentionBackendName.FLASH_HUB: flash_2,
+        AttentionBackendName._FLASH_3_HUB: flash_3,
+        AttentionBackendName.AITER_FA2_HUB: aiter,
+        AttentionBackendName.SAGE_HUB: sage,
+    }
+    for backend, fn in hub.items():
+        monkeypatch.setattr(attention_dispatch._HUB_KERNELS_REGISTRY[backend], "kernel_fn", fn)
+    for check in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
+        monkeypatch.setattr(kernel, check, lambda backend: None)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_kernels_of_others_are_asked_for_their_log_sum_exp(name: AttentionBackendName) -> None:
+    """Through diffusers' functions for them. A failure means that ring fails in its first step with a kernel that is
+    offered, or takes heads for tokens."""
+    q = torch.randn(1, 5, 2, 4)
+    out, lse = chosen(name.value, CPU, torch.float32, lse=True).with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3)
+    assert lse.shape == (1, 5, 2)
+    torch.testing.assert_close((out, lse), NATIVE.with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3))
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_layout_is_noticed_where_a_kernel_is_chosen(
+    name: AttentionBackendName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means an error in the first step of ring, or none and a wrong picture where tokens are as many as
+    heads."""
+    argument, has_heads_first = FOREIGN[name]
+    monkeypatch.setitem(FOREIGN, name, (argument, not has_heads_first))
+    with pytest.raises(ModelError, match=rf"{name.value} gives a log-sum-exp of \[1, 2, 32\] .* try native"):
+        chosen(name.value, CPU, torch.float32, lse=True)
+    chosen(name.value, CPU, torch.float32, lse=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "wanted"),
+    [
+        ((7, 0), torch.float16, 64, "efficient"),
+        ((7, 5), torch.float16, 64, "efficient"),
+        ((8, 0), torch.float16, 64, "flash"),
+        ((8, 9), torch.bfloat16, 256, "flash"),
+        ((12, 0), torch.bfloat16, 264, "efficient"),
+        ((9, 0), torch.float32, 64, "efficient"),
+    ],
+)
+def test_flash_is_taken_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, size: int, wanted: str
+) -> None:
+    """A failure means that ring raises on a T4 or a V100, or is slow on later GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert suitable(torch.device("cuda:0"), dtype, size) == wanted
+
+
+def test_a_kernel_without_log_sum_exp_is_refused() -> None:
+    """A failure means that ring divides by what it does not know."""
+    with pytest.raises(ModelError, match=r"_native_math gives no log-sum-exp.*try native"):
+        chosen("_native_math", CPU, torch.float32, lse=True)
+    assert AttentionBackendName._NATIVE_MATH not in (*ATEN, *FOREIGN)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nativ", ("'nativ'", "native", "sage")), ("flash", ("flash", "cpu", "native")), ("sage", ("sage", "cpu"))],
+)
+def test_names_are_checked_early(name: str, words: tuple[str, ...]) -> None:
+    """A failure means a traceback out of the first step, on every rank."""
+    with pytest.raises(ModelError) as caught:
+        chosen(name, CPU, torch.float32, lse=False)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("also", [{"is_causal": True}, {"dropout_p": 0.1}])
+def test_order_and_dropout_are_refused(also: dict[str, Any]) -> None:
+    """A failure means that causal attention is computed as if it were not."""
+    x = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(ModelError):
+        dispatch.attend(NATIVE, x, x, x, **also)

@@ -1,0 +1,337 @@
+"""CFG parallel and data parallel: whoever computes a branch or an image, every rank gets the plain pipeline's pictures.
+
+Fewer rows make matrices of other shapes, which may be multiplied in another order: 1e-10 relative in fp64, in which a
+tiny model's amplification of rounding cannot hide a wrong row. A call that keeps all its rows (the two calls of true
+CFG, one image under data) is bitwise.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLLTXVideo, EulerAncestralDiscreteScheduler
+from torch import Tensor
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.hooks.batch_rows import take_rows
+from ditile.parallel.batch.data import Data
+from ditile.parallel.batch.split import Rows
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, divided, run, same
+
+TOLERANCE = 1e-10
+FOUR: dict[str, Any] = {"prompt": ["a red circle", "the blue ring on the left"], "num_images_per_prompt": 2}
+GUIDED = [name for name in MAKE if name not in ("flux", "flux embedded guidance")]
+Job = tuple[dict[str, Any], dict[str, Any]]
+
+
+def made(name: str) -> Any:
+    """A pipeline of `MAKE` in fp64."""
+    return MAKE[name]().to(torch.float64)
+
+
+def close(got: Any, wanted: Any, what: Any, tolerance: float = TOLERANCE) -> None:
+    """Raises unless two results differ by no more than rounding."""
+    a, b = np.asarray(got), np.asarray(wanted)
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
+    assert np.isfinite(b).all()
+    distance = float(np.abs(a - b).max() / np.abs(b).max())
+    assert distance < tolerance, f"{what}: {distance:.2g}"
+
+
+def pictures(name: str, jobs: list[Job], ancestral: bool = False) -> list[tuple[Any, Any]]:
+    """On a rank: what the plain pipeline draws, and what it draws under a plan, with the random state that is left."""
+    pipe, found = made(name), []
+    for plan, call in jobs:
+        if ancestral:
+            pipe.scheduler = EulerAncestralDiscreteScheduler(beta_end=0.004)
+        torch.manual_seed(3)
+        wanted = run(pipe, name, **call), torch.get_rng_state()
+        torch.manual_seed(3 + dist.get_rank())
+        with divided(pipe, **plan) as runner:
+            found.append((wanted, (run(runner, name, **call), torch.get_rng_state())))
+            assert str(runner).count("\n") > dist.get_world_size()
+    return found
+
+
+def check(
+    pool: Pool, name: str, ranks: int, jobs: list[Job], *, bitwise: bool = False, ancestral: bool = False
+) -> None:
+    """Every rank has the plain pipeline's pictures and random state, and the same as all others."""
+    answers = pool.run(pictures, ranks, name, jobs, ancestral)
+    for rank, of_rank in enumerate(answers):
+        for (plan, _), (wanted, got), (_, first) in zip(jobs, of_rank, answers[0], strict=True):
+            what = f"{name} {plan} rank {rank}"
+            close(got[0], wanted[0], what)
+            same(got[1], wanted[1], f"{what}: random state")
+            same(got[0], wanted[0] if bitwise else first[0], what)
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_every_family(pool: Pool, name: str) -> None:
+    """A failure in one family means that an argument of its forward is split that has no rows, or is not and has."""
+    plans = [{"data": 2}, {"cfg": 2}] if name in GUIDED else [{"data": 2}]
+    check(pool, name, 2, [(plan, FOUR) for plan in plans])
+    check(pool, name, 2, [(plans[-1], {})], bitwise=name in ("flux", "flux embedded guidance", "flux true cfg"))
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
+def test_any_number_of_images_on_any_number_of_replicas(pool: Pool, name: str) -> None:
+    """4, 2 and 1 images on 3 replicas. A failure means that images are lost or double, noise depends on the replica,
+    or a replica without images waits for ever."""
+    seeds = FOUR | {"seeds": [5, 6, 7, 8]}
+    calls: list[dict[str, Any]] = [FOUR, seeds, FOUR | {"generator": None}, {"num_images_per_prompt": 2}, {}]
+    check(pool, name, 3, [({"data": 3}, call) for call in calls])
+    check(pool, "pixart sigma", 3, [({"data": 3}, call) for call in calls[:4]], ancestral=True)
+
+
+def test_guidance_that_leaves_blocks_out(pool: Pool) -> None:
+    """A failure means that what the refusal of SD3's skip-layer guidance under other plans advises does not work."""
+    call = FOUR | {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.8}
+    check(pool, "sd3", 2, [(plan, call) for plan in ({"data": 2}, {"cfg": 2})])
+
+
+def test_no_two_images_are_alike(pool: Pool) -> None:
+    """xDiT draws the same images on every replica, and hands a list of generators to each whole. A failure here means
+    that so do we."""
+    call = FOUR | {"prompt": ["a red circle"] * 2, "seeds": [5, 6, 7, 8]}
+    _, (latents, _) = pool.run(pictures, 2, "flux", [({"data": 2}, call)])[0][0]
+    for k in range(4):
+        for other in range(k):
+            different(latents[k], latents[other], f"images {other} and {k}")
+    for seed, image in zip(call["seeds"], latents, strict=True):
+        alone, _ = pool.run(pictures, 1, "flux", [({}, {"seeds": [seed]})])[0][0]
+        close(image, alone[0][0], f"the image of seed {seed}")
+
+
+FULL = {"pipefusion": 2, "patches": 3, "warmup": 99}
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "sd3.5 medium"])
+def test_with_other_axes(pool: Pool, name: str) -> None:
+    """A failure means that the halves exchange something else than one rank's prediction."""
+    plans: list[dict[str, Any]] = [{"data": 2}, {"ulysses": 2}, {"tensor": 2}, FULL]
+    check(pool, name, 4, [(plan | {"cfg": 2}, FOUR) for plan in plans])
+    check(pool, name, 4, [(FULL | {"data": 2}, FOUR), (FULL | {"data": 2}, {})])
+
+
+def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    pipe, found = made(name), []
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append((run(runner, name, **call), runner.report.key_bytes if runner.report else 0))
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
+def test_stale_keys(pool: Pool, name: str) -> None:
+    """PipeFusion's stale schedule on each half, or replica, is the stale schedule alone, with half of the keys each.
+
+    A failure means that the other half's patches are not the latest, or that a stage sends or expects messages of calls
+    that are not its own.
+    """
+    base = [FULL | {"warmup": 1}, FULL | {"warmup": 0, "patches": 2}]
+    exact = pool.run(stale, 1, name, [{}], FOUR)[0][0][0]
+    alone = pool.run(stale, 2, name, base, FOUR)
+    assert float((alone[0][0][0] - exact).abs().max() / exact.abs().max()) > 1e-3
+    for axis in ("cfg", "data"):
+        for rank, found in enumerate(pool.run(stale, 4, name, [plan | {axis: 2} for plan in base], FOUR)):
+            for plan, (got, keys), (wanted, whole) in zip(base, found, alone[rank % 2], strict=True):
+                close(got, wanted, f"{name} {plan} {axis} rank {rank}")
+                assert 2 * keys == whole, f"{name} {plan} {axis} rank {rank}: {keys} bytes of keys"
+    idle = pool.run(stale, 4, name, [plan | {"data": 2} for plan in base], {})
+    one = pool.run(stale, 2, name, base, {})[0]
+    for found in idle:
+        for (got, _), (wanted, _) in zip(found, one, strict=True):
+            same(got, wanted, f"{name}, one image on two replicas")
+
+
+# Pictures
+
+
+def decoded(kinds: list[str], images: int) -> None:
+    pipe, name = made("sd3"), "sd3"
+    call = {"prompt": ["a red circle"] * images, "seeds": list(range(images))}
+    batches: list[int] = []
+    decode = pipe.vae.decode
+    pipe.vae.decode = lambda z, *args, **kwargs: batches.append(len(z)) or decode(z, *args, **kwargs)
+    for kind in kinds:
+        wanted = run(pipe, name, **call, output_type=kind)
+        batches.clear()
+        with divided(pipe, data=2) as runner:
+            got = runner(**call_of(name, **call, output_type=kind))
+            first = runner(**call_of(name, **call, output_type=kind), output="first")
+            sent = dict(runner.report.sent) if runner.report else {}
+        mine = [2, 1][dist.get_rank()] if images == 3 else 1
+        assert batches == ([] if kind == "latent" else [mine, mine]), "each replica decodes its own"
+        close(np.stack(got.images), np.stack(wanted), f"{kind}, rank {dist.get_rank()}", 1e-6)  # np is fp32
+        assert (first is None) == (dist.get_rank() != 0)
+        if first is not None:
+            close(np.stack(first.images), np.stack(wanted), f"{kind}, the first rank alone", 1e-6)
+            assert "pictures" not in sent
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_pictures_come_in_order(pool: Pool, images: int) -> None:
+    """A failure means that replicas decode each other's images, or that pictures are lost or swapped."""
+    pool.run(decoded, 2, ["np", "pt", "latent"], images)
+
+
+def decoded_at_times(images: int) -> None:
+    """As LTX's pipeline does from 0.9.1 on: its decoder takes a time for each video."""
+    torch.manual_seed(0)
+    four: dict[str, Any] = {"block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
+    ways = {"spatio_temporal_scaling": (True, True, False, False), "decoder_inject_noise": (False,) * 5}
+    vae = AutoencoderKLLTXVideo(
+        **four, **ways, decoder_spatio_temporal_scaling=(True, True, False, False), latent_channels=8,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5, upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4, timestep_conditioning=True, patch_size=1, decoder_causal=False,
+    ).eval()  # fmt: skip
+    latents, times = torch.randn(images, 8, 2, 4, 4), torch.rand(images)
+    with torch.no_grad(), ExitStack() as stack:
+        wanted = vae.decode(latents, times, return_dict=False)[0]
+        axis = Axis("data", (0, 1), dist.get_rank(), dist.group.WORLD)
+        Data(axis, images, Traffic()).seat_decode(stack, vae, "all", lambda: True)
+        close(vae.decode(latents, times, return_dict=False)[0], wanted, f"{images} videos", 1e-5)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_decoders_that_are_told_the_time(pool: Pool, images: int) -> None:
+    """A failure means that what belongs to images is not shared out with them."""
+    pool.run(decoded_at_times, 2, images)
+
+
+def rows_too(output: str) -> None:
+    pipe = made("sd3")
+    wanted = run(pipe, "sd3", **FOUR, output_type="pt")
+    with divided(pipe, data=2, cfg=2, vae="rows", text="first") as runner:
+        got = runner(**call_of("sd3", **FOUR, output_type="pt"), output=output)
+    assert (got is None) == (output == "first" and dist.get_rank() > 0)
+    if got is not None:
+        close(got.images, wanted, f"rank {dist.get_rank()}, output={output}")
+
+
+def test_rows_of_pictures_and_text_are_shared_out_within_a_replica(pool: Pool) -> None:
+    """A failure means that a decoder or text encoder is divided over ranks that make other images."""
+    pool.run(rows_too, 4, "all")
+    pool.run(rows_too, 4, "first")
+
+
+# Callbacks and interrupts
+
+
+def watched(name: str, plan: dict[str, Any]) -> None:
+    pipe = made(name)
+
+    def observed(driver: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            seen.append(tensors["latents"].clone())
+            return {"latents": tensors["latents"] * 0.5} if step == 1 else {}
+
+        return [run(driver, name, callback_on_step_end=callback, **FOUR), *seen]
+
+    wanted = observed(pipe)
+    with divided(pipe, **plan) as runner:
+        got = observed(runner) if plan["data"] == 1 or dist.get_rank() == 0 else [run(runner, name, **FOUR)]
+    for step, (one, other) in enumerate(zip(got, wanted, strict=False)):
+        close(one, other, f"{plan} rank {dist.get_rank()}, what the callback sees {step}")
+
+
+def test_callbacks_see_all_images(pool: Pool) -> None:
+    """A failure means that a callback sees rows that another replica computes, or changes them on some ranks only."""
+    pool.run(watched, 2, "sd3", {"data": 2, "cfg": 1})
+    pool.run(watched, 2, "flux true cfg", {"data": 1, "cfg": 2})
+    pool.run(watched, 4, "flux true cfg", FULL | {"data": 2})
+
+
+def interrupted(rank: int) -> tuple[Tensor, list[int]]:
+    pipe, seen = MAKE["flux"](), []
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(step)
+        if step == 2 and dist.get_rank() == rank:
+            pipe._interrupt = True
+        return {}
+
+    call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": [], "num_inference_steps": 8}
+    with divided(pipe, data=3) as runner:
+        return run(runner, "flux", num_images_per_prompt=2, **call), seen
+
+
+def test_replicas_stop_together(pool: Pool) -> None:
+    """The third replica has no images. A failure means that replicas meet after different steps, or never."""
+    for rank in (0, 2):
+        found = pool.run(interrupted, 3, rank)
+        for picture, seen in found:
+            assert seen == found[0][1] and 4 <= len(seen) <= 6, seen
+            same(picture, found[0][0], "after an interrupt")
+
+
+# Saying no
+
+
+def unguided(name: str) -> None:
+    pipe = made(name)
+    off: dict[str, Any] = {"true_cfg_scale": 1.0} if name == "flux true cfg" else {"guidance_scale": 1.0}
+    if name == "flux":
+        off = {}
+    wanted = run(pipe, name, **off)
+    with divided(pipe, cfg=2) as runner:
+        with pytest.raises(PlanError, match=r"cfg=2 shares out branches .* this call has 1; raise guidance_scale"):
+            run(runner, name, **off)
+        if name != "flux":
+            run(runner, name)
+    with divided(pipe, data=2) as runner:
+        same(run(runner, name, **off), wanted, "guidance off")
+
+
+@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3"])
+def test_guidance_that_is_off(pool: Pool, name: str) -> None:
+    """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
+    pool.run(unguided, 2, name)
+
+
+def test_rows() -> None:
+    """A failure means that a split takes rows of other branches or images, or cuts what has no rows."""
+    assert Rows.whole(6, 2) == Rows(range(3), range(2), 3, 2)
+    with pytest.raises(ModelError, match=r"5 row\(s\) for 2 image\(s\)"):
+        Rows.whole(5, 2)
+    rows = Rows(range(1, 3), range(1, 2), 3, 2)  # branches 1 and 2, image 1, of 3 branches and 2 images
+    batch = torch.arange(6.0)[:, None]
+    assert rows.of(batch).flatten().tolist() == [3, 5]
+    call = {
+        "x": batch, "ids": batch, "t": torch.tensor(1.0), "none": None, "five": torch.zeros(5),
+        "nested": {"a": batch, "b": [batch, (batch, "text")]},
+    }  # fmt: skip
+    split = take_rows(call, rows.total, rows.of, ("ids",))
+    assert split["x"].tolist() == split["nested"]["a"].tolist() == split["nested"]["b"][1][0].tolist() == [[3], [5]]
+    assert split["ids"] is batch and split["none"] is None and len(split["five"]) == 5
+    whole = torch.zeros(6, 1)
+    rows.write(whole, torch.tensor([[7.0], [8.0]]))
+    assert whole.flatten().tolist() == [0, 0, 0, 7, 0, 8]
+
+
+def failed_in_the_middle() -> None:
+    with divided(MAKE["sd3"](), cfg=2) as runner:
+
+        def callback(*_: Any) -> dict[str, Any]:
+            raise KeyError("from the callback")
+
+        with pytest.raises(KeyError):
+            run(runner, "sd3", callback_on_step_end=callback, callback_on_step_end_tensor_inputs=[])
+        with pytest.raises(StateError, match="start the ranks again"):
+            run(runner, "sd3")
+
+
+def test_a_call_that_failed_leaves_messages_behind(pool: Pool) -> None:
+    """A failure means that a half goes on with predictions of a picture that is gone."""
+    pool.run(failed_in_the_middle, 2)

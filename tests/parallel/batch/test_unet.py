@@ -1,0 +1,188 @@
+"""Models of which nothing is known: U-Nets, and a user's own pipeline. They get data and cfg, and no more.
+
+fp64 and 1e-10 as in test_batch: matrices have other shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import (
+    DDIMScheduler,
+    DiffusionPipeline,
+    StableDiffusionInstructPix2PixPipeline,
+    StableDiffusionPAGPipeline,
+)
+from torch import Tensor
+
+from ditile.errors import DitileError, ModelError, PlanError, StateError
+from ditile.models.registry import families
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.parallel.batch.test_batch import close
+from tests.pool import Pool
+from tests.runner.cases import divided, same
+
+
+def call_of(**changes: Any) -> dict[str, Any]:
+    call: dict[str, Any] = {"prompt": ["a red circle", "a ring"], "num_images_per_prompt": 2, "output_type": "latent"}
+    call |= {"height": 16, "width": 24, "num_inference_steps": 3, "generator": torch.Generator().manual_seed(7)}
+    return call | changes
+
+
+CALLS: list[dict[str, Any]] = [{}, {"guidance_rescale": 0.7}, {"output_type": "pt"}]
+
+
+def as_plain(plan: dict[str, Any]) -> None:
+    pipe = tiny.stable_diffusion().to(torch.float64)
+    for changes in CALLS:
+        wanted = pipe(**call_of(**changes)).images
+        with divided(pipe, **plan) as runner:
+            close(runner(**call_of(**changes)).images, wanted, f"{plan} {changes} rank {dist.get_rank()}")
+            sent = runner.report.sent if runner.report else {}
+            assert [kind in sent for kind in ("cfg", "data")] == ["cfg" in plan, "data" in plan]
+            assert "UNet2DConditionModel, which has no ModelSpec" in str(runner)
+
+
+@pytest.mark.parametrize("plan", [{"cfg": 2}, {"data": 2}, {"cfg": 2, "data": 2}])
+def test_stable_diffusion(pool: Pool, plan: dict[str, Any]) -> None:
+    """A failure means that the lowest rung of the ladder depends on something that only transformers have."""
+    pool.run(as_plain, Plan(**plan).world, plan)
+
+
+def three_branches() -> None:
+    pipe = tiny.stable_diffusion(StableDiffusionInstructPix2PixPipeline, channels=8).to(torch.float64)
+    call = {"image": torch.linspace(0, 1, 3 * 16 * 24).view(1, 3, 16, 24).double(), "image_guidance_scale": 2.0}
+    call |= {"prompt": "a red circle", "height": None, "width": None}
+    call = {name: value for name, value in call_of(**call).items() if value is not None}
+    wanted = pipe(**call).images
+    for plan in [{"cfg": 2}, {"data": 2}]:
+        with divided(pipe, **plan) as runner:
+            call["generator"] = torch.Generator().manual_seed(7)
+            close(runner(**call).images, wanted, f"{plan} rank {dist.get_rank()}")
+
+
+def test_three_branches_are_shared_by_two_halves(pool: Pool) -> None:
+    """Text, picture and neither. A failure means that a branch is lost, or computed twice."""
+    pool.run(three_branches, 2)
+
+
+class Own(DiffusionPipeline):  # type: ignore[misc]
+    """A user's pipeline, which asks for each branch by a call of its own."""
+
+    def __init__(self, unet: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
+        """`way`: both branches in each step; the second late; the first used early; one; too many latents; NaN."""
+        latents = torch.randn((4 if way == "more" else 2, 4, 8, 8), generator=generator, dtype=torch.float64)
+        latents = latents * torch.nan if way == "sick" else latents
+        text = torch.linspace(-1, 1, 2 * 5 * tiny.WIDTH, dtype=torch.float64).view(2, 1, 5, tiny.WIDTH)
+        self.scheduler.set_timesteps(4)
+        for i, t in enumerate(self.scheduler.timesteps):
+            words = [one.expand(len(latents), -1, -1) for one in text]
+            wanted = self.unet(latents, t, encoder_hidden_states=words[0]).sample
+            used = wanted * 3.0 if way == "early" else None
+            if way != "one" and (way != "late" or i >= 2):
+                unwanted = self.unet(latents, t, words[1], return_dict=False)[0]
+                wanted = unwanted + (used if used is not None else 3.0 * wanted) - 3.0 * unwanted
+            latents = self.scheduler.step(wanted, t, latents).prev_sample
+        return latents
+
+
+REFUSED: dict[str, tuple[type[DitileError], str]] = {
+    "late": (ModelError, "UNet2DConditionModel was called once, with one row for each image; raise guidance_scale"),
+    "one": (ModelError, "was called once"),
+    "early": (StateError, "computed with one prediction before it asked for the next.*use cfg=1"),
+    "more": (ModelError, r"have 4 row\(s\) and the call asks for 2 image\(s\).*data=1 and cfg=1"),
+}
+
+
+def own() -> Own:
+    return Own(tiny.stable_diffusion().unet.to(torch.float64), DDIMScheduler())
+
+
+def calls_in_turn() -> None:
+    pipe = own()
+    plain = {way: pipe(["a", "b"], way, torch.Generator().manual_seed(1)) for way in ("both", "late", "early", "one")}
+    with divided(pipe, cfg=2) as runner:
+        same(runner(["a", "b"], "both", torch.Generator().manual_seed(1)), plain["both"], "the same calls, shared out")
+        assert runner.report is not None
+        assert runner.report.sent["cfg"] == 3 * 2 * 4 * 8 * 8 * 8, "the first step is whole on both"
+        sick = runner(["a", "b"], "sick", torch.Generator().manual_seed(1))
+        assert torch.isnan(sick).all(), "NaN of the model's own is the plain pipeline's result too"
+    for way in plain:
+        with divided(pipe, data=2) as runner:
+            got = runner(["a", "b"], way, torch.Generator().manual_seed(1))
+            close(got, plain[way], f"{way} under data")
+
+
+def test_calls_in_turn(pool: Pool) -> None:
+    """A failure means that a half's prediction does not arrive where the pipeline holds it."""
+    pool.run(calls_in_turn, 2)
+
+
+def refused(way: str) -> None:
+    error, says = REFUSED[way]
+    with divided(own(), cfg=2) as runner, pytest.raises(error, match=says):
+        runner(["a", "b"], way, torch.Generator().manual_seed(1))
+
+
+class Fewer(Own):
+    """Leaves guidance in mid-run, or asks for more of it."""
+
+    @torch.no_grad()
+    def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
+        latents: Tensor = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
+        text = torch.zeros(2, 5, tiny.WIDTH, dtype=torch.float64)
+        self.scheduler.set_timesteps(4)
+        for i, t in enumerate(self.scheduler.timesteps):
+            calls = 2 if i < 2 else {"fewer": 1, "more": 3}[way]
+            found = [self.unet(latents, t, text).sample for _ in range(calls)]
+            latents = self.scheduler.step(sum(found), t, latents).prev_sample
+        return latents
+
+
+def other_calls(way: str, calls: int) -> None:
+    pipe = Fewer(**own().components)
+    wanted = pipe(["a", "b"], way)
+    says = f"called UNet2DConditionModel {calls} times in step 2 and 2 times before.*use cfg=1"
+    with divided(pipe, cfg=2) as runner, pytest.raises(StateError, match=says):
+        runner(["a", "b"], way)
+    with divided(pipe, data=2) as runner:
+        close(runner(["a", "b"], way), wanted, f"{way} calls under data")
+
+
+def test_what_cannot_be_shared_out_is_refused(pool: Pool) -> None:
+    """A failure means a hang, or a picture of holes."""
+    for way in REFUSED:
+        pool.run(refused, 2, way)
+    pool.run(other_calls, 2, "fewer", 1)
+    pool.run(other_calls, 2, "more", 3)
+
+
+def no_more() -> None:
+    pipe = tiny.stable_diffusion()
+    for plan in (Plan(pipefusion=2), Plan(ulysses=2), Plan(tensor=2)):
+        with pytest.raises(ModelError, match="UNet2DConditionModel has no ModelSpec.*data and cfg work without one"):
+            parallelize(pipe, plan)
+    with pytest.raises(PlanError, match="StableDiffusionPAGPipeline tells branches of guidance apart.*use data"):
+        parallelize(tiny.stable_diffusion(StableDiffusionPAGPipeline), Plan(cfg=2))
+    pipe.unet_2 = pipe.unet
+    with pytest.raises(ModelError, match="calls two models in turns, unet and unet_2"):
+        parallelize(pipe, Plan(data=2))
+    pipe.unet = None
+    with pytest.raises(ModelError, match="has no transformer and no unet"):
+        parallelize(pipe, Plan(data=2))
+
+
+def test_no_more_than_data_and_cfg(pool: Pool) -> None:
+    """A failure means that a model is cut of which nothing is known."""
+    pool.run(no_more, 2)
+    assert families()[-1].rung == "data, cfg"

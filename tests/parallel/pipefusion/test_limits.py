@@ -1,0 +1,184 @@
+"""PipeFusion at the limits where nothing is stale: the plain pipeline's picture, bit for bit, on every rank.
+
+All in fp32 and bitwise: stages and patches reorder no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, divided, equal_over_ranks, run, same
+
+SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
+STEPS = 4
+
+
+def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any]]) -> None:
+    pipe = MAKE[name]()
+    wanted = [run(pipe, name, **call) for call in calls]
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            for call, want in zip(calls, wanted, strict=True):
+                same(run(runner, name, **call), want, f"{name} {plan} {call}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MAKE)
+def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) -> None:
+    """A failure means that dividing blocks over stages, or stepping the scheduler by patches, changes the picture."""
+    all_synchronous = [{"warmup": STEPS, "patches": m} for m in (3, 7)]
+    one_patch = {"warmup": 0, "patches": 1}
+    plans = [plan | {"pipefusion": ranks} for plan in (*all_synchronous, one_patch)]
+    pool.run(like_plain, ranks, name, plans, [SMALL])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
+    """With stale keys too. A failure means that a stage reads keys of another age, or another patch's tokens."""
+    plans = [{"warmup": w, "patches": m} for w, m in ((0, 3), (1, 7))]
+    found = equal_over_ranks(pool, (2, 3, 4) if name in ("flux", "pixart sigma") else (3,), name, plans, [SMALL])
+    for one, other in zip(found, found[1:], strict=False):
+        different(one, other, "patches or warmup had no effect")
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
+    """Stages of one block, and uneven ones. A failure means that a seat at a boundary hands over the wrong tokens."""
+    blocks = 5 if name == "flux" else 4
+    for cut in ((1,) * blocks, (1, blocks - 1), (blocks - 1, 1), (1, blocks - 2, 1)):
+        plan = {"pipefusion": len(cut), "stage_blocks": cut, "patches": 3}
+        pool.run(like_plain, len(cut), name, [plan | {"warmup": STEPS}], [SMALL])
+    one = equal_over_ranks(pool, (), name, [{"patches": 3}], [SMALL])
+    assert len(one) == 1
+    for cut in ((1,) * blocks, (1, blocks - 1)):
+        pool.run(like_given, len(cut), name, {"pipefusion": len(cut), "stage_blocks": cut, "patches": 3}, one[0])
+
+
+def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
+    pipe = make(*blocks)
+    wanted = run(pipe, name, **SMALL)
+    for plan in ({"warmup": STEPS, "patches": 8}, {"warmup": 0, "patches": 1}):
+        with divided(pipe, pipefusion=8, **plan) as runner:
+            same(run(runner, name, **SMALL), wanted, f"{name} {plan}")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "blocks"),
+    [("flux", tiny.flux, (3, 5)), ("pixart sigma", tiny.pixart, (9,)), ("sd3.5 medium", tiny.sd3, (8,))],
+)
+def test_eight_stages(pool: Pool, name: str, make: Callable[..., Any], blocks: tuple[int, ...]) -> None:
+    """Of one block each, or one of two. A failure means a message that is lost in a long line of stages."""
+    pool.run(eight_stages, 8, name, make, *blocks)
+
+
+def like_given(name: str, plan: dict[str, Any], wanted: Any) -> None:
+    with divided(MAKE[name](), **plan) as runner:
+        same(run(runner, name, **SMALL), wanted, plan)
+
+
+VARIETY: list[dict[str, Any]] = [
+    {"num_images_per_prompt": 2, "seeds": [1, 2]},
+    {"prompt": ["a red circle", "a blue square above the green ring"], "num_images_per_prompt": 2},
+    {"prompt": ["a red circle"] * 3, "num_inference_steps": 2},
+    {"embeds": 5},
+    {"embeds": 9, "seed": 3},
+    {"embeds": 150},
+    {"max_sequence_length": 150},  # most of it is padding
+    {"height": 56, "width": 16},  # 14 token rows
+    {"height": 16, "width": 56},
+    {"num_inference_steps": 5},
+    {"num_inference_steps": 1},
+    {"return_dict": True, "max_sequence_length": 7},
+]
+
+
+def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """Calls one runner again and again, each time otherwise, and twice in a row, and a fresh runner."""
+    pipe, found = MAKE[name](), []
+    with divided(pipe, **plan) as runner:
+        for call in calls:
+            found.append(run(runner, name, **call))
+            same(run(runner, name, **call), found[-1], f"second call {call}")
+    for call, wanted in zip(calls, found, strict=True):
+        with divided(pipe, **plan) as runner:
+            same(run(runner, name, **call), wanted, f"fresh runner {call}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"])
+def test_every_way_to_call(pool: Pool, name: str) -> None:
+    """Batches, prompts, embeddings, sizes, steps, one after the other with one runner.
+
+    A failure means that something of one call (shapes, keys, constants) reaches the next.
+    """
+    exact = [{"pipefusion": 2, "patches": 3, "warmup": 9}]
+    calls = [call for call in VARIETY if not ("embeds" in call and name == "flux true cfg")]
+    if not name.startswith("pixart"):  # which rounds to 8 pixels, that is to two token rows
+        calls += [{"height": 44, "width": 36, "num_inference_steps": 3}, {"height": 12, "width": 60}]
+    pool.run(like_plain, 2, name, exact, calls)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: int) -> None:
+    """With stale keys. A failure means that keys or constants of an earlier picture reach a later one."""
+    calls = [{}, {"prompt": "a blue square"}, {"num_inference_steps": 3, **SMALL}, VARIETY[0], VARIETY[3], {}]
+    plan = {"pipefusion": 2, "patches": 3, "warmup": warmup}
+    for found in pool.run(unlike_before, 2, name, plan, calls):
+        same(found[0], found[-1], "the same prompt, with others in between")
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
+def test_output_types(pool: Pool, name: str) -> None:
+    """A failure means that the picture is not the plain one's after decoding, or in another container."""
+    calls = [{"output_type": kind} for kind in ("pil", "np", "pt", "latent")]
+    pool.run(like_plain, 2, name, [{"pipefusion": 2, "patches": 3, "warmup": STEPS}], calls)
+
+
+def tuples_and_first(name: str) -> None:
+    pipe = MAKE[name]()
+    wanted = pipe(**call_of(name, output_type="np")).images
+    with divided(pipe, pipefusion=2, warmup=STEPS) as runner:
+        (got,) = runner(**call_of(name, output_type="np", return_dict=False))
+        same(got, wanted, "return_dict=False")
+        first = runner(output="first", **call_of(name, output_type="np"))
+        assert (first is None) == (runner.mesh.rank != 0)
+        if first is not None:
+            same(first.images, wanted, "output='first'")
+        call = call_of(name, output_type="np")
+        same(runner(call.pop("prompt"), **call).images, wanted, "a positional prompt")
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma"])
+def test_tuples_and_the_first_rank_alone(pool: Pool, name: str) -> None:
+    """A failure means that the runner's result is not what the pipeline returns."""
+    pool.run(tuples_and_first, 2, name)
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "pixart alpha", "sd3.5 medium"])
+def test_without_guidance(pool: Pool, name: str) -> None:
+    """xDiT cannot run PixArt at guidance of 1 or less. A failure means that ditile divides only doubled batches."""
+    calls = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}, {"guidance_scale": 3.0}]
+    pool.run(like_plain, 2, name, [{"pipefusion": 2, "patches": 3, "warmup": STEPS}], calls)
+    equal_over_ranks(pool, (2,), name, [{"patches": 3}], calls)
+
+
+def test_resolution_binning(pool: Pool) -> None:
+    """PixArt's own rounding of sizes. A failure means that the size was taken from the call, not the latents."""
+    pool.run(like_plain, 2, "pixart sigma", [{"pipefusion": 2, "patches": 3, "warmup": 2}], BINNED)
+
+
+BINNED = [
+    {
+        "height": 500,
+        "width": 300,
+        "use_resolution_binning": True,
+        "num_inference_steps": 2,
+        "output_type": "np",
+    }
+]

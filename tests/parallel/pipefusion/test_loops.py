@@ -1,0 +1,192 @@
+"""Pipelines whose loops are not quite as others': under every plan they may have they draw what they draw alone.
+
+They read the scheduler's place, unpack what it returns, iterate their progress bar, or leave the loop early. fp64 and
+1e-10 as in test_batch: fewer rows make matrices of other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import (
+    CogVideoXDPMScheduler,
+    CogVideoXPipeline,
+    DDIMScheduler,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    EulerDiscreteScheduler,
+    FluxInpaintPipeline,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
+    PixArtSigmaPipeline,
+    SD3Transformer2DModel,
+    StableDiffusion3InpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextModelWithProjection
+
+from ditile.errors import StateError
+from ditile.plan.plan import Plan
+from tests import tiny
+from tests.families import FAMILIES, noise
+from tests.parallel.batch.test_batch import close
+from tests.pool import Pool
+from tests.runner.cases import divided, same
+
+Made = tuple[Any, dict[str, Any]]
+TWO = ["a red circle", "a ring"]
+SIZE = {"height": 32, "width": 32}
+
+
+def painted(pipe: Any, **call: Any) -> Made:
+    """The left half anew; between steps the right half is the picture under noise of the next step's level."""
+    mask = torch.zeros(1, 1, 32, 32, dtype=torch.float64)
+    mask[..., :16] = 1
+    image = torch.linspace(0, 1, 3 * 32 * 32, dtype=torch.float64).view(1, 3, 32, 32)
+    return pipe, {"prompt": TWO, "image": image, "mask_image": mask, "strength": 0.7, "output_type": "latent"} | call
+
+
+def unet_inpaint() -> Made:
+    pipe = tiny.stable_diffusion(StableDiffusionInpaintPipeline)
+    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
+    return painted(pipe, **SIZE)
+
+
+def flux_inpaint() -> Made:
+    pipe = FluxInpaintPipeline(**tiny.flux().components)
+    return painted(pipe, max_sequence_length=12, **SIZE)
+
+
+def sd3_inpaint() -> Made:
+    parts = tiny.sd3().components
+    config = {k: v for k, v in parts["transformer"].config.items() if not k.startswith("_")}
+    parts["transformer"] = tiny.randomise(SD3Transformer2DModel(**config | {"in_channels": 16, "out_channels": 16}))
+    pipe = StableDiffusion3InpaintPipeline(**parts | {"vae": tiny.vae(16)})
+    return painted(pipe, max_sequence_length=12, guidance_scale=3.0, **SIZE)
+
+
+class Counted(DiTPipeline):
+    """Its bar is given an iterator, whose length nobody knows."""
+
+    def __call__(self, **call: Any) -> Any:
+        stock = self.progress_bar
+        with mock.patch.object(self, "progress_bar", lambda iterable: stock(t for t in iterable)):
+            return super().__call__(**call)
+
+
+def bar_that_is_iterated(kind: type[DiTPipeline] = DiTPipeline) -> Made:
+    torch.manual_seed(0)
+    transformer = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=1000,
+    )  # fmt: skip
+    pipe = kind(tiny.randomise(transformer, gain=1.0), tiny.vae(), DDIMScheduler(beta_end=0.004))
+    return pipe, {"class_labels": [1, 2], "guidance_scale": 1.0, "output_type": "np"}
+
+
+def bar_of_unknown_length() -> Made:
+    return bar_that_is_iterated(Counted)
+
+
+def results_unpacked() -> Made:
+    pipe = tiny.stable_diffusion(LatentConsistencyModelPipeline)
+    config = {k: v for k, v in pipe.unet.config.items() if not k.startswith("_")}
+    torch.manual_seed(0)
+    pipe.unet = tiny.randomise(UNet2DConditionModel(**config | {"time_cond_proj_dim": 8}), gain=1.0)
+    pipe.scheduler = LCMScheduler(beta_end=0.004)
+    return pipe, {"prompt": TWO, "output_type": "latent", **SIZE}
+
+
+def arguments_between() -> Made:
+    pipe = CogVideoXPipeline(
+        tokenizer=None, text_encoder=None, vae=None, scheduler=CogVideoXDPMScheduler(),
+        transformer=FAMILIES["CogVideoXTransformer3DModel"].make(),
+    )  # fmt: skip
+    text = {
+        "prompt_embeds": noise(2, 5, 16, seed=1).double(),
+        "negative_prompt_embeds": noise(2, 5, 16, seed=2).double(),
+    }
+    return pipe, text | {"height": 64, "width": 64, "num_frames": 5, "output_type": "latent"}
+
+
+def left_early() -> Made:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+        cross_attention_dim=2 * tiny.WIDTH, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=tiny.WIDTH + 6 * 8,
+    )  # fmt: skip
+    pipe = StableDiffusionXLPipeline(
+        vae=tiny.vae(), text_encoder=tiny.clip(), text_encoder_2=tiny.clip(CLIPTextModelWithProjection),
+        tokenizer=tiny.tokenizer(), tokenizer_2=tiny.tokenizer(), unet=tiny.randomise(unet, gain=1.0),
+        scheduler=EulerDiscreteScheduler(beta_end=0.004), add_watermarker=False,
+    )  # fmt: skip
+    return pipe, {"prompt": TWO, "denoising_end": 0.6, "output_type": "latent", **SIZE}
+
+
+LOOPS: dict[Callable[[], Made], list[dict[str, Any]]] = {
+    unet_inpaint: [{}, {"data": 2}, {"cfg": 2}],
+    flux_inpaint: [{}, {"data": 2}],
+    sd3_inpaint: [{}, {"data": 2}, {"cfg": 2}],
+    bar_that_is_iterated: [{}, {"data": 2}],
+    bar_of_unknown_length: [{}, {"data": 2}],
+    results_unpacked: [{}, {"data": 2}],
+    arguments_between: [{}, {"data": 2}, {"cfg": 2}],
+    left_early: [{}, {"data": 2}, {"cfg": 2}],
+}
+
+
+def as_alone(make: Callable[[], Made], plans: list[dict[str, Any]]) -> None:
+    pipe, call = make()
+    tiny.quiet(pipe).to(torch.float64)
+
+    def drawn(pipe: Any) -> Any:
+        return pipe(**call, num_inference_steps=6, generator=torch.Generator().manual_seed(7), return_dict=False)[0]
+
+    wanted, alone = drawn(pipe), dist.get_world_size() == 1
+    for plan in plans:
+        if (Plan(**plan).world == 1) == alone:
+            with divided(pipe, **plan) as runner:
+                got = drawn(runner)
+                same(got, wanted, plan) if alone else close(got, wanted, f"{plan} rank {dist.get_rank()}")
+
+
+@pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__)
+def test_a_loop_of_its_own(pool: Pool, make: Callable[[], Made]) -> None:
+    """A failure means that a pipeline sees that its scheduler is another one's work."""
+    for ranks in (1, 2):
+        pool.run(as_alone, ranks, make, LOOPS[make])
+
+
+class Unpacking(PixArtSigmaPipeline):  # type: ignore[misc]
+    """Takes more than latents from its scheduler."""
+
+    def prepare_extra_step_kwargs(self, *args: Any) -> Any:
+        step = self.scheduler.step
+
+        def unpacked(*args: Any, **kwargs: Any) -> Any:
+            latents, _ = step(*args, **kwargs)
+            return (latents,)
+
+        self.scheduler.step = unpacked
+        return super().prepare_extra_step_kwargs(*args)
+
+
+def of_one_patch() -> None:
+    pipe = tiny.quiet(Unpacking(**tiny.pixart().components | {"scheduler": DDIMScheduler(beta_end=0.004)}))
+    says = "Unpacking takes more than latents from DDIMScheduler.*use a plan without pipefusion and patches"
+    with divided(pipe, patches=2) as runner, pytest.raises(StateError, match=says):
+        runner(**tiny.arguments("pixart"))
+
+
+def test_what_a_scheduler_made_of_a_patch_is_refused(pool: Pool) -> None:
+    """A failure means that a pipeline goes on with a patch and takes it for the whole."""
+    pool.run(of_one_patch, 1)

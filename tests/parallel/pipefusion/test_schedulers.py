@@ -1,0 +1,155 @@
+"""Every stock scheduler that the pipelines accept, unmodified: one copy per patch, and the plain pipeline's numbers.
+
+xDiT rewrites two schedulers and fails with Euler and UniPC. All comparisons are bitwise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.errors import ModelError
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, divided, same
+
+STEPS = 4
+
+EPSILON: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"DPM++ order {n}": ("DPMSolverMultistepScheduler", {"solver_order": n}) for n in (1, 2, 3)},
+    "DPM++ Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    "DPM++ SDE": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "DPM++ Heun": ("DPMSolverMultistepScheduler", {"solver_type": "heun", "euler_at_final": True}),
+    "DPM single step": ("DPMSolverSinglestepScheduler", {"solver_order": 2, "final_sigmas_type": "zero"}),
+    "UniPC": ("UniPCMultistepScheduler", {}),
+    "UniPC order 3": ("UniPCMultistepScheduler", {"solver_order": 3}),
+    "UniPC epsilon": ("UniPCMultistepScheduler", {"predict_x0": False, "final_sigmas_type": "sigma_min"}),
+    "DEIS": ("DEISMultistepScheduler", {}),
+    "SA": ("SASolverScheduler", {}),
+    "Euler": ("EulerDiscreteScheduler", {}),
+    "Euler ancestral": ("EulerAncestralDiscreteScheduler", {}),
+    "Heun": ("HeunDiscreteScheduler", {}),
+    "KDPM2": ("KDPM2DiscreteScheduler", {}),
+    "KDPM2 ancestral": ("KDPM2AncestralDiscreteScheduler", {}),
+    "LMS": ("LMSDiscreteScheduler", {}),
+    "DDIM": ("DDIMScheduler", {}),
+    "DDIM parallel": ("DDIMParallelScheduler", {}),
+    "DDPM": ("DDPMScheduler", {}),
+    "PNDM": ("PNDMScheduler", {}),
+    "PNDM without PRK": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "IPNDM": ("IPNDMScheduler", {}),
+    "LCM": ("LCMScheduler", {}),
+    "TCD": ("TCDScheduler", {}),
+    "EDM Euler": ("EDMEulerScheduler", {}),
+    "EDM DPM++": ("EDMDPMSolverMultistepScheduler", {}),
+}
+DYNAMIC = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+DYNAMIC |= {"use_dynamic_shifting": True, "time_shift_type": "exponential"}
+FLOW: dict[str, tuple[str, dict[str, Any]]] = {
+    "Euler": ("FlowMatchEulerDiscreteScheduler", {}),
+    "Euler stochastic": ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),
+    "Euler shifted by size": ("FlowMatchEulerDiscreteScheduler", {"use_dynamic_shifting": True}),
+    "Euler Karras": ("FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    "LCM": ("FlowMatchLCMScheduler", {}),
+    "UniPC": ("UniPCMultistepScheduler", DYNAMIC),
+    "DPM++": ("DPMSolverMultistepScheduler", DYNAMIC),
+    "Heun": ("FlowMatchHeunDiscreteScheduler", {}),  # SD3 only: takes no sigmas
+}
+RANDOM = ("DPM++ SDE", "SA", "Euler ancestral", "KDPM2 ancestral", "DDPM", "LCM")
+
+
+def scheduler(name: str, which: tuple[str, dict[str, Any]]) -> Any:
+    cls, config = getattr(diffusers, which[0]), which[1]
+    if which[0].startswith(("FlowMatch", "EDM", "IPNDM")):
+        return cls(**config)
+    base = {"beta_end": 0.004} if name.startswith("pixart") else {}
+    return cls(**base, **config)
+
+
+def draw(name: str, generators: str) -> dict[str, Any]:
+    """A call that draws from torch's own generator, a given one, or one per image."""
+    if generators == "list":
+        return call_of(name, num_images_per_prompt=2, seeds=[3, 4])
+    return call_of(name, num_inference_steps=STEPS) | ({"generator": None} if generators == "own" else {})
+
+
+def outcome(pipe: Any, name: str, generators: str, seed: int = 11) -> list[Any]:
+    """The pictures of two calls in a row that draw from the same generators, and the states in which these are left."""
+    torch.manual_seed(seed)
+    call = draw(name, generators)
+    given = call["generator"]
+    found = [pipe(**call).images for _ in range(2)]
+    every = given if isinstance(given, list) else [given] if given is not None else []
+    return [*found, torch.get_rng_state(), *(one.get_state() for one in every)]
+
+
+def as_plain(name: str, table: dict[str, Any], which: list[str], generators: str, patches: int) -> list[str]:
+    """What differs from the plain pipeline, for each scheduler."""
+    pipe, wrong = MAKE[name](), []
+    for key in which:
+        pipe.scheduler = scheduler(name, table[key])
+        wanted = outcome(pipe, name, generators)
+        pipe.scheduler = scheduler(name, table[key])
+        with divided(pipe, pipefusion=2, patches=patches, warmup=99) as runner:
+            got = outcome(runner, name, generators, seed=11 + torch.distributed.get_rank())
+        try:
+            same(got, wanted, f"{name} {key} generators={generators}")
+        except AssertionError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "flux", "sd3"])
+def test_every_scheduler_is_exact(pool: Pool, name: str) -> None:
+    """Two calls in a row with one generator. A failure means that copies of this scheduler, stepped by patches, forget
+    or confuse what it keeps between steps, or draw other numbers."""
+    table = EPSILON if name.startswith("pixart") else FLOW
+    missing = {"LMS"} if importlib.util.find_spec("scipy") is None else set()
+    missing |= {"Heun"} if name == "flux" else set()
+    which = [key for key in table if key not in missing]
+    for wrong in pool.run(as_plain, 2, name, table, which, "one", 3):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("generators", ["own", "list"])
+def test_generators(pool: Pool, generators: str) -> None:
+    """A failure means that ranks draw other numbers than the plain pipeline, or leave generators elsewhere than it."""
+    for wrong in pool.run(as_plain, 2, "pixart sigma", EPSILON, [*RANDOM, "Euler"], generators, 3):
+        assert not wrong, "\n".join(wrong)
+    for wrong in pool.run(as_plain, 2, "sd3", FLOW, ["Euler stochastic", "Euler"], generators, 3):
+        assert not wrong, "\n".join(wrong)
+
+
+def refused(name: str, text: str, config: dict[str, Any]) -> None:
+    pipe = MAKE[name]()
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler(**config)
+    with divided(pipe, pipefusion=2) as runner:
+        with pytest.raises(ModelError, match=text):
+            runner(**call_of(name))
+        pipe.scheduler = diffusers.DPMSolverMultistepScheduler()
+        assert isinstance(runner(**call_of(name)).images, Tensor)
+
+
+def test_statistics_of_the_whole_image_are_refused(pool: Pool) -> None:
+    """A failure means that each patch is clipped by a quantile of its own, without a word."""
+    pool.run(refused, 2, "pixart sigma", "thresholding=True", {"thresholding": True})
+
+
+@pytest.mark.parametrize("key", ["DPM++ order 3", "UniPC", "Heun", "Euler ancestral", "DDPM"])
+def test_stale_keys_leave_schedulers_alone(pool: Pool, key: str) -> None:
+    """Two stages against one, with stale keys. A failure means that a copy's history depends on the stage it is on."""
+    wanted = pool.run(stale, 1, key, 1)[0]
+    for got in pool.run(stale, 2, key, 2):
+        same(got, wanted, key)
+    different(wanted, pool.run(stale, 1, key, 1, 99)[0], "nothing was stale")
+
+
+def stale(key: str, stages: int, warmup: int = 1) -> Any:
+    pipe = MAKE["pixart sigma"]()
+    pipe.scheduler = scheduler("pixart sigma", EPSILON[key])
+    with divided(pipe, pipefusion=stages, patches=3, warmup=warmup) as runner:
+        return runner(**call_of("pixart sigma")).images

@@ -1,0 +1,317 @@
+"""Warmup modes equal serial warmup: on every rank, in every family, with batched guidance and with two calls.
+
+Bitwise where no matrix has another shape; else 1e-5 relative in fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import EulerDiscreteScheduler
+
+import ditile
+from ditile.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.parallel.sequence.test_tokens import TOLERANCE, close
+from tests.pool import CaseError, Pool
+from tests.runner.cases import MAKE, divided, run, same
+from tests.runner.loras import folder_of, load
+
+FLOAT = 4
+TWO = {"prompt": ["a red circle", "a blue square"]}
+ODD = {"height": 40, "width": 56, "max_sequence_length": 7}
+
+
+def pictures(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Any]:
+    """On a rank: the latents without a plan, then under each."""
+    pipe = MAKE[name]()
+    found = [run(pipe, name, **call)]
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append(run(runner, name, **call))
+    return found
+
+
+def as_serial(pool: Pool, name: str, ranks: int, mode: dict[str, Any], *, exact: bool = False, **call: Any) -> None:
+    """Some warmup, two steps of it, and nothing but warmup: the mode's pictures are those of serial warmup."""
+    plans = [{"pipefusion": ranks, "patches": 3, "warmup": w} for w in (1, 2, 99)]
+    both = [plan | also for plan in plans for also in ({}, mode)]
+    for rank, (plain, *found) in enumerate(pool.run(pictures, ranks, name, both, call)):
+        for plan, serial, got in zip(plans, found[::2], found[1::2], strict=True):
+            what = f"{name} {plan} {mode} rank {rank}"
+            same(got, serial, what) if exact else close(got, serial, what)
+        close(found[-1], plain, f"{name} all synchronous, rank {rank}")
+        assert float((found[0] - plain).abs().max() / plain.abs().max()) > 100 * TOLERANCE, "nothing was stale"
+
+
+PIPELINED = {"warmup_mode": "pipelined"}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("pixart sigma", 3), ("sd3.5 medium", 2)])
+def test_pieces_of_a_batched_call(pool: Pool, name: str, ranks: int) -> None:
+    """Guidance in one call of two rows. A failure means that a piece fills, or reads, the keys of other rows."""
+    as_serial(pool, name, ranks, PIPELINED, **ODD)
+
+
+def test_unequal_pieces(pool: Pool) -> None:
+    """Two pictures with guidance over three stages: 2 + 1 + 1 rows, arguments without rows among the batched ones."""
+    as_serial(pool, "pixart sigma", 3, PIPELINED, **TWO)
+    as_serial(pool, "flux embedded guidance", 3, PIPELINED, **TWO)
+
+
+def test_two_calls_follow_each_other(pool: Pool) -> None:
+    """A call of one row is one piece, so nothing changes, bit for bit. A failure means that a step was cut in vain."""
+    as_serial(pool, "flux true cfg", 3, PIPELINED, exact=True)
+
+
+@pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}])
+def test_pieces_with_shared_tokens(pool: Pool, also: dict[str, int]) -> None:
+    """A failure means that a rank of a stage holds the keys of other rows than its neighbour."""
+    plan = {"pipefusion": 2, "patches": 3, "warmup": 2} | also
+    serial, got = (pool.run(pictures, 4, "sd3.5 medium", [plan | mode], ODD) for mode in ({}, PIPELINED))
+    for rank in range(4):
+        close(got[rank][1], serial[rank][1], f"{also} rank {rank}")
+
+
+def guidance_ends(plan: dict[str, Any]) -> Any:
+    """With the first step, as by diffusers' `SD3CFGCutoffCallback`."""
+    pipe, tensors = MAKE["sd3.5 medium"](), ["prompt_embeds", "pooled_prompt_embeds"]
+
+    def end(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            pipe._guidance_scale = 0.0
+        return {name: given[name][-1:] for name in tensors}
+
+    call = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": tensors}
+    return run(parallelize(pipe, Plan(**plan)) if plan else pipe, "sd3.5 medium", **call)
+
+
+@pytest.mark.parametrize("plan", [PIPELINED, {}, {"patches": 1}], ids=str)
+def test_rows_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
+    """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows."""
+    with pytest.raises(CaseError, match="StateError: the batch changed from 2 to 1 rows"):
+        pool.run(guidance_ends, 2, {"pipefusion": 2, "warmup": 99} | plan)
+
+
+@pytest.mark.parametrize("axis", ["pipefusion", "distrifusion"])
+def test_branches_that_change_in_mid_run_are_refused(pool: Pool, axis: str) -> None:
+    """Each half of cfg has one row before and after. A failure means that one attends to keys of no prompt with one."""
+    with pytest.raises(CaseError, match="StateError: the batch changed from 2 to 1 branches of guidance in step 1"):
+        pool.run(guidance_ends, 4, {"cfg": 2, axis: 2, "warmup": 1})
+
+
+def test_branches_may_change_where_nothing_is_stale(pool: Pool) -> None:
+    """A failure means that the halves of cfg go on with other rows than the pipeline."""
+    (wanted,) = pool.run(guidance_ends, 1, {})
+    for plan in ({"cfg": 2}, {"cfg": 2, "distrifusion": 2, "warmup": 99}):
+        for got in pool.run(guidance_ends, Plan(**plan).world, plan):
+            close(got, wanted, plan)
+
+
+SEQUENCE, ALONE = {"warmup_mode": "sequence"}, {"warmup_mode": "separate"}
+PAIR = {"warmup_mode": "separate", "warmup_ranks": 2}
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
+def test_one_rank_apart(pool: Pool, name: str) -> None:
+    """The first stage computes whole steps alone, bit for bit as serially.
+
+    A failure means that a stage got the keys of another layer, or the last one another prediction.
+    """
+    as_serial(pool, name, 3, ALONE, exact=True, **ODD)
+
+
+@pytest.mark.parametrize("name", ["pixart sigma", "sd3.5 medium", "flux true cfg"])
+def test_shared_tokens(pool: Pool, name: str) -> None:
+    """Two of three ranks apart, or all with blocks lent; nothing divides, and one rank has no text of PixArt's kind.
+
+    A failure means that a token is computed nowhere or twice, or a block with the weights of another.
+    """
+    as_serial(pool, name, 3, PAIR, **ODD)
+    as_serial(pool, name, 2, SEQUENCE, **ODD)
+
+
+def test_without_patches(pool: Pool) -> None:
+    """One patch: every step is synchronous, and no keys are kept. A failure means that somebody waits for them."""
+    plans = [{"pipefusion": 2, "patches": 1} | mode for mode in (SEQUENCE, ALONE)]
+    for plain, *found in pool.run(pictures, 2, "flux", plans, {}):
+        for plan, got in zip(plans, found, strict=True):
+            close(got, plain, plan)
+
+
+@pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
+def test_callbacks_and_other_schedulers(pool: Pool, mode: dict[str, Any]) -> None:
+    """A callback that asks for the latents; a scheduler that scales its input. Members of a crew read both.
+
+    A failure means that a member computes on latents that its peers do not have.
+    """
+    pool.run(watched, 3, mode)
+
+
+def watched(mode: dict[str, Any]) -> None:
+    pipe = MAKE["pixart sigma"]()
+    pipe.scheduler = EulerDiscreteScheduler(beta_end=0.004)
+    plan = {"pipefusion": 3, "patches": 3, "warmup": 3}
+    wanted, seen = None, []
+    for also in ({}, mode):
+        with divided(pipe, **plan, **also) as runner:
+            got = run(runner, "pixart sigma", callback=lambda step, t, x: seen.append(x.clone()), callback_steps=2)
+        wanted = got if wanted is None else wanted
+    close(got, wanted, mode)
+    for one, other in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+        close(other, one, mode)
+
+
+def chosen(name: str, mode: dict[str, Any]) -> list[int]:
+    pipe = MAKE[name]()
+    plan = {"pipefusion": 3, "patches": 3, "warmup": "auto"}
+    with divided(pipe, **plan, **mode, warmup_bound=1e-9) as runner:
+        got = run(runner, name, num_inference_steps=5)
+        assert runner.report is not None
+        steps = runner.report.synchronous
+    with divided(pipe, **plan, **mode, warmup_bound=1e9) as runner:
+        three = run(runner, name, num_inference_steps=5)
+    with divided(pipe, pipefusion=3, patches=3, warmup=3) as runner:
+        close(three, run(runner, name, num_inference_steps=5), mode)
+    close(got, run(pipe, name, num_inference_steps=5), mode)
+    return steps
+
+
+@pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
+def test_auto_with_a_crew(pool: Pool, mode: dict[str, Any]) -> None:
+    """Steps are synchronous again or not, as keys say. A failure means that stages expect messages of another mode."""
+    assert pool.run(chosen, 3, "flux true cfg", mode) == [list(range(5))] * 3
+
+
+def weights(mode: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
+    """On a rank: parameters in blocks, keys kept, bytes sent."""
+    pipe = MAKE["pixart sigma"]()
+    runner = parallelize(pipe, Plan(pipefusion=2, patches=2, warmup=2, **mode))
+    run(runner, "pixart sigma")
+    assert runner.report is not None
+    blocks = sum(p.numel() for p in pipe.transformer.transformer_blocks.parameters())
+    return blocks, runner.report.key_bytes, runner.report.sent
+
+
+def test_who_holds_and_sends_what(pool: Pool) -> None:
+    """Lent weights are not kept, held ones are never sent; every stage keeps the keys of its own layers alone.
+
+    A failure in the first means that `sequence` costs the memory that it is there to spare.
+    """
+    serial, sequence, separate = (pool.run(weights, 2, mode) for mode in ({}, SEQUENCE, ALONE))
+    share = serial[0][0]
+    assert [blocks for blocks, _, _ in serial] == [blocks for blocks, _, _ in sequence] == [share, share]
+    assert [blocks for blocks, _, _ in separate] == [2 * share, share]
+    for found in (sequence, separate):
+        assert [keys for _, keys, _ in found] == [keys for _, keys, _ in serial]
+    lent = [sent["weights"] for _, _, sent in sequence]
+    assert lent[0] >= 2 * share * FLOAT and max(lent) < 1.1 * 2 * share * FLOAT, "two steps, to one other rank"
+    assert "weights" not in separate[0][2]
+    assert separate[0][2]["keys"] == separate[1][1], "once, after the last synchronous step"
+
+
+def with_loras(folder: Path) -> None:
+    pipe = MAKE["flux"]()
+    plan = {"pipefusion": 2, "patches": 3, "warmup": 99}
+    runner = parallelize(pipe, Plan(**plan, **SEQUENCE))
+    load("one")(pipe, folder)
+    with pytest.raises(ModelError, match="LoRA layers"):
+        run(runner, "flux")
+    pipe.fuse_lora(lora_scale=0.7)
+    pipe.unload_lora_weights()
+    plain = MAKE["flux"]()
+    load("one")(plain, folder)
+    plain.fuse_lora(lora_scale=0.7)
+    close(run(runner, "flux"), run(plain, "flux"), "fused, and lent")
+    apart = MAKE["flux"]()
+    runner = parallelize(apart, Plan(**plan, **ALONE))
+    load("one")(apart, folder)
+    apart.fuse_lora(lora_scale=0.7)
+    close(run(runner, "flux"), run(plain, "flux"), "held")
+
+
+def test_loras_are_lent_fused_or_refused(pool: Pool, tmp_path: Path) -> None:
+    """A failure means that some ranks compute the first steps without the LoRA."""
+    pool.run(with_loras, 2, folder_of("flux", tmp_path))
+
+
+def read_in_part(folder: Path, mode: dict[str, Any]) -> None:
+    plan = Plan(pipefusion=2, patches=3, warmup=2, **mode)
+    serial = Plan(pipefusion=2, patches=3, warmup=2)
+    wanted = run(parallelize(tiny.flux(), serial), "flux")
+    pipe: Any = ditile.load(str(folder), dtype=torch.float32, plan=plan)
+    close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, mode)
+
+
+@pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
+def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path, mode: dict[str, Any]) -> None:
+    """The structure of blocks that were never read comes from the config; who holds all blocks reads all."""
+    tiny.flux().save_pretrained(tmp_path)
+    pool.run(read_in_part, 2, tmp_path, mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("sd3.5 medium", PIPELINED),
+        ("sd3.5 medium", PAIR),
+        ("flux true cfg", SEQUENCE),
+        ("flux true cfg", {"warmup": "auto", "warmup_bound": 1e-9}),
+    ],
+)
+def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> None:
+    """Halves of the guidance, then replicas of which one has no image. A failure means that they mix up their rows."""
+    plans = [{"pipefusion": 2, "patches": 3, "warmup": 99, also: 2} | mode for also in ("cfg", "data")]
+    plans.append({"pipefusion": 2, "patches": 3, "warmup": 2, "cfg": 2} | mode)
+    for rank, (plain, *found) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
+        for plan, got in zip(plans[:2], found, strict=False):
+            close(got, plain, f"{name} {plan} rank {rank}")
+
+
+def changed() -> None:
+    pipe = MAKE["flux"]()
+    runner = parallelize(pipe, Plan(pipefusion=2, **SEQUENCE))
+    pipe.transformer.double()
+    with pytest.raises(ModelError, match="other names, shapes or types"):
+        run(runner, "flux")
+
+
+def test_other_weights_are_refused(pool: Pool) -> None:
+    """A failure means that weights are read with another type than they were written with."""
+    pool.run(changed, 2)
+
+
+@pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
+def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[str, int]) -> None:
+    """A failure means that ranks would share out what is shared out already."""
+    with pytest.raises(PlanError, match=f"{next(iter(also))}=2 shares out"):
+        Plan(pipefusion=2, **mode, **also)
+
+
+def casting(transformer: Any) -> None:
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def cast(mode: str) -> None:
+    pipe = MAKE["flux"]()
+    casting(pipe.transformer)
+    wanted = run(pipe, "flux")
+    runner = parallelize(pipe, Plan(pipefusion=2, warmup=4, warmup_mode=mode))  # type: ignore[arg-type]
+    if mode != "sequence":
+        (same if mode == "serial" else close)(run(runner, "flux"), wanted, mode)
+        return
+    for _ in range(2):  # a second call is not one after a picture that broke off
+        with pytest.raises(ModelError, match="enable_layerwise_casting.* use another warmup_mode"):
+            run(runner, "flux")
+
+
+@pytest.mark.parametrize("mode", ["serial", "pipelined", "sequence", "separate"])
+def test_weights_that_are_cast_for_each_use(pool: Pool, mode: str) -> None:
+    """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
+    pool.run(cast, 2, mode)

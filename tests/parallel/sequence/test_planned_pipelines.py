@@ -1,0 +1,252 @@
+"""Pipelines beyond text-to-image, models of users, and several users of one process or one runner.
+
+Bitwise throughout: at the limit where nothing is stale against the plain pipeline, else against one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    FluxImg2ImgPipeline,
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Img2ImgPipeline,
+)
+from PIL import Image
+from torch import nn
+
+import ditile
+from ditile.errors import StateError
+from ditile.models.registry import FLUX, PIXART
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, divided, run, same
+
+STEPS = 4
+EXACT = {"patches": 3, "warmup": STEPS}
+STALE = {"patches": 3, "warmup": 1}
+FROM_IMAGE = {"flux": FluxImg2ImgPipeline, "flux true cfg": FluxImg2ImgPipeline, "sd3": StableDiffusion3Img2ImgPipeline}
+
+
+def picture() -> Image.Image:
+    """A picture to begin with."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 24, 3), np.uint8))
+
+
+def from_image(name: str, pipe: Any = None) -> Any:
+    return tiny.quiet(FROM_IMAGE[name].from_pipe(pipe or MAKE[name]()))
+
+
+def strengths() -> list[dict[str, Any]]:
+    """0.3 of 4 steps is one, 0.8 of 10 are eight: the loop begins in the middle of the scheduler's steps."""
+    sigmas = {"sigmas": [1.0, 0.8, 0.5, 0.3, 0.1], "num_inference_steps": 5}
+    calls: list[dict[str, Any]] = [{"strength": 0.3}, {"strength": 0.8}, {"strength": 0.8, "num_inference_steps": 10}]
+    return [{"image": picture()} | call for call in (*calls, sigmas | {"strength": 0.8})]
+
+
+def begun_with_a_picture(name: str, ranks: int) -> list[Any]:
+    pipe = from_image(name)
+    calls = strengths()
+    wanted = [run(pipe, name, **call) for call in calls]
+    with divided(pipe, pipefusion=ranks, patches=3, warmup=10) as runner:
+        for call, want in zip(calls, wanted, strict=True):
+            same(run(runner, name, **call), want, f"{name}, {call}")
+    with divided(pipe, pipefusion=ranks, **STALE) as runner:
+        return [run(runner, name, **call) for call in calls]
+
+
+@pytest.mark.parametrize("name", FROM_IMAGE)
+def test_image_to_image(pool: Pool, name: str) -> None:
+    """A failure means that a loop which begins at step k warms up at the wrong steps, or reads keys of another age."""
+    wanted = pool.run(begun_with_a_picture, 1, name, 1)[0]
+    different(wanted[1], wanted[0], "strength")
+    for ranks in (2, 3):
+        for found in pool.run(begun_with_a_picture, ranks, name, ranks):
+            same(found, wanted, f"{name}, stale keys, {ranks} ranks")
+
+
+def stale_matters(name: str) -> None:
+    pipe = from_image(name)
+    call = strengths()[2]
+    plain = run(pipe, name, **call)
+    with divided(pipe, pipefusion=1, **STALE) as runner:
+        different(run(runner, name, **call), plain, "stale keys")
+
+
+def test_image_to_image_warms_up_once(pool: Pool) -> None:
+    """A failure means that warmup counts as if the skipped steps were still to come, so nothing is ever stale."""
+    pool.run(stale_matters, 1, "flux")
+
+
+# Models of users
+
+
+class OwnFlux(FluxTransformer2DModel):  # type: ignore[misc]
+    """Adds a layer of its own around the stock forward."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(hidden_states, *args, **kwargs)
+        return (out[0] * 0.9, *out[1:])
+
+
+class OwnPixArt(PixArtTransformer2DModel):  # type: ignore[misc]
+    """Has one block more than its config says, and a forward of another signature."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.transformer_blocks.append(copy.deepcopy(self.transformer_blocks[0]))
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states=hidden_states, **kwargs)
+
+
+class OwnSD3(SD3Transformer2DModel):  # type: ignore[misc]
+    """Inherits its table: it is registered nowhere."""
+
+
+OWN: dict[str, tuple[type[nn.Module], Any]] = {
+    "flux": (OwnFlux, FLUX),
+    "pixart sigma": (OwnPixArt, PIXART),
+    "sd3.5 medium": (OwnSD3, None),
+}
+
+
+def own_model(name: str, ranks: int) -> Any:
+    cls, spec = OWN[name]
+    if spec is not None:
+        ditile.register(cls, spec)
+    pipe = MAKE[name]()
+    stock = run(pipe, name)
+    gain = 1.0 if name.startswith("pixart") else 1.6
+    config = {key: value for key, value in pipe.transformer.config.items() if not key.startswith("_")}
+    pipe.transformer = tiny.randomise(cls(**config), gain=gain)
+    wanted = run(pipe, name)
+    if spec is not None:
+        different(wanted, stock, "the user's own model")
+    with divided(pipe, pipefusion=ranks, **EXACT) as runner:
+        same(run(runner, name), wanted, f"{cls.__name__} on {ranks}")
+    with divided(pipe, pipefusion=ranks, **STALE) as runner:
+        return run(runner, name)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_of_a_user(pool: Pool, name: str) -> None:
+    """A failure means that something is read off a class or a config instead of the model that is there."""
+    wanted = pool.run(own_model, 1, name, 1)[0]
+    for found in pool.run(own_model, 3, name, 3):
+        same(found, wanted, f"{name}, stale keys")
+
+
+def backends() -> None:
+    from diffusers.models import attention_dispatch as stock
+
+    name, asked = "flux", []
+    registry = stock._AttentionBackendRegistry
+    active = registry.get_active_backend()[0]
+    for backend, of_others in (("native", "_native_math"), ("_native_math", "native")):
+        pipe = MAKE[name]()
+        member = stock.AttentionBackendName(backend)
+        attend = registry._backends[member]
+
+        def noted(*args: Any, attend: Any = attend, member: Any = member, **kwargs: Any) -> Any:
+            asked.append(member)
+            return attend(*args, **kwargs)
+
+        registry._backends[member] = noted
+        try:
+            asked.clear()
+            pipe.transformer.set_attention_backend(backend)
+            registry.set_active_backend(stock.AttentionBackendName(of_others))  # as another pipeline would
+            wanted, calls = run(pipe, name), len(asked)
+            asked.clear()
+            with divided(pipe, pipefusion=2, **EXACT) as runner:
+                same(run(runner, name), wanted, backend)
+            assert 0 < len(asked) < calls and set(asked) == {member}, f"{backend}: {set(asked)}"
+            asked.clear()
+            run(pipe, name)
+            assert len(asked) == calls, f"{backend} is not set any more"
+            assert registry.get_active_backend()[0].value == of_others
+        finally:
+            registry._backends[member] = attend
+            registry.set_active_backend(active)
+
+
+def test_the_attention_backend_that_was_chosen(pool: Pool) -> None:
+    """A failure means that a kernel which the user chose is not the one that runs, or is lost by a call."""
+    pool.run(backends, 2)
+
+
+# Several users
+
+
+def in_turns(names: list[str]) -> None:
+    pipes = [MAKE[name]() for name in names]
+    wanted = [run(pipe, name) for name, pipe in zip(names, pipes, strict=True)]
+    with divided(pipes[0], pipefusion=2, **EXACT) as one, divided(pipes[1], pipefusion=2, **EXACT) as other:
+        for turn in (0, 1, 1, 0, 0, 1):
+            same(run((one, other)[turn], names[turn]), wanted[turn], f"{names[turn]} in turns")
+    alone = MAKE[names[0]]()
+    with divided(pipes[0], pipefusion=2, **STALE) as one, divided(pipes[1], pipefusion=2, patches=2) as other:
+        first = run(one, names[0])
+        run(other, names[1])
+        same(run(alone, names[0]), wanted[0], "a plain pipeline beside divided ones")
+        same(run(one, names[0]), first, f"{names[0]}, stale keys, in turns")
+
+
+@pytest.mark.parametrize("names", [["flux", "sd3"], ["pixart sigma", "pixart alpha"], ["flux", "flux"]])
+def test_two_pipelines_in_turns(pool: Pool, names: list[str]) -> None:
+    """A failure means that something of one pipeline is kept by the process or the class."""
+    pool.run(in_turns, 2, names)
+
+
+def shared_transformer() -> None:
+    pipe = MAKE["flux"]()
+    picture = from_image("flux", pipe)
+    wanted = run(pipe, "flux"), run(picture, "flux", **strengths()[1])
+    with divided(pipe, pipefusion=2, **EXACT) as runner:
+        same(run(runner, "flux"), wanted[0], "text to image")
+        with pytest.raises(StateError, match="cut into stages already"):
+            ditile.parallelize(picture, ditile.Plan(pipefusion=2))
+    same(run(picture, "flux", **strengths()[1]), wanted[1], "the other pipeline of the transformer")
+
+
+def test_two_pipelines_of_one_transformer(pool: Pool) -> None:
+    """A failure means that a pipeline runs with blocks that are hollow."""
+    pool.run(shared_transformer, 2)
+
+
+def second_thread(ranks: int) -> None:
+    pipe = MAKE["flux"]()
+    wanted = run(pipe, "flux")
+    errors: list[BaseException] = []
+
+    def call_too() -> None:
+        try:
+            run(runner, "flux")
+        except StateError as error:
+            errors.append(error)
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        thread = threading.Thread(target=call_too)
+        thread.start()
+        thread.join()
+        return {}
+
+    with divided(pipe, pipefusion=ranks, **EXACT) as runner:
+        call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
+        same(run(runner, "flux", **call), wanted, "the call that was under way")
+        assert len(errors) == STEPS and all("one at a time" in str(error) for error in errors), errors
+        same(run(runner, "flux"), wanted, "the call after it")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_call_at_a_time(pool: Pool, ranks: int) -> None:
+    """A failure means that two threads of a server spoil each other's pictures."""
+    pool.run(second_thread, ranks, ranks)

@@ -1,0 +1,192 @@
+"""Shared-out tokens equal one process: ulysses, ring, both, overlapped, any length and any number of heads, every rank.
+
+Sums are made in another order along ring, and matrices have other shapes: 1e-5 relative in fp32, not bitwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+from torch import Tensor
+
+from ditile.distributed.trace import Event
+from ditile.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.runner.cases import MAKE, divided, run
+
+TOLERANCE = 1e-5
+NAMES = [f"{what} {name}" for what in ("project", "exchange") for name in "qkv"]
+
+
+def close(got: Tensor, wanted: Tensor, what: Any) -> None:
+    """Raises unless two results differ by no more than rounding."""
+    assert got.shape == wanted.shape
+    assert torch.isfinite(wanted).all()
+    distance = float((got - wanted).abs().max() / wanted.abs().max())
+    assert distance < TOLERANCE, f"{what}: {distance:.2g}"
+
+
+def plain_and_divided(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
+    pipe = MAKE[name]()
+    found = [run(pipe, name, **call)]
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append(run(runner, name, **call))
+    return found
+
+
+def check(pool: Pool, name: str, ranks: int, plans: list[dict[str, Any]], **call: Any) -> None:
+    answers = pool.run(plain_and_divided, ranks, name, plans, call)
+    for rank, (wanted, *found) in enumerate(answers):
+        for plan, got, first in zip(plans, found, answers[0][1:], strict=True):
+            close(got, wanted, f"{name} {plan} rank {rank}")
+            assert torch.equal(got, first), f"{name} {plan}: ranks 0 and {rank} have other pictures"
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_two_ranks(pool: Pool, name: str) -> None:
+    """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
+    plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
+    plans += [{"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}]
+    check(pool, name, 2, plans)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("flux", 3), ("flux", 4), ("flux", 8), *((name, n) for name in ("pixart sigma", "sd3.5 medium") for n in (3, 4))],
+)
+def test_any_number(pool: Pool, name: str, ranks: int) -> None:
+    """Four heads over three and eight ranks, 140 image tokens, text of 7: nothing divides."""
+    plans: list[dict[str, Any]] = [{"ulysses": ranks}, {"ring": ranks}, {"distrifusion": ranks, "warmup": 99}]
+    if ranks == 4:
+        plans += [{"ulysses": 2, "ring": 2}, {"ulysses": 2, "ring": 2, "async_ulysses": True}]
+        plans += [{"ulysses": 2, "distrifusion": 2, "warmup": 99}]
+        plans += [{"ulysses": 2, "tensor": 2}, {"ring": 2, "tensor": 2, "split_scheme": "sequence"}]
+        plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99}]
+        plans += [{"pipefusion": 2, "tensor": 2, "patches": 3, "warmup": 99, "split_scheme": "sequence"}]
+    check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
+
+
+def traced(name: str, plan: dict[str, Any]) -> list[Event]:
+    with divided(MAKE[name](), **plan) as runner:
+        runner.trace = True
+        run(runner, name)
+        return runner._parts.trace.events()
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])
+def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> None:
+    """A failure means that asynchronous Ulysses waits for an exchange before it computes what could hide it."""
+    for events in pool.run(traced, 2, name, {"ulysses": 2, "async_ulysses": True}):
+        of_kind = [[event for event in events if event.kind == name] for name in NAMES]
+        layers = [dict(zip(NAMES, layer, strict=True)) for layer in zip(*of_kind, strict=True)]
+        assert len(layers) >= 8
+        for layer in layers:
+            for earlier, later in ("qk", "kv"):
+                assert layer[f"exchange {earlier}"].start <= layer[f"project {later}"].start
+                assert layer[f"exchange {earlier}"].end >= layer[f"project {later}"].end
+
+
+def uneven_refused(plan: dict[str, Any], call: dict[str, Any]) -> str:
+    with divided(MAKE["flux"](), **plan) as runner, pytest.raises(PlanError) as caught:
+        run(runner, "flux", **call)
+    return str(caught.value)
+
+
+def test_uaa(pool: Pool) -> None:
+    """Off, it forbids what does not divide, and says what would; on or off, what divides is what it is without.
+
+    A failure means that the flag is read by nobody.
+    """
+    even = {"height": 32, "width": 32, "max_sequence_length": 8}
+    check(pool, "flux", 2, [{"ulysses": 2, "uaa": uaa} for uaa in (True, False, None)], **even)
+    check(pool, "flux", 2, [{"ulysses": 2, "uaa": True}], height=40, width=56, max_sequence_length=7)
+    for plan in ({"ulysses": 2, "uaa": False}, {"ring": 2, "uaa": False}):
+        for message in pool.run(uneven_refused, 2, plan, even | {"max_sequence_length": 7}):
+            assert "7 tokens of text" in message and "leave uaa out" in message and "\n" not in message
+
+
+def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
+    """How often the kernel that was chosen was asked, the picture, the plain one; what is said of an unknown one."""
+    calls, stock = [0], registry._backends[AttentionBackendName._NATIVE_MATH]
+
+    @functools.wraps(stock)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return stock(*args, **kwargs)
+
+    pipe = MAKE[name]()
+    wanted = run(pipe, name)
+    registry._backends[AttentionBackendName._NATIVE_MATH] = counted
+    try:
+        got = run(parallelize(pipe, Plan(ulysses=2), attention="_native_math"), name)
+    finally:
+        registry._backends[AttentionBackendName._NATIVE_MATH] = stock
+    with pytest.raises(ModelError) as caught:
+        parallelize(pipe, Plan(ulysses=2), attention="quick")
+    return calls[0], got, wanted, str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_the_kernel_that_was_chosen(pool: Pool, name: str) -> None:
+    """A failure means that a family keeps to its own kernel, whatever is asked for."""
+    for calls, got, wanted, message in pool.run(kernels, 2, name):
+        assert calls > 4
+        close(got, wanted, name)
+        assert "'quick'" in message and "native" in message and "\n" not in message
+
+
+def fused_projections() -> str:
+    pipe = MAKE["flux"]()
+    pipe.transformer.fuse_qkv_projections()
+    with divided(pipe, ulysses=2, async_ulysses=True) as runner, pytest.raises(ModelError) as caught:
+        run(runner, "flux")
+    return str(caught.value)
+
+
+def test_fused_projections_cannot_travel_apart(pool: Pool) -> None:
+    """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
+    for message in pool.run(fused_projections, 2):
+        assert "unfuse_qkv_projections" in message and "\n" not in message
+
+
+def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
+    pipe = MAKE[name]()
+    found = []
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found.append(run(runner, name, **call))
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
+def test_stale_keys_and_shared_tokens(pool: Pool, name: str) -> None:
+    """PipeFusion's stale schedule with its tokens shared out too is the stale schedule alone, uneven patches included.
+
+    A failure means that the K/V of a patch are kept elsewhere than those of the synchronous step (rank-major against
+    patch-major), or that the ranks of a stage do not all hold the whole previous step.
+    """
+    call = {"height": 40, "width": 56, "max_sequence_length": 7}
+    base = {"pipefusion": 2, "patches": 3}
+    alone = pool.run(stale, 2, name, [base, base | {"warmup": 0}], call)[0]
+    exact = pool.run(stale, 1, name, [{}], call)[0][0]
+    others: list[dict[str, Any]] = [
+        {"ulysses": 3},
+        {"ring": 2},
+        {"tensor": 2},
+        {"tensor": 2, "split_scheme": "sequence"},
+    ]
+    for also in others:
+        plans = [base | also, base | also | {"warmup": 0}]
+        ranks = 2 * also.get("ulysses", 1) * also.get("ring", 1) * also.get("tensor", 1)
+        for rank, found in enumerate(pool.run(stale, ranks, name, plans, call)):
+            for got, wanted, plan in zip(found, alone, plans, strict=True):
+                close(got, wanted, f"{name} {plan} rank {rank}")
+    assert float((alone[0] - exact).abs().max() / exact.abs().max()) > 100 * TOLERANCE

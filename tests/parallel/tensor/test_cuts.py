@@ -1,0 +1,186 @@
+"""What tensor parallelism refuses, before it touches a model, and what its tables mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
+from diffusers.models.attention import FeedForward
+from torch import nn
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.models.registry import spec_of
+from ditile.parallel.tensor.cuts import Cuts
+from ditile.parallel.tensor.tensor import shard, table_of
+from ditile.runner.checkpoint import Cut
+from tests import tiny
+
+FF = {"net.0.proj": "colwise", "net.2": "rowwise"}
+
+
+def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
+    """This process has no group: what is not refused before that fails with another error."""
+    table = table or table_of(model, spec_of(model))
+    shard(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
+
+
+def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
+    """A failure: a rank has a value without its gate, or hidden features of the wrong half."""
+    gated = Cuts.of(FeedForward(8, mult=2, activation_fn="swiglu"), FF, 1, 2)
+    assert gated.part("net.0.proj.weight", (32, 8)) == Cut(
+        0,
+        (
+            slice(8, 16),
+            slice(24, 32),
+        ),
+    )
+    assert gated.part("net.0.proj.bias", (32,)) == Cut(
+        0,
+        (
+            slice(8, 16),
+            slice(24, 32),
+        ),
+    )
+    plain = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu-approximate"), FF, 1, 2)
+    assert plain.part("net.0.proj.weight", (16, 8)) == Cut(0, (slice(8, 16),))
+    assert plain.part("net.2.weight", (8, 16)) == Cut(1, (slice(8, 16),))
+    assert plain.part("net.2.bias", (8,)) is None
+    assert plain.part("elsewhere.weight", (8, 16)) is None
+    packed = Cuts.of(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
+    assert packed.part("0.weight", (4, 10)) == Cut(
+        1,
+        (
+            slice(0, 1),
+            slice(2, 6),
+        ),
+    )
+
+
+def test_factors_of_loras_are_cut_where_their_linear_is() -> None:
+    """Outputs cut B, inputs cut A; a LoRA is found in whatever wraps its Linear."""
+    cuts = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu"), FF, 0, 2)
+    assert cuts.part("net.0.proj.lora_B.default.weight", (16, 4)) == Cut(0, (slice(0, 8),))
+    assert cuts.part("net.0.proj.lora_A.default.weight", (4, 8)) is None
+    assert cuts.part("net.2.lora_A.a.weight", (4, 16)) == Cut(1, (slice(0, 8),))
+    assert cuts.part("net.2.lora_B.a.weight", (8, 4)) is None
+    assert cuts.part("net.2.base_layer.bias", (8,)) is None
+    assert cuts.part("net.2.base_layer.weight", (8, 16)) == Cut(1, (slice(0, 8),))
+
+
+def quantized(model: Any) -> None:
+    class Four(nn.Linear):
+        """As quantization libraries do it."""
+
+    model.transformer_blocks[1].ff.net[2] = Four(128, 32)
+
+
+def adapter(model: Any) -> None:
+    processor = nn.Linear(2, 2)  # as an IP-adapter, it has weights
+    model.transformer_blocks[0].attn.processor = processor
+
+
+def fused(model: Any) -> None:
+    model.fuse_qkv_projections()
+
+
+def casted(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (casted, "the forward of transformer_blocks.0.attn.to_q is replaced by a hook.* set it after parallelize"),
+        (quantized, "transformer_blocks.1.ff.net.2 is a Four, and tensor parallelism cuts plain Linears"),
+        (adapter, "transformer_blocks.0.attn has weights in its processor Linear.* unload the IP-adapter"),
+        (fused, r"transformer_blocks.0.attn has fused projections.* call unfuse_qkv_projections\(\)"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_untouched(edit: Callable[[Any], None], message: str) -> None:
+    """A failure: the picture would be silently wrong, or the model half cut."""
+    model = tiny.flux().transformer
+    edit(model)
+    before = {name: (p, p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(ModelError, match=message):
+        cut(model)
+    assert all(before[name] == (p, p.shape) for name, p in model.named_parameters())
+    assert model.transformer_blocks[0].attn.heads == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (3, "tensor=3 does not divide the 4 heads of transformer_blocks.0.attn; try 1, 2, 4"),
+        (8, "tensor=8 does not divide the 4 heads of transformer_blocks.0.attn; try 1, 2, 4"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_with_degrees_that_do(ranks: int, message: str) -> None:
+    """The degrees in the message are legal for heads and hidden features both."""
+    with pytest.raises(PlanError, match=message):
+        cut(tiny.flux().transformer, ranks)
+
+
+def test_features_that_do_not_divide_are_refused() -> None:
+    """Legal are the common divisors of all that is cut."""
+    with pytest.raises(
+        PlanError, match=r"tensor=4 does not divide the 18 features of net\.0\.proj; try 1, 2, 3, 6, 9, 18"
+    ):
+        cut(FeedForward(6, mult=3, activation_fn="gelu"), 4, FF)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    """A failure: a typing error in a table cuts less than was meant."""
+    model = FeedForward(8, activation_fn="gelu")
+    for table, message in (
+        ({"net.0.proj": "columns"}, "net.0.proj cannot be cut as 'columns'; known are colwise, rowwise, rms_norm"),
+        ({"net.0.proj": PackedColwiseParallel()}, "net.0.proj cannot be cut as .*with blocks"),
+        ({"net.0.proj": PackedColwiseParallel([1, 2])}, r"the 32 features of net.0.proj have no blocks in proportion"),
+        ({"net.0": "colwise"}, "net.0 is a GELU, and tensor parallelism cuts plain Linears"),
+        ({"net.2": "rms_norm"}, "net.2 is a Linear, and rms_norm is for torch's or diffusers' RMSNorm"),
+        ({"ff.*": "colwise"}, r"the tensor table of FeedForward names no module that is there: ff\.\*"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            cut(model, 2, table)
+
+
+def test_a_norm_across_heads_must_be_in_the_table() -> None:
+    """Without weights it would silently be a norm over this rank's heads."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_layers=1, num_attention_heads=4, attention_head_dim=12, ffn_dim=64)
+    table = {"blocks.*.attn1.to_q": "colwise"}
+    with pytest.raises(
+        ModelError, match=r"attn1\.norm_q normalises across heads; the tensor table must name it as rms_norm"
+    ):
+        cut(model, 2, table)
+
+
+def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_sequence_scheme() -> None:
+    """The message says what would work."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"Linear has no tensor table; give ModelSpec\(tensor=\.\.\.\) one"):
+        table_of(model, None)
+    with pytest.raises(ModelError, match="no table of its token streams for split_scheme=sequence; use row"):
+        shard(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
+
+
+def test_weights_that_were_not_kept_cannot_be_put_back() -> None:
+    """A failure: a runner would go on with shares as if they were the whole."""
+    model = tiny.flux().transformer
+    sharded = shard(model, table_of(model, None), Axis("tensor"), Traffic())
+    with pytest.raises(StateError, match="the whole weights were not kept"):
+        sharded.undo()
+
+
+def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
+    """A stage of PipeFusion cuts the blocks that it owns."""
+    model = tiny.flux().transformer
+    for block in model.transformer_blocks:
+        block._modules.clear()
+    styles = Cuts.of(model, table_of(model, spec_of(model)), 0, 2).styles
+    assert styles and all(path.startswith("single_transformer_blocks.") for path in styles)

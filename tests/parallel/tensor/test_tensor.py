@@ -1,0 +1,137 @@
+"""Tensor parallel equals the plain model on every rank, in both schemes, and can be undone bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.errors import StateError
+from tests import tiny
+from tests.parallel.tensor.tensors import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
+from tests.pool import Pool
+
+TOLERANCE = 1e-5  # sums over ranks are in another order than sums within a matrix product
+
+PIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux": ("flux", {}),
+    "flux true cfg": ("flux", {"true_cfg_scale": 3.0, "negative_prompt": "a ring"}),
+    "pixart": ("pixart", {"height": 40, "width": 24}),  # it takes multiples of 8
+    "sd3.5 medium": ("sd3", {"num_images_per_prompt": 2}),
+}
+
+
+def divided_call(name: str) -> list[tuple[float, Tensor, bool]]:
+    """Of each scheme: the error, the picture, and whether the undone model makes the plain picture."""
+    family, call = PIPES[name]
+    pipe, found = tiny.FAMILIES[family](), []
+
+    def run() -> Tensor:
+        picture: Tensor = pipe(**tiny.arguments(family, **ODD | call)).images
+        return picture
+
+    plain = run()
+    for scheme in SCHEMES:
+        with sharded(pipe.transformer, scheme):
+            picture = run()
+        found.append((error(picture, plain), picture, torch.equal(run(), plain)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipeline_makes_the_plain_picture(pool: Pool, name: str, ranks: int) -> None:
+    """A failure: a wrong cut, a bias added twice, tokens out of order, or ranks that go different ways."""
+    results = pool.run(divided_call, ranks, name)
+    for scheme in range(len(SCHEMES)):
+        for difference, picture, restored in (result[scheme] for result in results):
+            assert difference < TOLERANCE
+            assert torch.equal(picture, results[0][scheme][1]), "ranks differ"
+            assert restored
+
+
+def divided_forward(family: str, heads: int, changes: dict[str, Any]) -> list[tuple[float, Tensor]]:
+    transformer, call, found = with_heads(family, heads, **changes), inputs(family), []
+    plain = forward(transformer, call)
+    for scheme in SCHEMES:
+        with sharded(transformer, scheme):
+            out = forward(transformer, call)
+        found.append((error(out, plain), out))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "ranks", "changes"),
+    [
+        ("flux", 6, 3, {}),
+        ("pixart", 6, 3, {}),
+        ("sd3", 6, 3, {}),
+        ("pixart", 4, 4, {"activation_fn": "geglu"}),  # value and gate are one Linear
+        ("sd3", 4, 2, {"dual_attention_layers": [], "qk_norm": None}),
+        ("flux", 8, 8, {"guidance_embeds": False}),  # five tokens of text: three ranks have none
+    ],
+)
+def test_a_transformer_predicts_the_same(
+    pool: Pool, family: str, heads: int, ranks: int, changes: dict[str, Any]
+) -> None:
+    """A failure: heads or hidden features of another rank are read, or uneven shares of tokens are mixed up."""
+    results = pool.run(divided_forward, ranks, family, heads, changes)
+    for scheme in range(len(SCHEMES)):
+        assert max(result[scheme][0] for result in results) < TOLERANCE
+        assert all(torch.equal(result[scheme][1], results[0][scheme][1]) for result in results), "ranks differ"
+
+
+def refused_and_half() -> tuple[list[str], torch.dtype, float]:
+    transformer, call, found = with_heads("pixart", 4), inputs("pixart"), []
+    with sharded(transformer, "sequence"):
+        for wrong in (lambda: sharded(transformer, "row").__enter__(), _chunked(transformer, call)):
+            with pytest.raises(StateError) as caught:
+                wrong()
+            found.append(str(caught.value))
+    transformer.transformer_blocks[0].set_chunk_feed_forward(None)
+    plain = forward(transformer, call)
+    with sharded(transformer.to(torch.bfloat16), "sequence"):
+        out = forward(transformer, _half(call))
+    return found, out.dtype, error(out.float(), plain)
+
+
+def _chunked(transformer: Any, call: dict[str, Any]) -> Any:
+    def run() -> None:
+        transformer.transformer_blocks[0].set_chunk_feed_forward(1, dim=1)
+        forward(transformer, call)
+
+    return run
+
+
+def _half(call: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+def test_wrong_use_is_refused_and_bf16_stays_bf16(pool: Pool) -> None:
+    """A failure: a model is cut twice, chunks of tokens are taken for shares, or a sum changes the dtype."""
+    for (twice, chunks), dtype, difference in pool.run(refused_and_half, 2):
+        assert "holds a share of its weights already" in twice
+        assert "transformer_blocks.0.ff was given 1 tokens of image, and this rank's share of 63 is 3" in chunks
+        assert dtype == torch.bfloat16 and difference < 0.1
+
+
+def cast_shares(family: str) -> list[float]:
+    def casting(pipe: Any) -> Any:
+        pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        return pipe(**tiny.arguments(family)).images
+
+    plain, found = casting(tiny.FAMILIES[family]()), []
+    for scheme in SCHEMES:
+        pipe = tiny.FAMILIES[family]()
+        with sharded(pipe.transformer, scheme):
+            found.append(error(casting(pipe), plain))
+    return found
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "pixart"])
+def test_shares_that_are_cast_for_each_use(pool: Pool, family: str) -> None:
+    """A failure: what a refusal of a model that is cast before advises does not work."""
+    for differences in pool.run(cast_shares, 2, family):
+        assert max(differences) < TOLERANCE

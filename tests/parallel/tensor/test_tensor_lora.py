@@ -1,0 +1,139 @@
+"""LoRAs that were loaded before tensor parallelism is applied work on, are switched, fused and unloaded, as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+import ditile
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, StateError
+from ditile.parallel.tensor.tensor import shard, table_of
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded
+from tests.pool import Pool
+from tests.runner.cases import MAKE, run
+from tests.runner.loras import edits, folder_of, load, write
+
+FAMILY = {"flux": "flux", "pixart sigma": "pixart", "sd3.5 medium": "sd3"}
+TOLERANCE = 1e-5
+
+
+def in_every_state(name: str, folder: Path) -> list[tuple[str, float]]:
+    """The error in each scheme after each edit, of a model that was cut when its LoRAs were loaded."""
+    call, todo, plain = inputs(FAMILY[name]), dict(edits(name)), MAKE[name]()
+    wanted = [forward(plain.transformer, call)]
+    weights = {key: weight.clone() for key, weight in plain.transformer.state_dict().items()}
+    before = [todo.pop(edit) for edit in ("loaded", "a second one") if edit in todo]
+    for edit in before:
+        edit(plain, folder)
+    for edit in (_nothing, *todo.values()):
+        edit(plain, folder)
+        wanted.append(forward(plain.transformer, call))
+    assert error(wanted[1], wanted[0]) > 0.01, "these LoRAs do nothing"
+    found = []
+    for scheme in SCHEMES:
+        pipe = MAKE[name]()
+        for edit in before:
+            edit(pipe, folder)
+        with sharded(pipe.transformer, scheme) as cut:
+            for (state, edit), right in zip([("loaded", _nothing), *todo.items()], wanted[1:], strict=True):
+                edit(pipe, folder)
+                found.append((f"{scheme}, {state}", error(forward(pipe.transformer, call), right)))
+        for key, weight in pipe.transformer.state_dict().items():
+            if key.rpartition(".")[0] in cut.cuts.styles:
+                assert torch.equal(weight, weights[key]), key
+    return found
+
+
+def _nothing(*_: object) -> None:
+    """The edit that leaves everything as it is."""
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_state_of_loras_is_the_plain_models(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """A failure: factors that were not cut, a sum that was lost when a LoRA's layer went, or one that is made twice."""
+    folder = folder_of(name, tmp_path_factory.mktemp("loras"))
+    for result in pool.run(in_every_state, 2, name, folder):
+        assert {state: wrong for state, wrong in result if not wrong < TOLERANCE} == {}
+
+
+def refused(folder: Path) -> list[str]:
+    pipe, found = MAKE["flux"](), []
+    load("one")(pipe, folder)
+    with sharded(pipe.transformer, "row") as cut:
+        cut.guard(pipe)
+        pipe.fuse_lora()
+        for wrong in (
+            cut.undo,
+            lambda: load("two")(pipe, folder),
+            lambda: pipe.transformer.load_lora_adapter({}),
+            lambda: pipe.transformer.save_pretrained(folder),
+        ):
+            with pytest.raises(StateError) as caught:
+                wrong()
+            found.append(str(caught.value))
+        pipe.unfuse_lora()
+    load("two")(pipe, folder)
+    return found
+
+
+def test_what_needs_whole_weights_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a LoRA is silently lost with the share that it was fused into, or loaded into a part of the model."""
+    for fused, loaded, adapter, saved in pool.run(refused, 2, folder_of("flux", tmp_path)):
+        assert "are fused into this rank's share of transformer_blocks.0.attn.to_q, and [] were when it" in fused
+        assert (
+            "FluxPipeline.load_lora_weights needs whole weights" in loaded and "before the model is divided" in loaded
+        )
+        assert "FluxTransformer2DModel.load_lora_adapter needs whole weights" in adapter
+        assert "FluxTransformer2DModel.save_pretrained needs whole weights" in saved
+
+
+PLAN = Plan(tensor=2)
+
+
+def into_a_share(model: Path, loras: Path) -> tuple[list[str], Tensor]:
+    """What is said to LoRAs for a pipeline that was loaded for a plan, and the picture of one that was loaded whole."""
+    pipe, said = tiny.quiet(ditile.load(str(model), plan=PLAN)), []
+    for adapter in ("one", "narrow"):
+        with pytest.raises(ModelError) as caught:
+            ditile.load_lora(pipe, loras, weight_name=f"{adapter}.safetensors", adapter_name=adapter)
+        said.append(str(caught.value))
+    assert not hasattr(pipe.transformer, "peft_config"), "it was touched"
+    parallelize(pipe, PLAN)
+    whole: Any = tiny.quiet(ditile.load(str(model)))
+    ditile.load_lora(whole, loras, weight_name="one.safetensors", adapter_name="one")
+    return said, run(parallelize(whole, PLAN), "flux")
+
+
+def test_a_pipeline_that_was_loaded_for_the_plan_takes_no_lora(pool: Pool, tmp_path: Path) -> None:
+    """A failure: a traceback from inside another library or, of the narrow one, a weight that zeros were added to."""
+    plain = MAKE["flux"]()
+    plain.save_pretrained(tmp_path / "model")
+    write("flux", tmp_path, "one", 1)
+    write("flux", tmp_path, "narrow", 3, within="single_transformer_blocks.0.proj_out")
+    load("one")(plain, tmp_path)
+    wanted = run(plain, "flux")
+    for said, picture in pool.run(into_a_share, 2, tmp_path / "model", tmp_path):
+        for line in said:
+            assert "of this FluxTransformer2DModel only a share for tensor=2 was loaded" in line
+            assert "load the pipeline without a plan, then the LoRA, then call parallelize" in line
+        assert error(picture, wanted) < TOLERANCE
+
+
+def test_an_adapter_that_is_no_plain_lora_is_refused() -> None:
+    """DoRA's norm of a row would be that of its share."""
+    pipe = MAKE["flux"]()
+    get_peft_model(pipe.transformer, LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
+    with pytest.raises(ModelError, match="to_q has a peft.* adapter, .* fuse it into the weights"):
+        shard(pipe.transformer, table_of(pipe.transformer, None), Axis("tensor", (0, 1)), Traffic())

@@ -1,0 +1,127 @@
+"""Tensor parallelism beyond the tables of the families: norms across heads, diffusers' own plans, shares of a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2Transformer2DModel, WanTransformer3DModel
+from torch import Tensor, nn
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.models.registry import spec_of
+from ditile.parallel.tensor.cuts import Cuts
+from ditile.parallel.tensor.tensor import shard, table_of
+from tests import tiny
+from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
+from tests.pool import Pool
+
+TOLERANCE = 1e-5
+
+_WAN = {
+    "to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise", "norm_q": "rms_norm",
+    "norm_k": "rms_norm",
+}  # fmt: skip
+WAN = {f"blocks.*.{attention}.{name}": style for attention in ("attn1", "attn2") for name, style in _WAN.items()}
+WAN |= {"blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise"}
+
+
+def wan() -> tuple[nn.Module, dict[str, Any]]:
+    model = WanTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
+        ffn_dim=64, num_layers=2,
+    )  # fmt: skip
+    call = {"hidden_states": torch.randn(2, 4, 2, 6, 8), "encoder_hidden_states": torch.randn(2, 7, 16)}
+    return tiny.randomise(model), call | {"timestep": torch.tensor([500, 500])}
+
+
+def flux2() -> tuple[nn.Module, dict[str, Any]]:
+    model = Flux2Transformer2DModel(
+        in_channels=8, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4,
+        joint_attention_dim=16, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    tokens, text = torch.cartesian_prod(*(torch.arange(n) for n in (1, 3, 4, 1))), torch.zeros(5, 4)
+    call = {"hidden_states": torch.randn(2, 12, 8), "encoder_hidden_states": torch.randn(2, 5, 16)}
+    return tiny.randomise(model), call | {
+        "timestep": torch.tensor([0.5, 0.5]), "guidance": torch.tensor([3.0, 3.0]), "img_ids": tokens, "txt_ids": text,
+    }  # fmt: skip
+
+
+MODELS = {"wan, norms across heads": (wan, WAN), "flux.2, diffusers' own plan": (flux2, None)}
+
+
+def divided(name: str) -> tuple[float, Tensor]:
+    make, table = MODELS[name]
+    model, call = make()
+    plain = forward(model, call | {"return_dict": False})
+    shard(model, table or table_of(model, None), axis(), Traffic())
+    out = forward(model, call | {"return_dict": False})
+    return error(out, plain), out
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_predict_the_same(pool: Pool, name: str, ranks: int) -> None:
+    """A failure: a norm over a share of its channels, or fused projections cut across their seams."""
+    results = pool.run(divided, ranks, name)
+    assert max(wrong for wrong, _ in results) < TOLERANCE
+    assert all(torch.equal(out, results[0][1]) for _, out in results), "ranks differ"
+
+
+def from_parts(family: str) -> tuple[float, float]:
+    """A model cut on the meta device, into which this rank reads its parts."""
+    whole, call = with_heads(family), inputs(family)
+    plain = forward(whole, call)
+    with torch.device("meta"):
+        model = type(whole).from_config(whole.config).eval()
+    cut = shard(model, table_of(model, spec_of(model)), axis(), Traffic())
+    mine = {}
+    for name, weight in whole.state_dict().items():
+        part = cut.part(name, tuple(weight.shape))
+        if part is not None:
+            weight = torch.cat([weight.movedim(part.dim, 0)[p].movedim(0, part.dim) for p in part.pieces], part.dim)
+        mine[name] = weight
+    model.load_state_dict(mine, strict=True, assign=True)
+    for name, buffer in whole.named_buffers():  # not in files
+        model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+    blocks = sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in whole.parameters())
+    return error(forward(model, call), plain), blocks
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
+def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, family: str) -> None:
+    """A failure: the loader would read other parts than the model keeps."""
+    for wrong, held in pool.run(from_parts, 3, family):
+        assert wrong < TOLERANCE and held < 0.75
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
+def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut(family: str) -> None:
+    """What is neither cut nor a modulation would be the same weights, and the same work, on every rank."""
+    model = with_heads(family)
+    cuts = [Cuts.of(model, table_of(model, spec_of(model)), index, 3) for index in range(3)]
+    for name, weight in model.state_dict().items():
+        seen = torch.zeros(weight.shape)
+        for cut in cuts:
+            part = cut.part(name, tuple(weight.shape))
+            if part is None:
+                seen += 1
+                continue
+            for piece in part.pieces:
+                seen.movedim(part.dim, 0)[piece] += 1
+        assert torch.all(seen == (3 if part is None else 1)), name
+    lists = tuple(spec_of(model).blocks)
+    linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
+    assert all(path.endswith((".norm.linear", ".norm1.linear", ".norm1_context.linear")) for path in uncut), uncut
+
+
+def test_one_rank_is_the_plain_model() -> None:
+    """The null case edits nothing."""
+    model, call = with_heads("sd3"), inputs("sd3")
+    before, weights = forward(model, call), model.state_dict()
+    cut = shard(model, table_of(model, spec_of(model)), Axis("tensor"), Traffic())
+    assert cut.part("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
+    assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()

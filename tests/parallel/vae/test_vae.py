@@ -1,0 +1,276 @@
+"""The divided autoencoder equals the undivided one, on every rank; sums are reordered, so not bitwise but to 1e-5."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers.models.attention_processor import SlicedAttnProcessor
+from torch import nn
+
+import ditile
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, PlanError
+from ditile.parallel.vae.halo import Rows
+from ditile.parallel.vae.norm import group_norm
+from ditile.parallel.vae.strip import Strip
+from ditile.parallel.vae.vae import ParallelVAE
+from tests import tiny
+from tests.pool import Pool
+
+ASSETS = Path(ditile.__file__).parent / "assets"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sd3 and flux": {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+    "pixart": {"latent_channels": 4},
+    "no attention": {"latent_channels": 4, "mid_block_add_attention": False},
+}
+BUNDLED = ("shapes-pixart", "shapes-flux")
+BOUND = 1e-5
+
+
+class Case(NamedTuple):
+    """One picture through one autoencoder."""
+
+    layout: str = "sd3 and flux"
+    height: int = 12
+    width: int = 5
+    pixels: int = 72
+    batch: int = 1
+    block_size: int | None = None
+    gather: Literal["all", "first"] = "all"
+
+
+def autoencoder(layout: str) -> AutoencoderKL:
+    """The layers of the real one, with few channels; norms that matter."""
+    if layout in BUNDLED:
+        return AutoencoderKL.from_pretrained(ASSETS / layout / "vae").eval()
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=(4, 8, 16, 16), layers_per_block=2, norm_num_groups=4, **LAYOUTS[layout],
+    )  # fmt: skip
+    return tiny.randomise(vae, gain=1.0)  # type: ignore[return-value]
+
+
+def axis() -> Axis:
+    """All ranks of the case."""
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("image", ranks, dist.get_rank(), dist.group.WORLD if len(ranks) > 1 else None)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative to the largest value; shapes must agree."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def inputs(vae: AutoencoderKL, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and a picture that are brighter below than above."""
+    torch.manual_seed(1)
+    latents = torch.randn(case.batch, vae.config.latent_channels, case.height, case.width)
+    picture = torch.randn(case.batch, 3, case.pixels, 8 * case.width)
+    return latents + torch.linspace(0, 3, case.height)[:, None], picture + torch.linspace(0, 2, case.pixels)[:, None]
+
+
+@torch.no_grad()
+def compared(cases: list[Case]) -> list[list[float]]:
+    """Distances of each case: of the decoded picture, and of mean and log-variance of the encoded one."""
+    found = []
+    for case in cases:
+        vae = autoencoder(case.layout)
+        latents, picture = inputs(vae, case)
+        decoded, encoded = vae.decode(latents, return_dict=False)[0], vae.encode(picture).latent_dist
+        parallel = ParallelVAE(vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather)
+        with parallel.installed():
+            mine = vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
+            posterior = vae.encode(picture).latent_dist
+        if case.gather == "first" and dist.get_rank() > 0:  # zeros around its own rows
+            own, scale = Rows.even(case.height, dist.get_world_size()).of(dist.get_rank()), mine.shape[2] // case.height
+            decoded[:, :, : own.start * scale] = 0
+            decoded[:, :, own.stop * scale :] = 0
+        found.append([
+            distance(mine, decoded), distance(posterior.mean, encoded.mean),
+            distance(posterior.logvar, encoded.logvar),
+        ])  # fmt: skip
+    return found
+
+
+CASES = [
+    Case(height=13, pixels=101),
+    Case("pixart", height=11, pixels=77, block_size=7, batch=2),
+    Case(height=3, pixels=24, batch=2, block_size=2),  # with more ranks than rows some have none
+    Case("shapes-flux", height=33, pixels=100, gather="first"),
+]
+MORE = [
+    *(Case(layout) for layout in LAYOUTS),
+    *(Case(layout, height=32, pixels=128) for layout in BUNDLED),
+    Case(height=9, pixels=64, block_size=1),
+    Case("pixart", height=3, pixels=24),
+    Case(height=10, gather="first"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES + MORE), (3, CASES + MORE), (4, CASES), (8, CASES)])
+def test_equals_the_undivided(pool: Pool, ranks: int, cases: list[Case]) -> None:
+    """A failure means seams, wrong colours or a wrong latent in every divided picture."""
+    for rank, of_cases in enumerate(pool.run(compared, ranks, cases)):
+        for case, distances in zip(cases, of_cases, strict=True):
+            assert max(distances) < BOUND, f"rank {rank} of {ranks}, {case}: {distances}"
+
+
+def test_one_rank_with_blocks(pool: Pool) -> None:
+    """A failure means that chunked convolution is wrong even where nothing travels."""
+    cases = [Case(block_size=5), Case("pixart", pixels=101, block_size=3), Case()]
+    of_cases = pool.run(compared, 1, cases)[0]
+    assert max(map(max, of_cases)) < BOUND and of_cases[-1] == [0.0] * 3
+
+
+@torch.no_grad()
+def sliced_and_tiled() -> list[float]:
+    found = []
+    for height, turn_on in ((9, "enable_slicing"), (50, "enable_tiling")):
+        vae = autoencoder("pixart")
+        vae.tile_sample_min_size, vae.tile_latent_min_size = 128, 16
+        latents, _ = inputs(vae, Case("pixart", height=height, batch=3))
+        getattr(vae, turn_on)()
+        wanted = vae.decode(latents).sample
+        with ParallelVAE(vae, axis(), Traffic()).installed():
+            found.append(distance(vae.decode(latents).sample, wanted))
+    return found
+
+
+def test_slicing_and_tiling_work_as_ever(pool: Pool) -> None:
+    """A failure means that a divided autoencoder ignores the user's slicing, or blends other tiles."""
+    for distances in pool.run(sliced_and_tiled, 3):
+        assert max(distances) < BOUND
+
+
+@torch.no_grad()
+def normed(height: int) -> list[float]:
+    """Rows of which each has another mean, far from zero."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 8, height, 6) + 30 * torch.linspace(-1, 1, height)[:, None] + 100
+    norm: Any = tiny.randomise(nn.GroupNorm(4, 8))
+    wanted = norm(x)
+    exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
+    strip = Strip(axis(), Traffic(), None)
+    own = strip.begin(x)
+    found = strip.gather(group_norm(norm, own, strip))
+    parts = strip.start_gather(group_norm(norm, own.flatten(2), strip).permute(2, 0, 1), units=6).wait()
+    tokens = torch.cat(parts)
+    return [
+        distance(found, wanted), distance(tokens.permute(1, 2, 0).view(x.shape), wanted),
+        distance(found.double(), exact),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_statistics_are_of_the_whole_picture(pool: Pool, ranks: int) -> None:
+    """xDiT's decoder averaged the variances of the strips; a failure means that ours leaves out their means, too."""
+    for distances in pool.run(normed, ranks, 11):
+        assert max(distances) < BOUND
+
+
+def test_averaged_variances_would_be_seen() -> None:
+    """The test above can fail: on its picture, averaging variances is off by more than half."""
+    x = torch.randn(4, 10000) + 30 * torch.linspace(-1, 1, 4)[:, None]
+    assert float(x.var(dim=1).mean() / x.var()) < 0.5
+
+
+@torch.no_grad()
+def halved() -> list[float]:
+    """How far bf16 is from fp32: undivided and divided, decoding and encoding."""
+    vae, case, found = autoencoder("pixart"), Case("pixart"), []
+    latents, picture = inputs(vae, case)
+    wanted = [vae.decode(latents).sample, vae.encode(picture).latent_dist.mean]
+    vae.bfloat16()
+    for parallel in (nullcontext(), ParallelVAE(vae, axis(), Traffic(), block_size=9).installed()):
+        with parallel:
+            mine = [vae.decode(latents.bfloat16()).sample, vae.encode(picture.bfloat16()).latent_dist.mean]
+        assert {tensor.dtype for tensor in mine} == {torch.bfloat16}
+        found += [distance(a.float(), b) for a, b in zip(mine, wanted, strict=True)]
+    return found
+
+
+def test_half_precision_is_no_worse(pool: Pool) -> None:
+    """A failure means that the statistics are taken or combined in bf16."""
+    for whole_decoded, whole_encoded, decoded, encoded in pool.run(halved, 3):
+        assert decoded < 1.5 * whole_decoded and encoded < 1.5 * whole_encoded
+
+
+def untouched() -> None:
+    vae = autoencoder("pixart")
+    before = {name: dict(vars(module)) for name, module in vae.named_modules()}
+    keys, processors = list(vae.state_dict()), dict(vae.attn_processors)
+    with pytest.raises(KeyboardInterrupt), ParallelVAE(vae, axis(), Traffic()).installed():
+        assert list(vae.state_dict()) == keys and type(vae) is AutoencoderKL
+        assert [name for name, _ in vae.named_modules()] == list(before)
+        raise KeyboardInterrupt
+    assert {name: dict(vars(module)) for name, module in vae.named_modules()} == before
+    assert vae.attn_processors == processors
+
+
+def test_nothing_is_left_behind(pool: Pool) -> None:
+    """A failure means that an autoencoder stays divided after a call, or after an interrupt."""
+    pool.run(untouched, 2)
+
+
+def adapted(vae: AutoencoderKL) -> None:
+    vae.decoder.conv_in = nn.Sequential(vae.decoder.conv_in)
+
+
+def sliced_attention(vae: AutoencoderKL) -> None:
+    vae.set_attn_processor(SlicedAttnProcessor(1))
+
+
+def hooked(vae: AutoencoderKL) -> None:
+    conv = vae.encoder.conv_in
+    conv.forward = lambda x: x
+
+
+def circular(vae: AutoencoderKL) -> None:
+    vae.decoder.conv_out.padding_mode = "circular"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (adapted, "decoder.conv_in cannot be divided by rows: a Sequential is not known; unload"),
+        (sliced_attention, "SlicedAttnProcessor is not stock; call vae.set_attn_processor"),
+        (hooked, "encoder.conv_in .* its forward is replaced; remove the hook"),
+        (circular, "decoder.conv_out .* dilated, or not padded with zeros"),
+    ],
+)
+def test_what_is_not_known_is_refused(change: Any, message: str) -> None:
+    """A failure means a picture with seams instead of an error."""
+    vae = autoencoder("pixart")
+    parallel = ParallelVAE(vae, Axis(), Traffic())
+    change(vae)
+    with pytest.raises(ModelError, match=message), parallel.installed():
+        pass
+    with pytest.raises(ModelError, match=message):
+        ParallelVAE(vae, Axis(), Traffic())
+
+
+def test_other_refusals() -> None:
+    """A failure means that options or inputs that cannot be honoured are taken silently."""
+    with pytest.raises(
+        ModelError, match="AutoencoderTiny cannot be divided by rows, only AutoencoderKL; use vae=whole"
+    ):
+        ParallelVAE(AutoencoderTiny(), Axis(), Traffic())
+    vae = autoencoder("pixart")
+    with pytest.raises(PlanError, match="block_size=0 is no number of rows; try"):
+        ParallelVAE(vae, Axis(), Traffic(), block_size=0)
+    with pytest.raises(PlanError, match="gather='last' is not known; try all or first"):
+        ParallelVAE(vae, Axis(), Traffic(), gather="last")  # type: ignore[arg-type]
+    with ParallelVAE(vae, Axis(), Traffic(), block_size=8).installed():
+        with pytest.raises(ModelError, match="makes no gradients"):
+            vae.decode(torch.randn(1, 4, 8, 8, requires_grad=True))
+        with pytest.raises(ModelError, match="a picture of height 1 is too low"):
+            vae.encode(torch.randn(1, 3, 4, 64))

@@ -1,0 +1,86 @@
+"""Flags from dataclasses. A failure would mean that a flag is read as another one, or not at all."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from ditile.plan.flags import add_arguments, collect, flag, integers, normalise, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    what: str = option("", "a thing", positional=True)
+    num_steps: int = option(20, "steps")
+    scale: float | None = option(None, "scale")
+    kind: Literal["a", "b"] = option("a", "kind", choices=("a", "b"))
+    parts: tuple[int, ...] | None = option(None, "parts", example="7,7,8")
+    sizes: tuple[int, ...] | None = option(None, "sizes", example="256,512")
+    dry: bool = option(False, "only look")
+    sure: bool | None = option(None, "force or forbid")
+    until: int | Literal["auto"] = option(1, "how long", metavar="W")
+
+
+def read(*words: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser, Options, title="options")
+    return collect(Options, parser.parse_args(normalise(list(words))))
+
+
+def test_every_kind_of_field_is_read() -> None:
+    words = ("x y", "--num-steps", "3", "--scale", "1.5", "--kind", "b", "--parts", "1,2", "--dry")
+    assert read(*words) == {
+        "what": "x y", "num_steps": 3, "scale": 1.5, "kind": "b", "parts": (1, 2), "dry": True,
+    }  # fmt: skip
+
+
+def test_what_is_not_given_is_left_to_the_dataclass() -> None:
+    assert read("x") == {"what": "x"}
+    assert Options(**read("x")) == Options(what="x")
+
+
+def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
+    assert normalise(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
+    assert read("x", "--num_steps", "4")["num_steps"] == 4
+    assert flag("num_steps") == "--num-steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--kind", "c"), "argument --kind: 'c' is not one of a, b"),
+        (("--num-steps", "x"), "argument --num-steps: 'x' is not a whole number"),
+        (("--scale", "x"), "argument --scale: 'x' is not a number"),
+        (("--parts", "1,x"), "argument --parts: '1,x' is not whole numbers such as 7,7,8"),
+        (("--sizes", "1x"), "argument --sizes: '1x' is not whole numbers such as 256,512"),
+        (("--until", "x"), "argument --until: 'x' is not a whole number or auto"),
+        (("--until", "1.5"), "argument --until: '1.5' is not a whole number or auto"),
+        (("--sure=x",), "argument --sure/--no-sure: ignored explicit argument 'x'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_what_would_do(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(argparse.ArgumentError) as caught:
+        read("x", *words)
+    assert str(caught.value) == says
+
+
+def test_three_valued_switches_and_words_beside_numbers() -> None:
+    assert read("x", "--sure")["sure"] is True and read("x", "--no_sure")["sure"] is False
+    assert "sure" not in read("x")
+    assert read("x", "--until", "auto")["until"] == "auto" and read("x", "--until", "3")["until"] == 3
+
+
+def test_help_shows_docs_and_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Options, title="options")
+    text = parser.format_help()
+    assert "steps (default 20)" in text and "only look" in text and "a thing" in text
+
+
+def test_integers() -> None:
+    assert integers("7,7,8") == (7, 7, 8)
+    with pytest.raises(ValueError):
+        integers("7,,8")

@@ -1,0 +1,201 @@
+"""How an image is cut into patches: every rank must compute the same, and no token may be lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ditile.errors import PlanError
+from ditile.plan.layout import Grid, Joint, Layout, Part, Split, cut_rows, joined, share
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    patches = draw(st.integers(1, 8))
+    grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 7])))
+    joint: Joint = draw(st.sampled_from(["none", "text_first", "image_first"]))
+    return Layout.of(grid, patches, 0 if joint == "none" else draw(st.integers(1, 300)), joint)
+
+
+@pytest.mark.parametrize(
+    ("rows", "patches", "text_rows", "wanted"),
+    [
+        (8, 1, 0, [8]),
+        (8, 2, 0, [4, 4]),
+        (8, 3, 0, [3, 3, 2]),  # 8/3 rounds to 3
+        (7, 3, 0, [2, 3, 2]),  # 7/3 rounds to 2
+        (8, 8, 0, [1] * 8),
+        (8, 2, 2, [3, 5]),  # 10 rows of work: 5 each, of which 2 are text
+        (8, 3, 2, [1, 4, 3]),  # 10/3 each: 1.33 rows of image beside the text
+        (8, 4, 2, [1, 3, 2, 2]),  # 2.5 each: half a row of image beside the text, and none is too few
+        (64, 4, 8, [10, 18, 18, 18]),  # FLUX, 1024 pixels, 512 tokens of text
+        (4, 4, 100, [1, 1, 1, 1]),
+    ],
+)
+def test_rows_by_hand(rows: int, patches: int, text_rows: float, wanted: list[int]) -> None:
+    """Worked out on paper. A failure changes every picture that is drawn with patches."""
+    assert cut_rows(rows, patches, text_rows) == wanted
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_patches_partition_the_image(layout: Layout) -> None:
+    """No row is lost, doubled or empty; tokens and latents are cut at the same rows."""
+    grid, patches = layout.grid, range(layout.patches)
+    assert sum(layout.rows(p) for p in patches) == grid.rows
+    assert min(layout.rows(p) for p in patches) >= 1
+    tokens = [token for p in patches for token in range(layout.tokens(p).start, layout.tokens(p).stop)]
+    assert tokens == list(range(layout.image))
+    units = [unit for p in patches for unit in range(layout.latents(p).start, layout.latents(p).stop)]
+    assert units == list(range(grid.rows * grid.units_per_row))
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_patches_are_balanced(layout: Layout) -> None:
+    """Patches behind the first differ by one row at most, and the first, with its text, from them by no more than that
+    or by what it cannot help: it must have a row, however long the text, and leave one to each other patch.
+    """
+    others = [layout.rows(p) for p in range(1, layout.patches)]
+    if not others:
+        return
+    assert max(others) - min(others) <= 1
+    assert others == sorted(others, reverse=True)
+    work = layout.rows(0) + layout.text / layout.grid.tokens_per_row
+    share = (layout.grid.rows + layout.text / layout.grid.tokens_per_row) / layout.patches
+    assert abs(work - share) <= 0.5 + 1e-9 or layout.rows(0) == 1 or max(others) == 1
+    if layout.text == 0:
+        assert max(others) - 1 <= layout.rows(0) <= max(others) + 1
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_text_rides_with_the_first_patch(layout: Layout) -> None:
+    """The messages of a step add up to the image, and to the text once where there is joint attention."""
+    text = layout.text if layout.joint != "none" else 0
+    assert sum(layout.message(p) for p in range(layout.patches)) == layout.image + text
+    joint = layout.joint != "none"
+    carries = [layout.carries_text(p) for p in range(layout.patches)]
+    assert carries == [joint, *[False] * (layout.patches - 1)]
+    assert layout.carries_text(None) == joint
+
+
+def test_text_makes_the_first_patch_smaller() -> None:
+    """1024 pixels and 512 tokens of text: the first patch has 10 rows of 64 and the text, which is 8 rows more."""
+    layout = Layout.of(Grid(64, 64, 64), 4, 512, "text_first")
+    assert [layout.message(p) for p in range(4)] == [18 * 64] * 4
+    assert [layout.rows(p) for p in range(4)] == [10, 18, 18, 18]
+
+
+# How ranks share out a patch
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[Layout, Split]:
+    """A layout and as many ranks as every patch of it has tokens for."""
+    layout = draw(layouts())
+    fewest = min(layout.rows(p) for p in range(layout.patches)) * layout.grid.tokens_per_row
+    if draw(st.booleans()):
+        whole = Layout.of(layout.grid, 1, layout.text, layout.joint)
+        distrifusion = draw(st.integers(1, min(8, layout.grid.rows)))
+        return whole, Split(1, distrifusion, draw(st.integers(1, min(4, layout.grid.tokens_per_row))))
+    ring = draw(st.integers(1, min(4, fewest)))
+    return layout, Split(ring, 1, draw(st.integers(1, min(4, fewest // ring))))
+
+
+def places(layout: Layout, parts: Iterable[Part]) -> list[int]:
+    """Where the tokens of ranks are in the sequence of joint attention, in their order."""
+    return [token for part in parts for run in layout.runs(part, joint=True) for token in run]
+
+
+@given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 20))
+def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
+    """A failure means that a rank expects another length than the one that sends it."""
+    run = range(start, start + length)
+    shares = [share(run, ranks, rank) for rank in range(ranks)]
+    assert [item for each in shares for item in each] == list(run)
+    sizes = [len(each) for each in shares]
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=8))
+def test_joined_runs_are_the_same_items(pairs: list[tuple[int, int]]) -> None:
+    """A failure means that keys are written to other places than they came from."""
+    runs = [range(start, start + length) for start, length in pairs]
+    found = joined(runs)
+    assert [item for run in found for item in run] == [item for run in runs for item in run]
+    assert all(found) and all(a.stop != b.start for a, b in itertools.pairwise(found))
+
+
+@settings(deadline=None)
+@given(splits())
+def test_every_token_is_on_one_rank(split: tuple[Layout, Split]) -> None:
+    """Of the image, and of the text; with DistriFusion every patch has a text of its own. In steps and in patches.
+
+    A failure means a token that is lost, or computed and stored by two.
+    """
+    layout, how = split
+    for patch in (None, *range(layout.patches)):
+        parts = how.parts(layout, patch)
+        assert len(parts) == how.ranks
+        image = [token for part in parts for run in part.image for token in run]
+        span = slice(0, layout.image) if patch is None else layout.tokens(patch)
+        assert sorted(image) == list(range(span.start, span.stop))
+        text = [token for part in parts for token in part.text]
+        wanted = list(range(layout.text if layout.carries_text(patch) else 0))
+        assert sorted(text) == sorted(wanted * how.distrifusion)
+
+
+@settings(deadline=None)
+@given(splits())
+def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Split]) -> None:
+    """On every rank: so the messages of a synchronous step, cut into patches, are those of an asynchronous one.
+
+    A failure means that keys of a synchronous step are kept in another order than those of its patches (xDiT's
+    hybrid), or that a sender and a receiver disagree on a size.
+    """
+    layout, how = split
+    of_patches = [how.parts(layout, patch) for patch in range(layout.patches)]
+    for rank, part in enumerate(how.parts(layout, None)):
+        mine = [parts[rank] for parts in of_patches]
+        assert part.text == mine[0].text and not any(p.text for p in mine[1:])
+        image = [token for run in part.image for token in run]
+        assert image == [token for p in mine for run in p.image for token in run]
+        assert part.image_tokens == sum(p.image_tokens for p in mine)
+    for patch, parts in enumerate(of_patches):
+        sent = sum(len(part.text) + part.image_tokens for part in parts)
+        again = layout.text * (how.distrifusion - 1) if layout.carries_text(patch) else 0
+        assert sent - again == layout.message(patch)
+
+
+@settings(deadline=None)
+@given(splits())
+def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
+    """Text and image where the family has them. A failure means that a store has holes, or words lie in the image."""
+    layout, how = split
+    text = layout.text if layout.joint != "none" else 0
+    if how.distrifusion == 1 and layout.joint != "none":
+        assert sorted(places(layout, how.parts(layout, None))) == list(range(layout.image + text))
+    for part in how.parts(layout, None):
+        assert layout.runs(part, joint=False) == part.image
+        if layout.joint == "none":
+            continue
+        runs = layout.runs(part, joint=True)
+        words = [
+            run for run in runs if (run.start < text if layout.joint == "text_first" else run.start >= layout.image)
+        ]
+        assert sum(map(len, words)) == len(part.text)
+        assert sum(map(len, runs)) == len(part.text) + part.image_tokens
+        if words:
+            assert runs.index(words[0]) == (0 if layout.joint == "text_first" else len(runs) - 1)
+
+
+def test_too_many_ranks_for_a_patch() -> None:
+    """Ten tokens for twelve ranks. A failure means a rank without tokens, which no kernel takes."""
+    layout = Layout.of(Grid(4, 5, 1), 2, 3, "text_first")
+    with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
+        Split(3, 1, 4).parts(layout, 1)

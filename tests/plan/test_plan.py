@@ -1,0 +1,235 @@
+"""Plan says no early. A failure would mean that a plan that cannot run gets as far as the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditile import Plan, PlanError
+from ditile.plan.plan import DEGREES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, Facts
+from ditile.plan.schedule import Schedule
+
+PER_STAGE = st.integers(1, 50)
+SPEED = st.floats(0.01, 100)
+
+
+@st.composite
+def plans(draw: Any) -> Plan:
+    """Any legal plan."""
+    degrees = {name: draw(st.integers(1, 5)) for name in DEGREES} | {"cfg": draw(st.integers(1, 2))}
+    degrees["distrifusion" if draw(st.booleans()) else "pipefusion"] = 1
+    if degrees["distrifusion"] > 1:
+        degrees["ring"] = 1
+    stages = degrees["pipefusion"]
+    of_stages = {"size": stages, "kind": draw(st.sampled_from([None, "stage_blocks", "stage_weights"]))}
+    values = PER_STAGE if of_stages["kind"] == "stage_blocks" else SPEED
+    cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
+    shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
+    vae = draw(st.sampled_from(VAE_PLACES))
+    mode = draw(st.sampled_from(WARMUP_MODES[:2] if shared_out else WARMUP_MODES)) if stages > 1 else "serial"
+    return Plan(
+        **degrees, **cut, warmup_mode=mode,
+        patches=None if degrees["distrifusion"] > 1 else draw(st.none() | st.integers(1, 64)),
+        warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
+        warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
+        uaa=draw(st.none() | st.booleans()), async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
+        split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)), text=draw(st.sampled_from(TEXT_PLACES)),
+        vae=vae, vae_block_size=draw(st.none() | st.integers(1, 512)) if vae == "rows" else None,
+    )  # fmt: skip
+
+
+@given(plans())
+def test_a_plan_survives_its_line_and_json(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan and "\n" not in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan(**json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"pipefuson": 2}, r"Plan\(pipefuson=..\) is not known; did you mean pipefusion\?"),
+        ({"qqq": 2}, r"Plan\(qqq=..\) is not known; known are data, cfg"),
+        ({"pipefusion": 0}, "pipefusion=0 is not a whole number of at least 1; try pipefusion=1"),
+        ({"pipefusion": True}, "pipefusion=True"),
+        ({"pipefusion": 1.5}, "pipefusion=1.5"),
+        ({"ulysses": "2"}, "ulysses='2'"),
+        ({"data": None}, "data=None"),
+        ({"patches": 0}, "patches=0"),
+        ({"warmup": -1}, "warmup=-1 .* try warmup=0 or warmup=auto"),
+        ({"warmup": "some"}, "warmup='some'"),
+        ({"warmup": None}, "warmup=None"),
+        ({"warmup_mode": "none"}, "serial, pipelined, sequence, separate"),
+        ({"warmup_mode": ["serial"]}, "serial, pipelined"),
+        ({"split_scheme": "column"}, "row, sequence"),
+        ({"text": "last"}, "each, first, split"),
+        ({"vae": "tiles"}, "whole, rows"),
+        ({"vae": "rows", "vae_block_size": 0}, "vae_block_size=0 is not a whole number of at least 1"),
+        ({"vae_block_size": 64}, "vae_block_size=64 belongs to vae=rows; add it"),
+        ({"uaa": "yes"}, "None, True, False"),
+        ({"uaa": 1}, "uaa=1"),
+        ({"async_ulysses": 1}, "True, False"),
+        ({"warmup_bound": 0}, "warmup_bound=0"),
+        ({"warmup_bound": "x"}, "try warmup_bound=0.6"),
+        ({"warmup_bound": float("nan")}, "warmup_bound=nan"),
+        ({"pipefusion": 2, "stage_blocks": (3,)}, "give 2 numbers"),
+        ({"pipefusion": 2, "stage_blocks": (3, 0)}, "at least 1"),
+        ({"pipefusion": 2, "stage_blocks": (3, 1.5)}, "no whole numbers"),
+        ({"pipefusion": 2, "stage_blocks": "3,4"}, "one for each of 2 stage"),
+        ({"stage_blocks": ()}, "give 1 numbers"),
+        ({"pipefusion": 2, "stage_weights": (1, 0)}, "above 0"),
+        ({"pipefusion": 2, "stage_weights": (1, float("nan"))}, "above 0"),
+        ({"pipefusion": 2, "stage_weights": ["1", 2]}, "no numbers"),
+        ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "give one of them"),
+        ({"cfg": 3}, "try cfg=2, and data"),
+        ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
+        ({"distrifusion": 2, "ring": 2}, "use ulysses beside it"),
+        ({"distrifusion": 2, "patches": 2}, "leave patches out"),
+        ({"async_ulysses": True}, "ulysses=2 or more"),
+        ({"warmup_mode": "pipelined"}, "leave it at serial"),
+        ({"pipefusion": 2, "warmup_ranks": 1}, "warmup_mode=separate"),
+        ({"pipefusion": 2, "warmup_mode": "separate", "warmup_ranks": 3}, "try 1 to 2"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_value(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        Plan(**values)
+    assert isinstance(caught.value, ValueError) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pipefusion", "write name=value with data, cfg"),
+        ("stages=2", "stages=2"),
+        ("pipefusion=2 pipefusion=2", "each once"),
+        ("patches=x", "'x' is not a whole number"),
+        ("warmup=x", "'x' is not a whole number or auto"),
+        ("uaa=maybe", "'maybe' is not True or False"),
+        ("stage_blocks=1,x", "'1,x' is not whole numbers such as 7,7,8"),
+        ("vae=tiles", "'tiles' is not one of whole, rows"),
+    ],
+)
+def test_a_line_that_is_no_plan_is_refused(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no JSON"),
+        ("[2]", r"'\[2\]' is no JSON object; a plan is one such as {\"pipefusion\": 2}"),
+        ("2", "no JSON object"),
+        ('{"pipefuson": 2}', "did you mean pipefusion"),
+        ('{"pipefusion": "2"}', "pipefusion='2'"),
+        ('{"warmup_bound": NaN}', "warmup_bound=nan"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(text)
+
+
+def test_defaults_and_derived_numbers() -> None:
+    assert (Plan().world, Plan().num_patches, str(Plan())) == (1, 1, "pipefusion=1")
+    assert (Plan(pipefusion=3).world, Plan(pipefusion=3).num_patches) == (3, 3)
+    assert Plan(pipefusion=3, patches=5).num_patches == 5
+    assert Plan(data=2, cfg=2, pipefusion=2, ulysses=2, tensor=3).world == 48
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    plan = Plan(pipefusion=4, patches=6)
+    for fits in (lambda: plan.check_world(4), lambda: plan.check(Facts(blocks=4)), lambda: plan.check(Facts(rows=6))):
+        fits()
+    with pytest.raises(PlanError, match="needs 4"):
+        plan.check_world(3)
+    with pytest.raises(PlanError, match="try 1 to 3"):
+        plan.check(Facts(model="M", blocks=3))
+    with pytest.raises(PlanError, match="try 1 to 5"):
+        plan.check(Facts(rows=5))
+    with pytest.raises(PlanError, match="add up to 8"):
+        Plan(pipefusion=2, stage_blocks=(3, 4)).check(Facts(model="M", blocks=8))
+
+
+FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan(pipefusion=7), "pipefusion=7 exceeds the 6 blocks of M; try 1 to 6"),
+        (Plan(pipefusion=2, stage_blocks=(3, 4)), "give 2 numbers that add up to 6"),
+        (Plan(tensor=3), "tensor=3 does not divide the 4 heads of M; try 1, 2, 4"),
+        (Plan(ulysses=3, uaa=False), "ulysses=3 does not divide the 4 heads of M and uaa is off; try 1, 2, 4, or"),
+        (Plan(ulysses=4, tensor=2, uaa=False), "2 heads of each of tensor=2 of M and uaa is off; try 1, 2, or leave"),
+        (Plan(patches=9), "patches=9 exceeds the 8 token rows of this image; try 1 to 8"),
+        (Plan(distrifusion=9), "distrifusion=9 exceeds the 8 token rows"),
+        (Plan(patches=8, ring=3), "a patch of 2 tokens, less than one each; try a product of 1 to 2"),
+        (Plan(distrifusion=4, ulysses=5), "a patch of 4 tokens"),
+        (Plan(cfg=2), "cfg=2 shares out branches of guidance, and this call has 1"),
+    ],
+)  # fmt: skip
+def test_what_the_facts_forbid(plan: Plan, says: str) -> None:
+    """Each rule alone; with unknown facts there is nothing to say."""
+    found = plan.illegal(FACTS)
+    assert len(found) == 1 and says in found[0], found
+    assert plan.illegal(Facts()) == []
+
+
+def test_patches_that_nobody_asked_for_are_not_named() -> None:
+    """A failure means that somebody who wrote pipefusion=9 is told of patches=9."""
+    assert Plan(pipefusion=9).illegal(FACTS) == ["pipefusion=9 exceeds the 6 blocks of M; try 1 to 6"]
+    (said,) = Plan(pipefusion=9).illegal(Facts(rows=8))
+    assert said == (
+        "pipefusion=9 makes as many patches, more than the 8 token rows of this image; try patches=1 to 8, or a taller "
+        "image"
+    )
+
+
+def test_help_says_what_each_field_is() -> None:
+    text = inspect.getdoc(Plan) or ""
+    assert "Attributes:\n    data: replicas that" in text and text.index("Attributes:") < text.index("\nRaises:")
+    for field in dataclasses.fields(Plan):
+        assert f"\n    {field.name}: {field.metadata['doc']}" in text
+    assert list(inspect.signature(Plan).parameters) == [field.name for field in dataclasses.fields(Plan)]
+
+
+def test_all_that_is_illegal_is_said_on_one_line() -> None:
+    plan = Plan(pipefusion=7, tensor=3, patches=9, cfg=2)
+    with pytest.raises(PlanError) as caught:
+        plan.check(Facts(model="M", blocks=6, heads=4, rows=8, branches=1))
+    for word in ("7 exceeds the 6 blocks", "tensor=3", "patches=9", "cfg=2 shares out branches"):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(plans())
+def test_what_is_left_is_little(plan: Plan) -> None:
+    """A large model and image allow every plan whose tensor degree divides the heads, whatever is combined."""
+    facts = Facts(heads=60, rows=400, tokens_per_row=64, text=512, branches=2)
+    assert plan.illegal(facts) == [] or (plan.uaa is False and "uaa" in plan.illegal(facts)[0])
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps", "says"),
+    [
+        (Plan(pipefusion=8), 4, "at most 2.7x"),
+        (Plan(pipefusion=8), 20, None),
+        (Plan(pipefusion=2), 20, None),
+        (Plan(pipefusion=4, patches=2), 20, "patches=4 or more"),
+        (Plan(pipefusion=4, warmup=10), 20, "less warmup"),
+        (Plan(ulysses=8), 4, None),
+        (Plan(distrifusion=8), 4, None),
+    ],
+)
+def test_advice_where_warmup_and_fill_eat_the_gain(plan: Plan, steps: int, says: str | None) -> None:
+    advice = plan.advice(Schedule.of(plan, steps).bound())
+    assert (advice is None) == (says is None)
+    assert says is None or (says in advice and "\n" not in advice)

@@ -1,0 +1,260 @@
+"""Questions to `ditile plan`: hosts, bounds beside a given plan, and what is done where memory is short."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from ditile.cli.main import main
+from ditile.cli.options import Ask
+from ditile.plan.cost import Job
+from ditile.plan.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.answer import answer, reasons
+from ditile.planner.footprint import of_decoder
+from ditile.planner.memory import peak
+from ditile.planner.ops import Left, Ops
+from ditile.planner.price import Price
+from ditile.planner.profile import Profile
+from ditile.planner.search import SHOWN, Wanted, divisors, pricer_of, search
+from ditile.planner.subject import CONFIGS, Subject, known
+from ditile.runner.load import ASSETS
+
+FLUX = ("--model", "flux.1-dev", "--hardware", "l40-pcie")
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "hosts"), [("flux.1-dev", 8, 4), ("flux.1-dev", 16, 16), ("pixart-sigma", 32, 4)]
+)
+def test_hosts_of_few_devices_have_plans(model: str, devices: int, hosts: int) -> None:
+    """A failure means that some product of degrees over hosts has no price."""
+    asked = Ask(model=model, hardware="l40-pcie", devices=devices, hosts=hosts, interlink="10Gbit")
+    assert answer(asked).found.prices
+
+
+@pytest.mark.parametrize("text", ["ring=2 tensor=4", "distrifusion=2 tensor=4", "ulysses=2 tensor=4"])
+def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -> None:
+    """Ranks with other tokens are on the other host. A failure means that a gather between hosts costs nothing."""
+    one, profile = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev"), hardware.profile("l40-pcie", "1Gbit")
+    shape = one.shape({"height": 512, "width": 512, "num_inference_steps": 4, "prompt": ""}, 2)
+    pricer, job = pricer_of(one, {}, profile, 4), one.job(Plan.parse(text), shape)
+    assert pricer.price(job).exposed_s > pricer_of(one, {}, profile).price(job).exposed_s
+    assert Ops(pricer, job, Left()).link(text.split("=")[0]).bandwidth < profile.link.bandwidth / 10
+    assert Ops(pricer, job, Left()).link("pipefusion") == profile.link, "no axis, no other host"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "3", "--interlink", "10Gbit"], "devices=8 are not shared out evenly by hosts=3; give --devices"),
+        (["--devices", "1", "--price", "pipefusion=2"], "'pipefusion=2' needs 2 devices, and there are devices=1"),
+        (
+            ["--memory", "1GB", "--price", "pipefusion=2"],
+            "'pipefusion=2' needs 27.55 GB a device, and there are 1.00 GB",
+        ),
+        (["--max-latency", "0.1", "--price", "pipefusion=8"], "s, and max_latency=0.1"),
+        (["--warmup", "2", "--price", "pipefusion=2"], "warmup=2 is for a search; say it in price='pipefusion=2'"),
+        (["--hosts", "2", "--interlink", "1Gbit", "--price", "ulysses=3"], "devices=3 are not shared out evenly"),
+        (["--guidance", "nan"], "guidance=nan is no finite number; try guidance=3.5"),
+        (["--devices", "1000000007"], "devices=1000000007 is more than is searched for; give at most 1024"),
+        (["--cache", "F=1", "--hit-rate", "2"], "hit_rate=2.0 is not between 0 and 1; try --hit-rate 0.5"),
+        (["--interlink", "10Gbit"], "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),
+        (["--price", ""], "price='' says nothing; write name=value"),
+        (["--steps", "100000"], "steps=100000 is more than is searched for; give at most 1000"),
+        (["--devices", "8", "--memory", "2GB"], "text=split vae=rows' needs least"),
+    ],
+)
+def test_bounds_are_kept(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a bound is not looked at: beside a plan that is given as in a search."""
+    assert main(["plan", *FLUX, *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_guidance_is_a_finite_number(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means a picture of nothing, after all its steps."""
+    assert main(["generate", "a red circle", "--dry-run", "--guidance", value]) == 2
+    shown = capsys.readouterr().err
+    assert f"guidance={value} is no finite number" in shown and shown.count("\n") == 1
+
+
+def test_a_number_has_its_divisors_in_order() -> None:
+    """Of a large prime too, at once. A failure means that degrees are missing, or a search that does not end."""
+    for number in (1, 2, 12, 36, 97, 720):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert divisors(1000000007) == [1, 1000000007]
+
+
+def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = ["--devices", "8", "--memory", "40GB", "--max-latency", "30"]
+    assert main(["plan", *FLUX, *bounds, "--price", "pipefusion=2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["plan"] == "pipefusion=2"
+
+
+@pytest.mark.parametrize(("height", "devices", "also"), [(1024, 2, "text=split"), (4096, 8, "text=split vae=rows")])
+def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: int, devices: int, also: str) -> None:
+    """A failure means that a search says no plan fits where one does, or shares out what there is room for."""
+    profile, one = hardware.profile("rtx-4090"), Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    call = {"height": height, "width": height, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
+    found = search(one, call, profile, Wanted(devices=devices))
+    words = str(found.prices[0].plan)
+    assert words.endswith(also) and found.too_large
+    assert all(price.memory_bytes <= profile.memory_bytes for price in found.prices)
+    given = answer(Ask(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)).found
+    assert given.prices[0].memory_bytes == found.prices[0].memory_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in known() if name not in ("qwen-image", "wan2.1-t2v-14b")])
+def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str) -> None:
+    """A failure means a peak of memory that is not that of the model's own VAE."""
+    one = Subject.of(name, CONFIGS / name)
+    assert one.decoder is not None
+    assert one.decodes == one.decoded() == of_decoder(one.decoder, one.coder)
+
+
+def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all fit. A failure means a search that takes a half longer than it need."""
+    looked = list[Plan]()
+
+    def noted(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
+        looked.append(job.plan)
+        return peak(subject, job, profile, words)
+
+    monkeypatch.setattr("ditile.planner.search.peak", noted)
+    found = answer(Ask(model="pixart-alpha", hardware="h100-nvlink", devices=16)).found
+    assert not found.too_large and len(found.prices) == SHOWN
+    assert len(looked) < found.legal / 2 and {price.plan for price in found.prices} <= set(looked)
+
+
+def price(compute: float, exposed: float = 0.0, bubble: float = 0.0, memory: int = 10**9) -> Price:
+    return Price(
+        plan=Plan(), latency_s=compute + exposed + bubble, compute_s=compute, exposed_s=exposed, bubble_s=bubble,
+        bytes_per_step=0.0, memory_bytes=memory,
+    )  # fmt: skip
+
+
+BEST = price(8.0, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (price(9.0, 0.5, 1.5), "10% slower: 1 s more compute"),
+        (price(7.0, 4.0, 1.0), "20% slower: 3.5 s more exposed communication"),
+        (price(8.0, 1.0, 4.0), "30% slower: 2.5 s more bubble"),
+        (price(8.0, 0.5, 1.5, memory=3 * 10**9), "as fast within 0.5%: 2.00 GB more memory"),
+        (price(8.0, 0.5, 1.51, memory=10**9), "as fast within 0.5%"),
+    ],
+)
+def test_why_a_plan_is_not_the_first(other: Price, why: str) -> None:
+    """Each of the four decides once. A failure means a table that blames the wrong part."""
+    assert list(reasons([BEST, other]))[1] == why
+
+
+@pytest.mark.parametrize(
+    ("first", "made_of"),
+    [
+        (BEST, "80% compute, then 15% bubble"),
+        (price(6.0, 3.0, 1.0), "60% compute, then 30% exposed communication"),
+        (price(6.0, 0.01), "all compute"),
+    ],
+)
+def test_what_the_first_is_made_of(first: Price, made_of: str) -> None:
+    assert list(reasons([first])) == [made_of]
+    assert next(reasons([first, BEST])) == f"the fastest: {made_of}"
+
+
+def test_a_faster_plan_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what it lacks. A failure means an answer that does not say that memory alone keeps it from a faster plan."""
+    words = ["plan", "--hardware", "l40-pcie", "--devices", "4"]
+    assert main([*words, "--json", "-"]) == 0
+    free = json.loads(capsys.readouterr().out)
+    assert free["too_large"] is None
+    first = free["plans"][0]
+    assert main([*words, "--memory", "10MB", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    missed, fits = found["too_large"], found["plans"][0]
+    assert Plan.parse(missed["plan"]).world == Plan.parse(first["plan"]).world
+    assert missed["latency_s"] == pytest.approx(first["latency_s"]) and missed["latency_s"] < fits["latency_s"]
+    assert missed["memory_bytes"] - 10 * 10**6 == missed["lacks_bytes"] > 0
+    assert main([*words, "--memory", "10MB"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"too large: '{missed['plan']}' would be" in shown and "MB a device" in shown
+    assert "plans searched" in shown
+
+
+HUB = "somebody/some-flux"
+of_diffusers = pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument")
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache with the configs of a model, and no weights."""
+    folder = tmp_path / f"models--{HUB.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(ASSETS / "shapes-flux", snapshot, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+@of_diffusers
+def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
+    """Read off its configs, in the cache. A failure means that `--memory` lets plans through that do not fit."""
+    own = Subject.of("shapes-flux", ASSETS / "shapes-flux")
+    hub = Subject.of(HUB, HUB)
+    assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
+
+
+def test_a_folder_without_weights_is_planned_for(cached: Path) -> None:
+    """A failure means that nobody can ask about a model before its weights are there."""
+    wanted = {"hardware": "l40-pcie", "devices": 2}
+    alone, whole = (answer(Ask(model=str(model), **wanted)) for model in (cached, "shapes-flux"))
+    assert [price.plan for price in alone.found.prices] == [price.plan for price in whole.found.prices]
+
+
+@of_diffusers
+def test_what_is_not_counted_is_said(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a memory without the largest text encoder passes for the whole."""
+    shutil.rmtree(cached / "text_encoder_2")
+    words = ["plan", "--model", HUB, "--hardware", "l40-pcie", "--devices", "1"]
+    assert main(words) == 0
+    assert "not in the memory: text_encoder_2, of which there is no config here" in capsys.readouterr().out
+    assert main([*words, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["uncounted"] == ["text_encoder_2"]
+
+
+def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
+    """A failure means that a folder with half-precision files beside the others needs half as much again."""
+    folder = tmp_path / "model"
+    shutil.copytree(ASSETS / "shapes-flux", folder)
+    before = Subject.of("model", folder)
+    for part in ("text_encoder_2", "vae"):
+        (weights,) = (folder / part).glob("*.safetensors")
+        shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
+    again = Subject.of("model", folder)
+    assert (again.text, again.vae) == (before.text, before.vae)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    """Also one that fails. A failure means a program whose memory grows from its first plan on."""
+    seen: list[bool] = []
+    monkeypatch.setattr(Subject, "shape", lambda *_: seen.append(gc.isenabled()) or 1 / 0)
+    one, asked = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev"), Wanted(devices=2)
+    try:
+        if not is_on:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError):
+            search(one, {}, hardware.profile("l40-pcie"), asked)
+        assert seen == [False] and gc.isenabled() == is_on
+    finally:
+        gc.enable()

@@ -1,0 +1,136 @@
+"""What the exact tests share: tiny pipelines by name, a plan around one of them, equality bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.plan.plan import Plan
+from ditile.runner import compose
+from ditile.runner.runner import Runner, parallelize
+from tests import tiny
+from tests.pool import Pool
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "flux": tiny.flux,
+    "flux embedded guidance": lambda: tiny.flux(guidance=True),
+    "flux true cfg": tiny.flux,
+    "pixart sigma": tiny.pixart,
+    "pixart alpha": lambda: tiny.pixart(alpha=True),
+    "sd3": lambda: tiny.sd3(dual=()),
+    "sd3.5 medium": tiny.sd3,
+}
+"""A pipeline for every way in which a family is called."""
+
+TRUE_CFG = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+
+
+def call_of(name: str, **changes: Any) -> dict[str, Any]:
+    """Arguments for a pipeline of `MAKE`. `seeds=[..]` is a list of generators, `embeds=t` random prompt embeddings."""
+    if name == "flux true cfg":
+        changes = TRUE_CFG | changes
+        if isinstance(changes.get("prompt"), list):  # FluxPipeline wants as many negative prompts
+            changes["negative_prompt"] = [changes["negative_prompt"]] * len(changes["prompt"])
+    seeds, embeds = changes.pop("seeds", None), changes.pop("embeds", None)
+    if seeds:
+        changes["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]
+    call = tiny.arguments(name.split()[0].split(".")[0], **changes)
+    if embeds:
+        call |= _embeddings(name, embeds)
+    return call
+
+
+def run(pipe: Any, name: str, **changes: Any) -> Any:
+    """The pictures of a pipeline or runner."""
+    return pipe(**call_of(name, **changes)).images
+
+
+@contextmanager
+def divided(pipe: Any, **plan: Any) -> Iterator[Runner]:
+    """The pipeline under a plan; it is whole again afterwards."""
+    runner = parallelize(pipe, Plan(**plan), keep_weights=True)
+    yield runner
+    runner.restore()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """All steps compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "fuse_gelu", lambda *_: None)
+        yield
+
+
+def same(got: Any, wanted: Any, what: Any = "") -> None:
+    """Raises unless two results are equal bit for bit, and not by being broken alike."""
+    if isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted), what
+        for one, other in zip(got, wanted, strict=True):
+            same(one, other, what)
+        return
+    a, b = _array(got), _array(wanted)
+    assert a.shape == b.shape, f"{what}: shape {a.shape}, not {b.shape}"
+    assert a.dtype == b.dtype, f"{what}: {a.dtype}, not {b.dtype}"
+    assert np.isfinite(b).all(), f"{what}: the plain pipeline's result is not finite"
+    assert np.array_equal(a, b), f"{what}: differs by {np.abs(a.astype(np.float64) - b).max():.3g}"
+
+
+def different(got: Any, other: Any, what: Any = "") -> None:
+    """Raises if two results are equal: what was to be tested did not happen."""
+    assert not np.array_equal(_array(got), _array(other)), f"{what}: equal, and should not be"
+
+
+def pictures(name: str, plans: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """On a rank: the latents of each call under each plan."""
+    found = []
+    pipe = MAKE[name]()
+    for plan in plans:
+        with divided(pipe, **plan) as runner:
+            found += [run(runner, name, **call) for call in calls]
+    return found
+
+
+def equal_over_ranks(pool: Pool, degrees: Sequence[int], name: str, plans: Any, calls: Any) -> list[Tensor]:
+    """Runs `pictures` on 1 rank and on each of `degrees`; every rank of every degree must give the same."""
+    wanted: list[Tensor] = pool.run(pictures, 1, name, [plan | {"pipefusion": 1} for plan in plans], calls)[0]
+    for ranks in degrees:
+        for rank, got in enumerate(pool.run(pictures, ranks, name, [p | {"pipefusion": ranks} for p in plans], calls)):
+            for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+                where = (plans[index // len(calls)], calls[index % len(calls)])
+                same(one, other, f"{name}, rank {rank} of {ranks}, {where}")
+    return wanted
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _embeddings(name: str, tokens: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    given: dict[str, Any] = {"prompt": None, "prompt_embeds": draw(1, tokens, tiny.WIDTH)}
+    if name.startswith("pixart"):
+        mask = torch.ones(1, tokens, dtype=torch.int64)
+        given |= {
+            "negative_prompt": None,
+            "prompt_attention_mask": mask,
+            "negative_prompt_attention_mask": mask,
+        }
+        return given | {"negative_prompt_embeds": draw(1, tokens, tiny.WIDTH)}
+    if name.startswith("flux"):
+        return given | {"pooled_prompt_embeds": draw(1, tiny.WIDTH)}
+    wide = 2 * tiny.WIDTH
+    given |= {"prompt_embeds": draw(1, tokens, wide), "pooled_prompt_embeds": draw(1, wide)}
+    return given | {
+        "negative_prompt_embeds": draw(1, tokens, wide),
+        "negative_pooled_prompt_embeds": draw(1, wide),
+    }

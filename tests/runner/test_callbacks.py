@@ -1,0 +1,337 @@
+"""Callbacks, interrupts and the progress bar: once per step, whatever the patches, and alike on every rank.
+
+xDiT crashes on callbacks or calls them once per patch with old latents, and an interrupt on one rank hangs the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.callbacks import PipelineCallback
+
+from ditile.errors import StateError
+from ditile.parallel.pipefusion.loop import Loop
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, divided, run, same
+
+STEPS = 4
+EXACT = {"pipefusion": 2, "patches": 3, "warmup": STEPS}
+STALE = EXACT | {"warmup": 1}
+NAMES = ("flux", "flux true cfg", "sd3")
+
+
+class Notes:
+    """A callback that notes what it sees and may change it."""
+
+    def __init__(self, change: str = "") -> None:
+        self.seen: list[tuple[int, float]] = []
+        self.latents: list[Any] = []
+        self.change = change
+
+    def __call__(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append((step, float(timestep)))
+        if "latents" in tensors:
+            self.latents.append(tensors["latents"].clone())
+        if self.change == "latents" and step == 1:
+            return {"latents": tensors["latents"] * 0.5}
+        if self.change == "prompt" and step == 1:
+            return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
+        return {}
+
+
+def observed(pipe: Any, name: str, tensors: list[str], change: str = "") -> list[Any]:
+    notes = Notes(change)
+    call = {"callback_on_step_end": notes, "callback_on_step_end_tensor_inputs": tensors}
+    picture = run(pipe, name, **call)
+    return [picture, notes.seen, *notes.latents]
+
+
+def as_plain(name: str) -> None:
+    pipe = MAKE[name]()
+    wishes = [([], ""), (["latents"], ""), (["latents"], "latents"), (["latents", "prompt_embeds"], "prompt")]
+    wanted = [observed(pipe, name, *wish) for wish in wishes]
+    different(wanted[2][0], wanted[1][0], "changed latents")
+    different(wanted[3][0], wanted[1][0], "a changed prompt")
+    for plan in (EXACT, STALE):
+        with divided(pipe, **plan) as runner:
+            for wish, want in zip(wishes, wanted, strict=True):
+                got = observed(runner, name, *wish)
+                assert got[1] == want[1], f"{name} {plan} {wish}: called at {got[1]}"
+                sent = runner.report.sent.get("callback", 0) if runner.report else 0
+                assert bool(sent) <= bool(wish[0]), f"{wish}: {sent} bytes sent for callbacks"
+                if plan is EXACT:
+                    same(got[0], want[0], f"{name} {wish}")
+                    same(got[2:], want[2:], f"latents given to the callback, {name} {wish}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_once_per_step_and_as_the_plain_pipeline(pool: Pool, name: str) -> None:
+    """A failure means that a callback sees patches instead of steps, or what it returns is lost on some rank."""
+    pool.run(as_plain, 2, name)
+
+
+def whole_model(name: str) -> None:
+    pipe = MAKE[name]()
+    wanted = observed(pipe, name, ["prompt_embeds"], "prompt")
+    different(wanted[0], observed(pipe, name, ["latents"])[0], "a changed prompt")
+    with divided(pipe) as runner:
+        same(observed(runner, name, ["prompt_embeds"], "prompt")[0], wanted[0], name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_prompt_is_read_where_models_are_whole(pool: Pool, name: str) -> None:
+    """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
+    pool.run(whole_model, 1, name)
+
+
+def changed(name: str, stages: int) -> list[Any]:
+    with divided(MAKE[name](), **STALE | {"pipefusion": stages}) as runner:
+        return [observed(runner, name, ["latents"], "latents"), observed(runner, name, ["prompt_embeds"], "prompt")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changes_under_stale_keys(pool: Pool, name: str) -> None:
+    """A failure means that stages go on with other latents or another prompt after a callback changed them."""
+    wanted = pool.run(changed, 1, name, 1)[0]
+    for ranks in (2, 3):
+        for got in pool.run(changed, ranks, name, ranks):
+            for one, other in zip(got, wanted, strict=True):
+                assert one[1] == other[1]
+                same([one[0], *one[2:]], [other[0], *other[2:]], name)
+
+
+def on_rank_0(name: str) -> None:
+    pipe = MAKE[name]()
+    wanted = observed(pipe, name, ["latents"], "latents")
+    with divided(pipe, **EXACT) as runner:
+        if dist.get_rank() == 0:
+            got = observed(runner, name, ["latents"], "latents")
+            same(got[2:], wanted[2:], "latents given to rank 0's callback")
+            picture = got[0]
+        else:
+            picture = run(runner, name)
+        same(picture, wanted[0], "a callback on rank 0 only")
+
+
+def test_a_callback_on_rank_0_only(pool: Pool) -> None:
+    """A failure means that the ranks without the callback hang, or go on with other latents."""
+    pool.run(on_rank_0, 2, "flux")
+
+
+def legacy(pipe: Any, every: int) -> list[Any]:
+    seen: list[Any] = []
+    picture = run(
+        pipe, "pixart sigma", callback=lambda i, t, x: seen.append((i, float(t), x.clone())), callback_steps=every
+    )
+    return [picture, [s[:2] for s in seen], *(s[2] for s in seen)]
+
+
+def legacy_as_plain() -> None:
+    pipe = MAKE["pixart sigma"]()
+    for every in (1, 2):
+        wanted = legacy(pipe, every)
+        with divided(pipe, **EXACT) as runner:
+            got = legacy(runner, every)
+            assert got[1] == wanted[1]
+            same([got[0], *got[2:]], [wanted[0], *wanted[2:]], f"every {every}")
+        with divided(pipe, **STALE) as runner:
+            assert legacy(runner, every)[1] == wanted[1]
+
+
+def test_the_callback_of_pixart(pool: Pool) -> None:
+    """The older `callback`, `callback_steps`. A failure means that it sees patches, or latents that are not whole."""
+    pool.run(legacy_as_plain, 2)
+
+
+class Halve(PipelineCallback):
+    """An object with `tensor_inputs` of its own."""
+
+    tensor_inputs = ["latents"]
+
+    def callback_fn(self, pipeline: Any, step_index: int, timestep: Any, callback_kwargs: Any) -> Any:
+        callback_kwargs["latents"] = callback_kwargs["latents"] * 0.5
+        return callback_kwargs
+
+
+def objects(name: str) -> None:
+    pipe = MAKE[name]()
+    wanted = run(pipe, name, callback_on_step_end=Halve(cutoff_step_ratio=None, cutoff_step_index=1))
+    with divided(pipe, **EXACT) as runner:
+        got = run(runner, name, callback_on_step_end=Halve(cutoff_step_ratio=None, cutoff_step_index=1))
+        same(got, wanted, "a PipelineCallback")
+
+
+def test_callback_objects(pool: Pool) -> None:
+    """A failure means that the tensors that a `PipelineCallback` names are not the ones it gets."""
+    pool.run(objects, 2, "flux")
+
+
+def interrupted(name: str, plan: dict[str, Any], rank: int, stop: int) -> list[Any]:
+    pipe, seen = MAKE[name](), []
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(step)
+        if step == stop and dist.get_rank() == rank:
+            pipe._interrupt = True
+        return {}
+
+    call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": [], "num_inference_steps": 8}
+    with divided(pipe, **plan) as runner:
+        picture = run(runner, name, **call)
+        again = run(runner, name)
+    same(again, run(pipe, name), "the call after an interrupt") if plan["warmup"] == 8 else None
+    return [picture, seen]
+
+
+@pytest.mark.parametrize("warmup", [8, 1])
+def test_an_interrupt_on_any_rank(pool: Pool, warmup: int) -> None:
+    """A failure means that ranks stop at different steps, with different pictures, or hang."""
+    plan = {"pipefusion": 3, "patches": 2, "warmup": warmup}
+    for rank in range(3):
+        found = pool.run(interrupted, 3, "flux", plan, rank, 2)
+        for picture, seen in found:
+            assert seen == found[0][1] and 4 <= len(seen) <= 6, f"rank {rank} interrupted, steps {seen}"
+            same(picture, found[0][0], "after an interrupt")
+
+
+def from_a_thread() -> list[Any]:
+    pipe = MAKE["flux"]()
+    with divided(pipe, pipefusion=2, warmup=1) as runner:
+        started = threading.Event()
+
+        def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+            started.set()
+            return {}
+
+        def stop() -> None:
+            started.wait()
+            pipe._interrupt = True
+
+        if dist.get_rank() == 1:
+            thread = threading.Thread(target=stop)
+            thread.start()
+        call = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": []}
+        picture = run(runner, "flux", num_inference_steps=200, **call)
+        assert runner.report is not None
+        return [picture, runner.report.steps, run(runner, "flux")]
+
+
+def test_an_interrupt_from_another_thread(pool: Pool) -> None:
+    """A failure means that a server cannot stop a picture in the making."""
+    (one, steps, after), (other, others, after_other) = pool.run(from_a_thread, 2)
+    assert steps == others < 200
+    same(one, other, "after an interrupt")
+    same(after, after_other, "the call after it")
+
+
+class Bar:
+    """Stands where tqdm does, and counts."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total, self.updates = total, 0
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, _: int = 1) -> None:
+        self.updates += 1
+
+
+def bars(name: str) -> list[tuple[int | None, int]]:
+    pipe, made = MAKE[name](), []
+
+    def progress_bar(iterable: Any = None, total: int | None = None) -> Bar:
+        made.append(Bar(total))
+        return made[-1]
+
+    pipe.progress_bar = progress_bar
+    with divided(pipe, **STALE) as runner:
+        run(runner, name)
+        assert pipe.progress_bar is progress_bar
+    return [(bar.total, bar.updates) for bar in made]
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
+def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
+    """A failure means that users see patches for steps, or a bar per rank."""
+    assert pool.run(bars, 2, name) == [[(STEPS, STEPS)], []]
+
+
+def raising(name: str, ranks: int) -> None:
+    pipe = MAKE[name]()
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        raise KeyError("from the callback")
+
+    with divided(pipe, **STALE | {"pipefusion": ranks}) as runner:
+        wanted = run(runner, name)
+        with pytest.raises((ValueError, TypeError)):
+            run(runner, name, height=7.5)
+        same(run(runner, name), wanted, "the call after one that never began its loop")
+        with pytest.raises(KeyError, match="from the callback"):
+            run(runner, name, callback_on_step_end=callback)
+        assert type(pipe.scheduler.timesteps) is torch.Tensor
+        if ranks == 1:
+            same(run(runner, name), wanted, "the call after one that raised")
+            return
+        dist.barrier()
+        with pytest.raises(StateError, match="start the ranks again"):
+            run(runner, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_a_call_that_raises(pool: Pool, name: str, ranks: int) -> None:
+    """A failure means that a runner is spoiled by a failed call, or goes on with messages of another picture."""
+    pool.run(raising, ranks, name, ranks)
+
+
+def copied() -> None:
+    pipe = MAKE["flux"]()
+
+    def copy_it(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        made = copy.deepcopy(pipe.scheduler)
+        assert type(made.timesteps) is torch.Tensor and made is not pipe.scheduler
+        made.set_timesteps(3, mu=0.5)
+        like = torch.zeros(1, 4, 4)
+        made.step(like, made.timesteps[0], like)
+        return {}
+
+    for plan in (STALE, {"ulysses": 2}):
+        with divided(pipe, **plan) as runner:
+            same(run(runner, "flux", callback_on_step_end=copy_it), run(runner, "flux"), str(plan))
+
+
+def test_a_scheduler_may_be_copied_in_mid_call(pool: Pool) -> None:
+    """As LTX-2 does for its sound, which steps the copy. A failure means that the runner and its groups are copied
+    with it, which raises, or that the copy steps the picture."""
+    pool.run(copied, 2)
+
+
+def forgotten() -> None:
+    held: list[Any] = []
+
+    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        held.append(weakref.ref(tensors["latents"]))
+        return {"latents": tensors["latents"] * 1.0}
+
+    with divided(MAKE["flux"](), **STALE) as runner:
+        picture = run(runner, "flux", callback_on_step_end=note, output_type="pil")
+        loops = [each for each in gc.get_objects() if isinstance(each, Loop)]
+        assert loops and all(loop._latents is None and loop._copies is None for loop in loops)
+        gc.collect()
+        assert len(held) == STEPS and not [ref for ref in held if ref() is not None] and picture
+
+
+def test_latents_do_not_outlive_the_call(pool: Pool) -> None:
+    """A failure means that a runner at rest keeps the latents of a video, and what the scheduler remembers of them."""
+    pool.run(forgotten, 2)

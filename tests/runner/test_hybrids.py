@@ -1,0 +1,236 @@
+"""Several axes at once. An exact axis added to a stale schedule changes nothing: the tables below, on every rank.
+
+Each row is drawn as it stands, against its stale axes alone (all exact ones set to 1), and warmed up to the end,
+against the plain pipeline. In float64, so that what is left is rounding in the schedulers, which is 1e-7, and not what
+rounding grows into in a network without training (1e-6 to 2e-5 in float32; see test_tokens). Ranks of one image agree
+on every bit. To add a hybrid, add a row: the world is the product of its degrees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditile.plan.plan import DEGREES, Plan
+from tests.parallel.sequence.test_planned_pipelines import FROM_IMAGE, from_image, picture
+from tests.pool import Pool
+from tests.runner.cases import MAKE, divided, run
+from tests.runner.loras import edits, folder_of
+
+TOLERANCE = 1e-6
+STALE_AXES = ("pipefusion", "distrifusion")
+ALL = 99
+"""More steps than any call here has."""
+
+
+class Hybrid(NamedTuple):
+    """A pipeline of `MAKE`, a plan, and words that say what else there is."""
+
+    name: str
+    plan: str
+    also: str = ""
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "": {},  # three steps, 8 rows of 6 tokens
+    "large": {"height": 40, "width": 56, "max_sequence_length": 7},  # 10 rows of 14 tokens: nothing divides
+    "two images": {"num_images_per_prompt": 2},
+    "image": {"strength": 0.6, "num_inference_steps": 6},  # the loop begins at the fourth step of seven
+    "callback": {"callback_on_step_end_tensor_inputs": ["latents"]},
+    "lora": {},
+    "decoded": {"output_type": "pt"},
+}
+
+HYBRIDS = [
+    # a stage alone, its patches shared out: any number of ranks
+    Hybrid("flux", "patches=3 ulysses=2", "large"),
+    Hybrid("pixart sigma", "patches=2 ring=3 warmup=0", "large"),
+    Hybrid("sd3.5 medium", "patches=2 ring=5"),
+    Hybrid("flux true cfg", "patches=2 ulysses=7 warmup=2", "large"),
+    # stages with one other axis
+    Hybrid("flux", "pipefusion=2 patches=7 ulysses=2 async_ulysses=true", "large"),
+    Hybrid("flux", "pipefusion=2 patches=3 ring=2", "callback"),
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 warmup=0", "lora"),
+    Hybrid("flux embedded guidance", "pipefusion=2 patches=1 ulysses=2", "two images"),
+    Hybrid("pixart sigma", "pipefusion=2 patches=4 ring=2 warmup=0", "lora"),
+    Hybrid("pixart alpha", "pipefusion=2 patches=3 ring=2 stage_blocks=3,1"),
+    Hybrid("sd3", "pipefusion=2 patches=3 ulysses=2", "image"),
+    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 async_ulysses=true warmup=0", "two images"),
+    Hybrid("sd3.5 medium", "pipefusion=3 patches=4 ring=2", "large"),
+    # stages with both
+    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=2 ring=2 async_ulysses=true", "large"),
+    # shares of the weights too
+    Hybrid("flux", "pipefusion=2 patches=3 tensor=2"),
+    Hybrid("flux true cfg", "distrifusion=2 ulysses=2 tensor=2", "large"),
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 tensor=2", "callback"),
+    Hybrid("pixart sigma", "pipefusion=2 patches=3 tensor=2 warmup=0", "lora"),
+    Hybrid("pixart sigma", "distrifusion=2 tensor=2 split_scheme=sequence", "large"),
+    Hybrid("sd3", "pipefusion=2 patches=3 ring=2 tensor=2 split_scheme=sequence", "image"),
+    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 tensor=2 split_scheme=sequence", "large"),
+    # rows decoded by every rank of the image
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 vae=rows", "decoded"),
+    Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 vae=rows", "decoded"),
+    Hybrid("pixart sigma", "pipefusion=2 patches=3 ring=2 tensor=2 vae=rows", "decoded"),
+    # branches of guidance, and images
+    Hybrid("pixart sigma", "cfg=2 pipefusion=2 patches=3", "two images"),
+    Hybrid("sd3.5 medium", "cfg=2 pipefusion=2 patches=3 ulysses=2", "large"),
+    Hybrid("flux true cfg", "cfg=2 pipefusion=2 patches=3 ring=2", "callback"),
+    Hybrid("sd3", "cfg=2 distrifusion=2", "image"),
+    Hybrid("flux", "data=2 pipefusion=2 patches=3", "two images"),
+    Hybrid("pixart sigma", "data=2 cfg=2 distrifusion=2 warmup=0", "two images"),
+    Hybrid("sd3.5 medium", "data=2 cfg=2 tensor=2 vae=rows", "decoded"),  # one replica has no image
+    # text encoders on the first rank, or shared out
+    Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 text=first"),
+    Hybrid("sd3.5 medium", "distrifusion=2 tensor=2 text=split"),
+    # sixteen ranks
+    Hybrid("sd3.5 medium", "data=2 cfg=2 pipefusion=2 patches=3 ulysses=2", "two images"),
+    # patches of rows, shared out
+    Hybrid("flux", "distrifusion=2 ulysses=2", "image"),
+    Hybrid("pixart sigma", "distrifusion=2 ulysses=2 async_ulysses=true warmup=2", "lora"),
+    Hybrid("sd3.5 medium", "distrifusion=3 ulysses=2", "large"),
+]
+
+
+def alone(plan: Plan) -> Plan:
+    """The stale axes of a plan, which say what the picture is."""
+    stale = {axis: getattr(plan, axis) for axis in STALE_AXES}
+    return Plan(patches=plan.patches, warmup=plan.warmup, stage_blocks=plan.stage_blocks, **stale)
+
+
+class Job(NamedTuple):
+    """Something to draw, with a plan or (None) without."""
+
+    name: str
+    also: str
+    plan: Plan | None
+
+    @property
+    def world(self) -> int:
+        return 1 if self.plan is None else self.plan.world
+
+
+class Jobs(NamedTuple):
+    """What is drawn for a hybrid."""
+
+    hybrid: Job
+    alone: Job
+    warm: Job
+    plain: Job
+
+    @classmethod
+    def of(cls, hybrid: Hybrid) -> Jobs:
+        plan = Plan.parse(hybrid.plan)
+        warm = dataclasses.replace(plan, warmup=ALL) if plan.world <= 4 else plan  # larger ones are not drawn again
+        plans = (plan, alone(plan), warm, None)
+        return cls(*(Job(hybrid.name, hybrid.also, plan) for plan in plans))
+
+    @property
+    def is_stale(self) -> bool:
+        plan = self.hybrid.plan
+        return plan is not None and plan.num_patches * plan.distrifusion > 1
+
+
+def draw(jobs: list[Job], loras: dict[str, Path]) -> list[list[Tensor]]:
+    """On a rank: what each job gives."""
+    pipes: dict[tuple[str, str], Any] = {}
+    for name, also, _ in jobs:
+        if (name, also) not in pipes:
+            pipes[name, also] = from_image(name) if also == "image" else MAKE[name]()
+            if also == "lora":
+                edits(name)["loaded"](pipes[name, also], loras[name])
+            for part in pipes[name, also].components.values():
+                if isinstance(part, torch.nn.Module):
+                    torch.nn.Module.to(part, torch.float64)
+    return [drawn(pipes[job.name, job.also], job) for job in jobs]
+
+
+def drawn(pipe: Any, job: Job) -> list[Tensor]:
+    """The latents in the end, and those that a callback saw."""
+    call, seen = {"num_inference_steps": 3} | HOW[job.also], list[Tensor]()
+    if job.also == "image":
+        call["image"] = picture()
+    if job.also == "callback":
+        call["callback_on_step_end"] = lambda pipe, step, t, tensors: seen.append(tensors["latents"].clone()) or {}
+    plan = job.plan
+    with nullcontext(pipe) if plan is None else divided(pipe, **plan.to_dict()) as runner:
+        return [run(runner, job.name, **call), *seen]
+
+
+class Drawn:
+    """What every rank gets of a job, drawn when it is first asked for; of those together, one world's share a group."""
+
+    def __init__(self, pool: Pool, loras: dict[str, Path]) -> None:
+        self._pool, self._loras = pool, loras
+        self._found: dict[Job, list[list[Tensor]]] = {}
+
+    def of(self, *jobs: Job) -> Iterator[list[list[Tensor]]]:
+        """By rank, of each job."""
+        missing = [job for job in dict.fromkeys(jobs) if job not in self._found]
+        for world in {job.world for job in missing}:
+            here = [job for job in missing if job.world == world]
+            answers = self._pool.run(draw, world, here, self._loras, timeout=600.0)
+            self._found |= {job: list(of_ranks) for job, of_ranks in zip(here, zip(*answers, strict=True), strict=True)}
+        return (self._found[job] for job in jobs)
+
+
+@pytest.fixture(scope="module")
+def drawn_by(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    names = {row.name for row in HYBRIDS if row.also == "lora"}
+    return Drawn(pool, {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in names})
+
+
+def close(of_ranks: list[list[Tensor]], wanted: list[Tensor], what: Any) -> None:
+    """Raises unless every rank has the same, and that is `wanted` up to rounding."""
+    for rank, found in enumerate(of_ranks):
+        assert len(found) == len(wanted), f"{what}, rank {rank}"
+        for one, first, want in zip(found, of_ranks[0], wanted, strict=True):
+            assert torch.equal(one, first), f"{what}: ranks 0 and {rank} have other pictures"
+            assert distance(one, want) < TOLERANCE, f"{what}, rank {rank}: {distance(one, want):.2g}"
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    assert got.shape == wanted.shape and torch.isfinite(wanted).all()
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def names(row: Hybrid) -> str:
+    return f"{row.name}-{row.plan}-{row.also}".replace(" ", "_")
+
+
+@pytest.mark.parametrize("row", HYBRIDS, ids=names)
+def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
+    """A failure with one plan means that two strategies tread on each other: keys of a patch kept elsewhere than those
+    of the whole step, text shared out with the wrong ranks, an exchange that waits for another's. With all plans of an
+    axis: the axis. The stale picture is far from the plain one, so that keys of the wrong step are seen.
+    """
+    jobs = Jobs.of(row)
+    hybrid, stale, plain = drawn_by.of(jobs.hybrid, jobs.alone, jobs.plain)
+    close(hybrid, stale[0], row)
+    if jobs.is_stale:
+        assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).world <= 4], ids=names)
+def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
+    """A failure means that the exact parts of a hybrid are not."""
+    jobs = Jobs.of(row)
+    warm, plain = drawn_by.of(jobs.warm, jobs.plain)
+    close(warm, plain[0], row)
+
+
+def test_the_table_is_a_matrix() -> None:
+    """A failure means that rows were lost: every axis meets every family, and more than twenty are true hybrids."""
+    plans = [(row.name.split()[0].split(".")[0], Plan.parse(row.plan)) for row in HYBRIDS]
+    several = [plan for _, plan in plans if sum(getattr(plan, axis) > 1 for axis in (*DEGREES, "num_patches")) > 1]
+    assert len(several) >= 20 and len(set(HYBRIDS)) == len(HYBRIDS)
+    for axis in DEGREES:
+        assert {family for family, plan in plans if getattr(plan, axis) > 1} == {"flux", "pixart", "sd3"}, axis
+    assert {row.also for row in HYBRIDS} == {*HOW}
+    assert FROM_IMAGE.keys() >= {row.name for row in HYBRIDS if row.also == "image"}

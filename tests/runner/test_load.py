@@ -1,0 +1,231 @@
+"""Loading says what is wrong with a model, in one line. A failure would mean a traceback, or a pickle that is read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ditile
+from ditile import LoadError, ModelError, PlanError
+from ditile.runner.load import ASSETS, bundled, defaults, find, load
+from tests import tiny
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a bundled model that a test may damage."""
+    return Path(shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model"))
+
+
+def message(name: object, kind: type[Exception] = LoadError) -> str:
+    with pytest.raises(kind) as caught:
+        load(str(name))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_function_wins_over_the_module_of_the_same_name() -> None:
+    for module in ("launch", "load"):
+        importlib.import_module(f"ditile.{module}")
+    assert ditile.load is load
+    assert callable(ditile.launch) and callable(ditile.load)
+
+
+def test_bundled_models_load_in_float32() -> None:
+    assert bundled() == ["shapes-flux", "shapes-pixart"]
+    pipe = load("shapes-pixart")
+    assert type(pipe).__name__ == "PixArtSigmaPipeline" and pipe.transformer.dtype is torch.float32
+
+
+def test_a_folder_and_a_dtype(folder: Path) -> None:
+    assert load(str(folder), dtype="bfloat16").transformer.dtype is torch.bfloat16
+    assert load(str(folder), dtype=torch.bfloat16).transformer.dtype is torch.bfloat16
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(ModelError, match="float32, bfloat16, float16"):
+        load("shapes-pixart", dtype="int8")
+
+
+def test_defaults_are_those_beside_the_model(folder: Path) -> None:
+    assert defaults("shapes-flux")["true_cfg_scale"] > 1
+    (folder / "generation.json").unlink()
+    assert defaults(str(folder)) == {}
+    (folder / "generation.json").write_text("[1]")
+    with pytest.raises(LoadError, match="no JSON object"):
+        defaults(str(folder))
+    assert defaults("someone/something") == {}
+
+
+def test_an_unknown_name() -> None:
+    assert "shapes-flux, shapes-pixart" in message("nothing-like-it", ModelError)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean a raw error, or the current folder."""
+    monkeypatch.chdir(shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model"))
+    with pytest.raises(ModelError, match=f"model {name!r} is not known; bundled are shapes-flux"):
+        load(name)
+
+
+def test_a_path_is_a_folder(folder: Path) -> None:
+    assert find(folder) == folder
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("pipefusion=2", r"plan='pipefusion=2' is no Plan; give ditile.Plan.parse\('pipefusion=2'\)"),
+        (2, r"plan=2 is no Plan; give one, such as ditile.Plan\(pipefusion=2\)"),
+        ("", r"plan='' is no Plan; give one"),
+    ],
+)
+def test_a_plan_that_is_none_is_no_fault_of_the_model(plan: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        load("shapes-flux", plan=plan)
+    with pytest.raises(PlanError, match=says):
+        ditile.parallelize(tiny.flux(), plan)
+
+
+@pytest.mark.parametrize("name", ["cache_config", "calibrator_config"])
+def test_settings_of_a_cache_that_are_none(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}='F=1' is no config; give a"):
+        ditile.enable_cache(tiny.flux(), **{name: "F=1"})
+
+
+@pytest.mark.parametrize(
+    "call", [ditile.parallelize, ditile.enable_cache, ditile.disable_cache, ditile.summary, ditile.strify]
+)
+@pytest.mark.parametrize("pipe", [None, "shapes-flux"])
+def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
+    with pytest.raises(ModelError, match=f"{type(pipe).__name__} has no transformer.* give a pipeline"):
+        call(pipe)
+
+
+def test_a_hub_id_is_left_to_diffusers() -> None:
+    assert find("someone/something") == "someone/something"
+    assert "someone/something" in message("someone/something")
+
+
+def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:
+    assert "model_index.json" in message(tmp_path)
+
+
+def test_a_component_that_is_not_there(folder: Path) -> None:
+    shutil.rmtree(folder / "vae")
+    assert "vae is missing" in message(folder)
+
+
+def test_weights_that_are_not_there(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    assert "transformer has no weights" in message(folder)
+
+
+def test_a_shard_that_is_not_there(folder: Path) -> None:
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}}))
+    assert "part-2.safetensors is missing" in message(folder)
+
+
+def test_weights_that_are_pickles(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
+    assert "pickle" in message(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1])
+def test_weights_that_are_cut_short(folder: Path, kept: int) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "no whole safetensors file" in message(folder)
+
+
+def test_weights_that_are_noise(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(bytes(range(256)) * 64)
+    assert "no whole safetensors file" in message(folder)
+
+
+def test_an_index_that_is_no_json(folder: Path) -> None:
+    (folder / "model_index.json").write_text("{")
+    assert "no readable JSON" in message(folder)
+
+
+def test_a_config_that_is_no_json(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text("{")
+    message(folder)
+
+
+def test_a_class_that_diffusers_does_not_have(folder: Path) -> None:
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "NoSuchPipeline"}))
+    message(folder, ModelError)
+
+
+def test_a_tensor_that_is_not_there(folder: Path) -> None:
+    """diffusers alone would draw with a random one."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop("proj_out.weight")
+    save_file(tensors, folder / WEIGHTS)
+    assert "lacks 1 weight(s), such as proj_out.weight" in message(folder)
+
+
+def sharded(part: Path, model: Any, variant: str | None = None) -> None:
+    """Saves a model in many small files, with their index."""
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, max_shard_size="20KB", variant=variant)
+
+
+def test_the_index_beside_a_variant(tmp_path: Path) -> None:
+    """Stores of models keep the indices of both, and a user fetches the files of one."""
+    pipe = tiny.sd3()
+    pipe.save_pretrained(tmp_path / "model", variant="fp16")
+    part, stem = tmp_path / "model" / "text_encoder_3", "model.safetensors.index"
+    sharded(part, pipe.text_encoder_3, "fp16")
+    sharded(tmp_path / "plain", pipe.text_encoder_3)
+    shutil.copy(tmp_path / "plain" / f"{stem}.json", part)
+    loaded = load(str(tmp_path / "model"), variant="fp16")
+    assert torch.equal(loaded.text_encoder_3.shared.weight, pipe.text_encoder_3.shared.weight)
+    assert "index beside it names it" in message(tmp_path / "model")
+    gone = sorted(part.glob("model.fp16-*.safetensors"))[2]
+    gone.unlink()
+    with pytest.raises(LoadError, match=f"{gone.name} is missing"):
+        load(str(tmp_path / "model"), variant="fp16")
+
+
+def test_a_weight_that_the_variant_lacks(folder: Path) -> None:
+    """The plain file beside it has the weight, and is not read."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop("proj_out.weight")
+    save_file(tensors, folder / WEIGHTS.replace(".safetensors", ".fp16.safetensors"))
+    load(str(folder))
+    with pytest.raises(LoadError, match=r"lacks 1 weight\(s\), such as proj_out.weight"):
+        load(str(folder), variant="fp16")
+
+
+def test_a_quantized_transformer(tmp_path: Path) -> None:
+    """A quantizer of diffusers saves the parts of a weight under names of its own."""
+    from diffusers import FluxTransformer2DModel, TorchAoConfig
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    tiny.flux().save_pretrained(tmp_path)
+    part = tmp_path / "transformer"
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    quantized = FluxTransformer2DModel.from_pretrained(part, quantization_config=config, torch_dtype=torch.bfloat16)
+    shutil.rmtree(part)
+    quantized.save_pretrained(part)
+    for plan in (None, ditile.Plan(patches=2)):
+        found = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
+        assert type(found) is type(quantized.proj_out.weight) is not torch.nn.Parameter
+        assert torch.equal(found.dequantize(), quantized.proj_out.weight.dequantize())

@@ -1,0 +1,324 @@
+"""A rank reads its own weights and no others, and they are what diffusers and transformers would have read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import ditile
+from ditile import LoadError, ModelError, PlanError, StateError
+from ditile.hooks.placeholders import is_hollow
+from ditile.plan.plan import Plan
+from ditile.runner.checkpoint import Checkpoint, Cut, folder
+from ditile.runner.partial import STEM, components
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import run, same
+from tests.runner.loras import load as load_lora
+from tests.runner.loras import write
+
+NAMES = {"flux": "flux", "pixart": "pixart sigma", "sd3": "sd3.5 medium"}
+SHARDS = "20KB"
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A saved pipeline of each family; FLUX's transformer in many files."""
+    folders = {}
+    for family, make in tiny.FAMILIES.items():
+        folders[family] = tmp_path_factory.mktemp(family)
+        pipe = make()
+        pipe.save_pretrained(folders[family])
+        if family == "flux":
+            weights(folders[family]).unlink()
+            pipe.transformer.save_pretrained(folders[family] / "transformer", max_shard_size=SHARDS)
+    return folders
+
+
+def weights(model: Path) -> Path:
+    return model / "transformer" / f"{STEM}.safetensors"
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a module holds: parameters, buffers, saved or not, and plain attributes."""
+    found = {}
+    for path, part in module.named_modules():
+        held = {**vars(part), **part._parameters, **part._buffers}
+        found |= {f"{path}.{name}": value for name, value in held.items() if isinstance(value, Tensor)}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_is_read_is_what_diffusers_reads(models: dict[str, Path], family: str, dtype: torch.dtype) -> None:
+    """A failure means another number, dtype, device or config than `from_pretrained` gives."""
+    whole = DiffusionPipeline.from_pretrained(models[family], dtype=dtype, use_safetensors=True)
+    for text in ("first", "split"):
+        seen: set[tuple[str, str]] = set()
+        for rank in range(RANKS):
+            mine = components(models[family], Plan(pipefusion=RANKS, text=text), rank, dtype)  # type: ignore[arg-type]
+            for name, module in mine.items():
+                model = getattr(whole, name)
+                assert type(module) is type(model) and not module.training
+                assert dict(module.config.items()) == dict(model.config.items()) if name == "transformer" else True
+                assert (module.dtype, module.device) == (model.dtype, model.device)
+                wanted = tensors(model)
+                for path, value in tensors(module).items():
+                    if path != ".stand_in":
+                        assert value.device.type == "cpu" and value.dtype is wanted[path].dtype, path
+                        assert torch.equal(value, wanted[path]), path
+                        seen.add((name, path))
+        assert seen == {(name, path) for name in mine for path in tensors(getattr(whole, name))}
+
+
+def test_one_file_or_several_are_read_in_runs(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a tensor is lost where a mapping ends."""
+    monkeypatch.setattr("ditile.runner.checkpoint.MAPPED", 5000)
+    for family in ("flux", "sd3"):
+        kind = getattr(diffusers, type(tiny.FAMILIES[family]().transformer).__name__)
+        wanted = tensors(kind.from_pretrained(models[family] / "transformer"))
+        with torch.device("meta"):
+            made = kind.from_config(kind.load_config(models[family] / "transformer"))
+        read = Checkpoint.find(folder(models[family] / "transformer"), STEM).read_into(made, torch.float32)
+        assert read == sum(t.numel() * 4 for t in wanted.values())
+        assert all(torch.equal(value, wanted[path]) for path, value in tensors(made).items())
+
+
+def linear(out: int, into: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict({"wide": nn.Linear(into, out), "norm": nn.LayerNorm(4), "ids": nn.Embedding(2, 3)})
+
+
+def test_parts_of_tensors_and_types(tmp_path: Path) -> None:
+    """A failure means that a shard of a tensor is another one's, or is read whole."""
+    whole = {"wide.weight": torch.randn(8, 6), "wide.bias": torch.randn(8), "norm.weight": torch.randn(4)}
+    whole |= {"norm.bias": torch.randn(4), "ids.weight": torch.arange(6).reshape(2, 3), "other": torch.zeros(10**6)}
+    save_file(whole, tmp_path / "m.safetensors")
+    cuts = {
+        "wide.weight": Cut(1, (slice(1, 3), slice(5, 6))),
+        "wide.bias": Cut(0, (slice(2, 4), slice(6, 8))),
+    }
+    asked = {}
+
+    def part(name: str, shape: tuple[int, ...]) -> Cut | None:
+        asked[name] = shape
+        return cuts.get(name)
+
+    module = linear(8, 6)
+    checkpoint = Checkpoint.find(folder(tmp_path), "m")
+    read = checkpoint.read_into(module, torch.bfloat16, keep_fp32=["norm"], part=part)
+    assert read == 8 * 3 * 4 + 4 * 4 + 8 * 4 + 6 * 8
+    assert asked["wide.weight"] == (8, 6) and "other" not in asked
+    got = module.state_dict()
+    assert torch.equal(got["wide.weight"], whole["wide.weight"][:, [1, 2, 5]].bfloat16())
+    assert torch.equal(got["wide.bias"], whole["wide.bias"][[2, 3, 6, 7]].bfloat16())
+    assert torch.equal(got["norm.weight"], whole["norm.weight"]) and got["norm.weight"].dtype is torch.float32
+    assert torch.equal(got["ids.weight"], whole["ids.weight"])
+    with pytest.raises(LoadError, match=r"wide.weight has the shape \[8, 6\], and the config beside it says \[8, 7\]"):
+        checkpoint.read_into(linear(8, 7), torch.float32)
+
+
+def test_a_variant_is_read_where_there_is_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """A failure means that another file is read than diffusers reads."""
+    pipe = tiny.flux()
+    for size, name in (("1GB", "one"), (SHARDS, "many")):
+        model = Path(shutil.copytree(models["flux"], tmp_path / name))
+        shutil.rmtree(model / "transformer")
+        with torch.no_grad():
+            pipe.transformer.proj_out.bias.fill_(7.0)
+        pipe.transformer.save_pretrained(model / "transformer", variant="fp16", max_shard_size=size)
+        whole = DiffusionPipeline.from_pretrained(model, variant="fp16", use_safetensors=True, dtype=torch.float32)
+        plan = Plan(pipefusion=2, text="split")
+        mine = components(model, plan, 0, torch.float32, "fp16")
+        assert torch.equal(mine["transformer"].proj_out.bias, whole.transformer.proj_out.bias)
+        assert mine["transformer"].proj_out.bias[0] == 7 and "text_encoder" in mine
+        with pytest.raises(LoadError, match=f"neither {STEM}.safetensors nor {STEM}.safetensors.index.json"):
+            components(model, plan, 0, torch.float32)
+
+
+def test_the_hub_is_asked_for_what_is_needed(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means that a rank downloads files of other stages, or cannot read a sharded model from the cache."""
+    fetched = []
+
+    def download(repo: str, file: str, subfolder: str) -> str:
+        from huggingface_hub.errors import EntryNotFoundError
+
+        path = models["flux"] / subfolder / file
+        if not path.exists():
+            raise EntryNotFoundError(str(path))
+        fetched.append(file)
+        return str(path)
+
+    monkeypatch.setattr("ditile.runner.partial.hf_hub_download", download)
+    index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
+    for rank in range(2):
+        fetched.clear()
+        made = components("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
+        needed = {index[name] for name in made.state_dict()}
+        assert {file for file in fetched if file.endswith("safetensors")} == needed < set(index.values())
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def message(model: Path | str, plan: Plan, kind: type[Exception] = LoadError, rank: int = 0) -> str:
+    with pytest.raises(kind) as caught:
+        components(model, plan, rank, torch.float32)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_missing_is_said_on_every_rank(models: dict[str, Path], tmp_path: Path) -> None:
+    """A failure means that one rank raises while the others wait for it, or that a weight is random."""
+    model = Path(shutil.copytree(models["sd3"], tmp_path / "model"))
+    plan = Plan(pipefusion=2, text="split")
+    kept = load_file(weights(model))
+    save_file({n: t for n, t in kept.items() if n != "transformer_blocks.3.norm1.linear.bias"}, weights(model))
+    for rank in range(2):
+        assert "lacks 1 weight(s), such as transformer_blocks.3.norm1.linear.bias" in message(model, plan, rank=rank)
+    save_file(kept, weights(model))
+    text = model / "text_encoder_3" / "model.safetensors"
+    save_file({n: t for n, t in load_file(text).items() if "block.0.layer.1" not in n}, text)
+    assert "T5EncoderModel" in message(model, plan, rank=1)
+    (model / "transformer" / "config.json").unlink()
+    assert "transformer has no config.json" in message(model, plan)
+
+
+def test_a_plan_that_does_not_fit(models: dict[str, Path]) -> None:
+    """A failure means a pipeline that is refused only after everything was read."""
+    assert "exceeds the 5 blocks" in message(models["flux"], Plan(pipefusion=6), PlanError)
+    with pytest.raises(PlanError, match="needs 2 rank"):
+        ditile.load(str(models["flux"]), plan=Plan(pipefusion=2))
+
+
+def test_what_is_quantised_is_loaded_whole_and_says_so(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure means that packed numbers are read as weights, or that nobody knows why a rank is full."""
+    model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
+    config = model / "transformer" / "config.json"
+    config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "torchao"}}))
+    with caplog.at_level(logging.WARNING, "ditile"):
+        assert components(model, Plan(pipefusion=2), 0, torch.float32) == {}
+    assert "transformer is loaded whole" in caplog.text and "quantised" in caplog.text
+
+
+def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:
+    """A failure means that a rank which needs all blocks lacks some."""
+    assert components(models["flux"], Plan(), 0, torch.float32) == {}
+    assert components(models["flux"], Plan(data=2, text="split"), 1, torch.float32) == {}
+    mine = components(models["flux"], Plan(cfg=2, text="first"), 1, torch.float32)
+    assert list(mine) == ["text_encoder", "text_encoder_2"]
+    hybrid = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
+    stages = [held(components(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)]
+    assert stages == ([held_by(0)] * 2 + [held_by(1)] * 2) * 4
+
+
+@pytest.mark.parametrize(("text", "rank"), [("first", 1), ("split", 0)])
+def test_an_encoder_read_in_part_says_so_when_it_is_called(models: dict[str, Path], text: str, rank: int) -> None:
+    """A failure means an error from the inside of another library, before there is a runner."""
+    mine = components(models["flux"], Plan(pipefusion=2, text=text), rank, torch.float32)  # type: ignore[arg-type]
+    for name in ("text_encoder", "text_encoder_2"):
+        with pytest.raises(StateError, match=f"of {name} there is only what text={text} on rank {rank} of 2 leaves"):
+            mine[name](torch.zeros(1, 4, dtype=torch.long))
+
+
+def held(transformer: FluxTransformer2DModel) -> list[bool]:
+    return [not is_hollow(b) for b in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]]
+
+
+def held_by(stage: int) -> list[bool]:
+    return [(index < 2) == (stage == 0) for index in range(5)]
+
+
+def divided(model: Path, name: str, text: str, lora: Path | None) -> tuple[Tensor, list[str]]:
+    """The picture of a pipeline that was loaded in part, and what it says to other plans."""
+    plan = Plan(pipefusion=2, text=text, warmup=99)  # type: ignore[arg-type]
+    pipe: Any = tiny.quiet(ditile.load(str(model), plan=plan))
+    said = []
+    others: list[tuple[Plan, dict[str, Any]]] = [
+        (Plan(pipefusion=2, text=text, stage_blocks=(1, 3)), {}),  # type: ignore[arg-type]
+        (plan, {"keep_weights": True}),
+    ]
+    if text != "each":
+        others.append((Plan(pipefusion=2), {}))
+    for other, options in others:
+        with pytest.raises(StateError) as caught:
+            parallelize(pipe, other, **options)
+        said.append(str(caught.value))
+    runner = parallelize(pipe, plan)
+    with pytest.raises(StateError, match="cut into stages already"):
+        parallelize(pipe, plan)
+    if lora is not None:
+        ditile.load_lora(pipe, lora, weight_name="narrow.safetensors", adapter_name="narrow")
+    assert "single" in str(runner) or "blocks" in str(runner)  # the table knows the whole
+    return run(runner, name), said
+
+
+@pytest.mark.parametrize("text", ["each", "first", "split"])
+@pytest.mark.parametrize("family", ["pixart", "sd3"])
+def test_a_pipeline_loaded_in_part_draws_the_same(
+    pool: Pool, models: dict[str, Path], tmp_path: Path, family: str, text: str
+) -> None:
+    """A failure means that what was loaded for a plan is not what the plan needs, or passes for another's."""
+    name, lora = NAMES[family], None
+    pipe: Any = tiny.quiet(ditile.load(str(models[family])))
+    if family == "sd3":
+        write(name, tmp_path, "narrow", 3, within="transformer_blocks.0.")
+        load_lora("narrow")(pipe, tmp_path)
+        lora = tmp_path
+    wanted = run(pipe, name)
+    for rank, (picture, said) in enumerate(pool.run(divided, 2, models[family], name, text, lora)):
+        same(picture, wanted, f"{name} {text}, rank {rank}")
+        assert len(said) == (2 if text == "each" else 3) and not any("\n" in line for line in said)
+        assert "load it for this plan" in said[0] and "keep_weights=True" in said[1]
+        assert text == "each" or "load the pipeline for this plan" in said[2]
+
+
+def test_a_transformer_without_a_spec_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """A failure means that a model is read before anybody knows how to cut it."""
+    model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
+    shutil.rmtree(model / "transformer")
+    other = diffusers.DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=4)
+    other.save_pretrained(model / "transformer")
+    index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "DiTTransformer2DModel"]}
+    (model / "model_index.json").write_text(json.dumps(index))
+    assert "no ModelSpec" in message(model, Plan(pipefusion=2), ModelError)
+
+
+def of_a_share(model: Path, name: str) -> list[tuple[Tensor, int]]:
+    """Pictures under tensor parallel plans, and the parameters that this rank had read of the transformer."""
+    found = []
+    for options in ({"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}):
+        plan = Plan(**options)
+        pipe: Any = tiny.quiet(ditile.load(str(model), plan=plan))
+        held = sum(p.numel() for p in pipe.transformer.parameters())
+        found.append((run(parallelize(pipe, plan), name), held))
+    return found
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_rank_reads_its_share_of_every_linear(pool: Pool, models: dict[str, Path], family: str) -> None:
+    """A failure means that shares are cut twice, or from the wrong place, or read whole."""
+    name = NAMES[family]
+    pipe: Any = tiny.quiet(ditile.load(str(models[family])))
+    wanted, whole = run(pipe, name), sum(p.numel() for p in pipe.transformer.parameters())
+    for rank, found in enumerate(pool.run(of_a_share, 2, models[family], name)):
+        for picture, held in found:
+            assert float((picture - wanted).abs().max() / wanted.abs().max()) < 1e-5, rank
+            assert held < 0.85 * whole

@@ -1,0 +1,105 @@
+"""LoRAs on a divided pipeline: loaded before or after, switched, scaled, fused and unloaded, as on the plain one.
+
+All in fp32 and bitwise at the limit where nothing is stale: each stage does the plain pipeline's sums on its blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, run, same
+from tests.runner.loras import NAMES, edits, folder_of, load
+
+EXACT = {"patches": 3, "warmup": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with LoRAs for each family."""
+    return {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+
+
+def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> None:
+    todo, pipe = edits(name), MAKE[name]()
+    pictures = [run(pipe, name)]
+    for edit in todo.values():
+        edit(pipe, folder)
+        pictures.append(run(pipe, name))
+    for (was, one), (now, other) in itertools.pairwise(zip(["plain", *todo], pictures, strict=True)):
+        different(one, other, f"plain {name}, {was} and {now}")
+    for first in before:
+        pipe = MAKE[name]()
+        steps = list(zip(todo.items(), pictures[1:], strict=True))
+        for (_, edit), _ in steps[:first]:
+            edit(pipe, folder)
+        runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
+        same(run(runner, name), pictures[first], f"{name} divided after {first} edits")
+        for (what, edit), picture in steps[first:]:
+            edit(pipe, folder)
+            same(run(runner, name), picture, f"{name} {what}, divided after {first} edits")
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, 2 + (k > 0)) for k, name in enumerate(NAMES)])
+def test_every_state_of_loras_is_the_plain_pipelines(
+    pool: Pool, folders: dict[str, Path], name: str, ranks: int
+) -> None:
+    """A failure means that a LoRA reaches some stages only, or that a constant of an older state is used."""
+    states = list(edits(name))
+    before = [0, 1 + states.index("loaded"), 1 + states.index("fused")]
+    pool.run(in_every_state, ranks, name, folders[name], ranks, before)
+
+
+def one_block(name: str, folder: Path) -> None:
+    pipe = MAKE[name]()
+    plain = run(pipe, name)
+    load("narrow")(pipe, folder)
+    wanted = run(pipe, name)
+    different(wanted, plain, "a LoRA of one block")
+    runner = parallelize(pipe, Plan(pipefusion=3, **EXACT))
+    same(run(runner, name), wanted, "a LoRA of one block")
+    pipe.set_adapters("narrow", 0.5)
+    different(run(runner, name), wanted, "scaled")
+    pipe.unload_lora_weights()
+    same(run(runner, name), plain, "unloaded")
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+def test_a_lora_of_one_block(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """Loaded before. A failure means that stages which the LoRA does not touch cannot follow it."""
+    pool.run(one_block, 3, name, folders[name])
+
+
+def scaled_in_the_call(name: str, folder: Path) -> None:
+    pipe = MAKE[name]()
+    load("one")(pipe, folder)
+
+    def fade(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        pipe.set_adapters("one", 0.5 - 0.2 * step)
+        return {}
+
+    calls: list[dict[str, Any]] = [
+        {"joint_attention_kwargs": {"scale": 0.4}},
+        {"callback_on_step_end": fade, "callback_on_step_end_tensor_inputs": []},
+    ]
+    pictures = [run(pipe, name)]
+    for call in calls:
+        pipe.set_adapters("one", 1.0)
+        pictures.append(run(pipe, name, **call))
+        different(pictures[-1], pictures[0], f"{name} {list(call)}")
+    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
+    for call, wanted in zip([{}, *calls], pictures, strict=True):
+        pipe.set_adapters("one", 1.0)
+        same(run(runner, name, **call), wanted, f"{name} {list(call)}")
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3.5 medium"])
+def test_scales_of_a_call_and_of_its_steps(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that what is remembered of an earlier step outlives a LoRA that a callback changed."""
+    pool.run(scaled_in_the_call, 2, name, folders[name])

@@ -1,0 +1,197 @@
+"""LoRAs that are loaded into a pipeline of which each rank holds a part, by `ditile.load_lora`.
+
+In fp32 and bitwise at the limit where nothing is stale: each stage does the plain pipeline's sums on its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ditile
+from ditile.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests.pool import Pool
+from tests.runner.cases import MAKE, different, run, same
+from tests.runner.loras import folder_of
+
+EXACT = {"patches": 3, "warmup": 4}
+NAMES = ("flux", "sd3.5 medium")
+EDITS: dict[str, Any] = {
+    "scaled": lambda pipe: pipe.set_adapters("narrow", 0.5),
+    "both": lambda pipe: pipe.set_adapters(["one", "narrow"], [0.5, 0.8]),
+    "the other": lambda pipe: pipe.set_adapters("one"),
+    "disabled": lambda pipe: pipe.disable_lora(),
+    "enabled": lambda pipe: pipe.enable_lora(),
+    "back": lambda pipe: pipe.set_adapters("narrow"),
+    "fused": lambda pipe: pipe.fuse_lora(lora_scale=0.7),
+    "unfused": lambda pipe: pipe.unfuse_lora(),
+    "deleted": lambda pipe: pipe.delete_adapters("narrow"),
+    "unloaded": lambda pipe: pipe.unload_lora_weights(),
+}
+"""What a user does after two LoRAs were loaded, the second of which is of one block alone."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with LoRAs for each family; with one of the text encoder too, and one as trainers save that."""
+    made = {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+    for name, folder in made.items():
+        path = "encoder.layers.1.self_attn.q_proj"
+        own = path if name == "flux" else f"text_model.{path}"
+        random = torch.Generator().manual_seed(5)
+        factors = {
+            f"lora_{end}.weight": 0.5 * torch.randn(shape, generator=random)
+            for end, shape in {"A": (2, 32), "B": (32, 2)}.items()
+        }
+        narrow = load_file(folder / "narrow.safetensors")
+        for file, within in {"with-text": own, "hub-text": f"text_model.{path}"}.items():
+            text = {f"text_encoder.{within}.{factor}": value for factor, value in factors.items()}
+            save_file(narrow | text, folder / f"{file}.safetensors")
+    return made
+
+
+def load(pipe: Any, folder: Path, adapter: str, *, ours: bool, file: str = "") -> None:
+    options = {"weight_name": f"{file or adapter}.safetensors", "adapter_name": adapter}
+    if ours:
+        ditile.load_lora(pipe, folder, **options)
+    else:
+        pipe.load_lora_weights(folder, **options)
+
+
+def after_the_cut(name: str, folder: Path, ranks: int) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    pictures = [run(plain, name)]
+    runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
+    for adapter in ("narrow", "one"):  # the one of a single block first, and after another
+        load(plain, folder, adapter, ours=False)
+        load(pipe, folder, adapter, ours=True)
+        pictures.append(run(plain, name))
+        different(pictures[-1], pictures[-2], f"{name} {adapter}")
+        same(run(runner, name), pictures[-1], f"{name} {adapter}")
+    assert pipe.get_list_adapters() == plain.get_list_adapters()
+    for what, edit in EDITS.items():
+        edit(plain)
+        edit(pipe)
+        pictures.append(run(plain, name))
+        same(run(runner, name), pictures[-1], f"{name} {what}")
+        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
+    load(plain, folder, "narrow", ours=False)
+    load(pipe, folder, "narrow", ours=True)
+    same(run(runner, name), run(plain, name), f"{name} again")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
+    pool.run(after_the_cut, 3, name, folders[name], 3)
+
+
+def order(name: str, folder: Path) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, **EXACT))
+    for adapter in ("one", "narrow"):
+        load(plain, folder, adapter, ours=False)
+        load(pipe, folder, adapter, ours=True)
+        same(run(runner, name), run(plain, name), f"{name} {adapter}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_lora_is_the_active_one_everywhere(pool: Pool, folders: dict[str, Path], name: str) -> None:
+    """A failure means that a stage without a layer of the last LoRA still applies the one before."""
+    pool.run(order, 2, name, folders[name])
+
+
+def with_text(name: str, folder: Path, text: str, file: str) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    before = run(plain, name)
+    load(plain, folder, "narrow", ours=False)
+    block_only = run(plain, name)
+    plain.unload_lora_weights()
+    load(plain, folder, "narrow", ours=False, file=file)
+    wanted = run(plain, name)
+    different(wanted, block_only, "the text encoder's LoRA")
+    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT))  # type: ignore[arg-type]
+    load(pipe, folder, "narrow", ours=True, file=file)
+    same(run(runner, name), wanted, f"{name} {text}")
+    for each in (pipe, plain):
+        each.set_adapters("narrow", 0.5)
+    same(run(runner, name), run(plain, name), f"{name} {text} scaled")
+    pipe.unload_lora_weights()
+    same(run(runner, name), before, f"{name} {text} unloaded")
+
+
+@pytest.mark.parametrize("text", ["each", "first", "split"])
+@pytest.mark.parametrize(("name", "file"), [("flux", "with-text"), ("flux", "hub-text"), ("sd3.5 medium", "with-text")])
+def test_a_lora_of_a_text_encoder(pool: Pool, folders: dict[str, Path], name: str, file: str, text: str) -> None:
+    """A failure means that the text encoder's part of a LoRA is lost, or refused where the encoder is not."""
+    pool.run(with_text, 2, name, folders[name], text, file)
+
+
+def between_calls(name: str, folder: Path, text: str) -> None:
+    plain, pipe = MAKE[name](), MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after="offload")  # type: ignore[arg-type]
+    pictures = [run(plain, name)]
+    same(run(runner, name), pictures[0], f"{name} {text}")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+    for what in ("loaded", "scaled", "disabled", "enabled", "fused", "unfused", "unloaded"):
+        EDITS.get(what, str)(plain)
+        EDITS.get(what, str)(pipe)
+        pictures.append(run(plain, name))
+        same(run(runner, name), pictures[-1], f"{name} {text} {what}")
+        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
+    different(pictures[1], pictures[0], "the LoRA")
+    load(plain, folder, "narrow", ours=False, file="with-text")
+    load(pipe, folder, "narrow", ours=True, file="with-text")
+
+    def halved(each: Any, *_: Any) -> dict[str, Any]:
+        each.set_adapters("narrow", 0.5)
+        return {}
+
+    during = {"callback_on_step_end": halved, "callback_on_step_end_tensor_inputs": []}
+    same(run(runner, name, **during), run(plain, name, **during), f"{name} {text} scaled in a call")
+    same(run(runner, name), run(plain, name), f"{name} {text} after that call")
+
+
+@pytest.mark.parametrize("text", ["each", "first", "split"])
+@pytest.mark.parametrize("name", NAMES)
+def test_encoders_that_wait_are_edited_between_calls(
+    pool: Pool, folders: dict[str, Path], name: str, text: str
+) -> None:
+    """A failure means that a LoRA misses text encoders that wait for the next call."""
+    pool.run(between_calls, 2, name, folders[name], text)
+
+
+def freed(folder: Path) -> list[str]:
+    pipe = MAKE["flux"]()
+    runner = parallelize(pipe, Plan(pipefusion=2, text="first", **EXACT), text_after="free")
+    run(runner, "flux")
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ditile").addHandler(handler)
+    try:
+        load(pipe, folder, "narrow", ours=True, file="with-text")
+    finally:
+        logging.getLogger("ditile").removeHandler(handler)
+    run(runner, "flux", embeds=12)
+    return told
+
+
+def test_a_lora_of_an_encoder_that_was_freed_is_told(pool: Pool, folders: dict[str, Path]) -> None:
+    """A failure means that a part of a LoRA is dropped and nobody hears of it."""
+    for told in pool.run(freed, 2, folders["flux"]):
+        assert [line.partition(" too, which was freed")[0] for line in told] == ["the LoRA changes text_encoder"]
+
+
+def test_pixart_has_no_loader() -> None:
+    """A failure means a traceback from the inside of another library."""
+    with pytest.raises(ModelError, match="no load_lora_weights"):
+        ditile.load_lora(MAKE["pixart sigma"](), "someone/something")

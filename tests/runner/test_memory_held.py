@@ -1,0 +1,137 @@
+"""What a rank holds: its share of the weights, keys and values of its own layers, and nothing after the call."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from ditile.plan.plan import Plan
+from ditile.runner.runner import Runner, parallelize
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import MAKE, run
+
+SIZE = {"height": 40, "width": 56}
+TOKENS, FLOAT = 10 * 14, 4
+LISTS = {
+    "flux": ("transformer_blocks", "single_transformer_blocks"),
+    "pixart sigma": ("transformer_blocks",),
+    "sd3.5 medium": ("transformer_blocks",),
+}
+
+
+def parameters(name: str, ranks: int) -> tuple[list[str], int, int]:
+    """On a rank: the blocks with weights, parameters in blocks, and all others."""
+    pipe = MAKE[name]()
+    parallelize(pipe, Plan(pipefusion=ranks))
+    blocks: dict[str, int] = {}
+    for path in LISTS[name]:
+        for index, block in enumerate(pipe.transformer.get_submodule(path).children()):
+            blocks[f"{path}.{index}"] = sum(p.numel() for p in block.parameters())
+    everything = sum(p.numel() for p in pipe.transformer.parameters())
+    return [block for block, count in blocks.items() if count], sum(blocks.values()), everything - sum(blocks.values())
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_parameters_are_the_share_and_the_ends(pool: Pool, name: str) -> None:
+    """A failure means that a rank keeps blocks of other stages, or lacks embeddings or head."""
+    whole = pool.run(parameters, 1, name, 1)[0]
+    for ranks in (2, 3, 4):
+        found = pool.run(parameters, ranks, name, ranks)
+        assert [block for blocks, _, _ in found for block in blocks] == whole[0]
+        assert sum(share for _, share, _ in found) == whole[1]
+        assert all(rest == whole[2] for _, _, rest in found)
+        assert max(share for _, share, _ in found) < whole[1]
+
+
+def moved(name: str) -> tuple[int, int, int]:
+    """Parameters of the transformer and of the text encoders when something is first moved, and of the whole."""
+    pipe, seen = MAKE[name](), list[tuple[int, int]]()
+    encoders = [part for key, part in pipe.components.items() if key.startswith("text_encoder")]
+    whole = sum(p.numel() for p in pipe.transformer.parameters())
+
+    def look(*_: Any, **__: Any) -> None:
+        text = sum(p.numel() for part in encoders for p in part.parameters())
+        seen.append((sum(p.numel() for p in pipe.transformer.parameters()), text))
+        raise InterruptedError("nothing is moved in this test")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(type(pipe), "to", look)
+        patch.setattr(torch.nn.Module, "_apply", look)
+        parallelize(pipe, Plan(pipefusion=2, text="first"), device="meta")
+    return *seen[0], whole
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_blocks_are_freed_before_anything_is_moved(pool: Pool, name: str) -> None:
+    """A failure means that a model which fits two devices by half is moved to each as a whole."""
+    shares = [sum(found[1:]) for found in pool.run(parameters, 2, name, 2)]
+    for rank, (mine, text, whole) in enumerate(pool.run(moved, 2, name)):
+        assert mine == shares[rank] < whole
+        assert (text == 0) == (rank == 1)
+
+
+def keys(name: str, ranks: int, warmup: int) -> int:
+    runner = parallelize(MAKE[name](), Plan(pipefusion=ranks, patches=3, warmup=warmup), keep_weights=True)
+    run(runner, name, **SIZE)
+    assert runner.report is not None
+    return runner.report.key_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "tokens", "rows"),
+    [
+        ("flux", 5, TOKENS + 12, 1),
+        ("flux true cfg", 5, TOKENS + 12, 2),  # two branches, each with its own keys
+        ("pixart sigma", 4, TOKENS, 2),
+    ],
+)
+def test_keys_are_those_of_own_layers(pool: Pool, name: str, layers: int, tokens: int, rows: int) -> None:
+    """A failure means that keys of other stages or branches are kept, or some twice."""
+    whole = 2 * layers * rows * tokens * tiny.WIDTH * FLOAT
+    for ranks in (1, 2, 3):
+        assert sum(pool.run(keys, ranks, name, ranks, 1)) == whole
+    assert pool.run(keys, 2, name, 2, 4) == [0, 0], "nothing is stale, so nothing is kept"
+
+
+def test_dual_attention_keeps_both(pool: Pool) -> None:
+    """SD3.5's second attention sees the image alone. A failure means that its keys are mixed up with the first's."""
+    joint, dual = 4 * (TOKENS + 16 + 12), 2 * TOKENS
+    assert sum(pool.run(keys, 2, "sd3.5 medium", 2, 1)) == 2 * (joint + dual) * 2 * tiny.WIDTH * FLOAT
+
+
+def left_behind(name: str) -> list[int]:
+    """On a rank: live tensors after each of three calls, and whatever is still overridden."""
+    pipe = MAKE[name]()
+    runner = parallelize(pipe, Plan(pipefusion=2, patches=3), keep_weights=True)
+    before = _attributes(pipe)
+    counts = [_call(runner, name) for _ in range(3)]
+    assert _attributes(pipe) == before, "overrides are left"
+    assert type(pipe.scheduler.timesteps) is torch.Tensor
+    runner.restore()
+    return counts
+
+
+def _call(runner: Runner, name: str) -> int:
+    run(runner, name, **SIZE)
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def _attributes(pipe: Any) -> list[tuple[str, list[str], int]]:
+    """Names set on each instance, and which processor each attention has."""
+    owners = [("scheduler", pipe.scheduler), ("pipe", pipe), *pipe.transformer.named_modules()]
+    ours = ("set_timesteps", "step", "scale_model_input", "forward", "progress_bar")
+    return [
+        (path, [n for n in ours if n in vars(owner)], id(getattr(owner, "processor", None))) for path, owner in owners
+    ]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_nothing_outlives_the_call(pool: Pool, name: str) -> None:
+    """A failure means that a picture's keys or constants stay in memory, or the pipeline is left seated."""
+    for first, second, third in pool.run(left_behind, 2, name):
+        assert first == second == third

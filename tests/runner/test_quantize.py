@@ -1,0 +1,229 @@
+"""Quantized models stay near the plain ones, in fewer bytes; what cannot be done is refused before anything changes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ditile
+from ditile.errors import ModelError
+from ditile.hooks.quantized import num_bytes, quantized
+from ditile.runner.quantize import ALIASES, EXCLUDED, Record, records
+from tests import tiny
+from tests.more_families import EVERY
+from tests.runner.cases import run, same
+
+FAMILIES = ("flux", "pixart sigma", "sd3.5 medium")
+MAKE: dict[str, Any] = {"flux": tiny.flux, "pixart sigma": tiny.pixart, "sd3.5 medium": tiny.sd3}
+
+# of the latents after 4 steps, relative, for random weights; measured: between a fifth and two thirds of each
+BOUNDS = {
+    "float8_weight_only": 0.08,
+    "int8_weight_only": 0.03,
+    "int8": 0.05,
+    "int4_weight_only": 0.25,
+    "bitsandbytes_4bit": 0.65,
+}
+# most bytes of a quantized layer of 32-bit weights, scales of rows of 32 numbers included
+SHARES = {"float8_weight_only": 0.4, "int8_weight_only": 0.4, "int8": 0.4, "int4_weight_only": 0.3}
+SHARES["bitsandbytes_4bit"] = 0.25
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return not quantized(model) and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def record(pipe: Any) -> Record:
+    (found,) = records(pipe.transformer)
+    return found
+
+
+@pytest.mark.parametrize("quant_type", BOUNDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> None:
+    """A failure: a type is another one than its name says, or layers were left out or taken by mistake."""
+    if quant_type.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
+    plain = run(MAKE[family](), family)
+    pipe = MAKE[family]()
+    before = num_bytes(pipe.transformer)
+    names = {name for name, m in pipe.transformer.named_modules() if isinstance(m, nn.Linear)}
+    assert ditile.quantize(pipe, quant_type, group_size=32) is pipe
+    found = record(pipe)
+    got = run(pipe, family)
+    assert 0 < float((got - plain).norm() / plain.norm()) < BOUNDS[quant_type]
+    assert {*found.layers, *found.left} == {n for n in names if not any(word in n for word in EXCLUDED)}
+    assert (found.bytes_before, found.bytes_after) == (before, num_bytes(pipe.transformer))
+    own = [pipe.transformer.get_submodule(name) for name in found.layers]
+    numbers = sum(layer.in_features * layer.out_features for layer in own)
+    saved = found.bytes_before - found.bytes_after
+    assert saved > 4 * numbers * (1 - SHARES[quant_type])
+
+
+@pytest.mark.parametrize("quant_type", ["float8_weight_only", "int8_weight_only", "int8"])
+def test_one_scale_a_layer(quant_type: str) -> None:
+    plain, pipe, rows = run(tiny.flux(), "flux"), tiny.flux(), tiny.flux()
+    ditile.quantize(pipe, quant_type, per_row=False)
+    ditile.quantize(rows, quant_type)
+    assert 0 < float((run(pipe, "flux") - plain).norm() / plain.norm()) < BOUNDS[quant_type]
+    assert num_bytes(pipe.transformer) < num_bytes(rows.transformer), "fewer scales"
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_are_their_types(alias: str) -> None:
+    if ALIASES[alias] not in BOUNDS:  # no kernel here; the message has the first name
+        with pytest.raises(ModelError, match=f"quant_type={ALIASES[alias]} "):
+            ditile.quantize(tiny.flux(), alias, group_size=32)
+        return
+    pipe, other = tiny.flux(), tiny.flux()
+    ditile.quantize(pipe, alias, group_size=32)
+    ditile.quantize(other.transformer, ALIASES[alias], group_size=32)
+    same(run(pipe, "flux"), run(other, "flux"))
+    assert record(pipe) == record(other)
+
+
+def test_the_default_is_float8_weights_without_embedders() -> None:
+    pipe = tiny.flux()
+    ditile.quantize(pipe)
+    assert record(pipe).quant_type == "float8_weight_only"
+    assert not any("embed" in name for name in quantized(pipe.transformer))
+    assert "proj_out.weight" in quantized(pipe.transformer)
+
+
+def test_layers_are_excluded_by_parts_of_their_names() -> None:
+    pipe = tiny.flux()
+    ditile.quantize(pipe.transformer, "int8_weight_only", exclude_layers=["attn", "proj_out"])
+    names = quantized(pipe.transformer)
+    assert names and not any("attn" in name or "proj_out" in name for name in names)
+    ditile.quantize(pipe.transformer, "float8_weight_only", exclude_layers=["proj_out"])  # the rest, in another type
+    assert any("attn" in name for name in quantized(pipe.transformer))
+    assert [one.quant_type for one in records(pipe.transformer)] == ["int8_weight_only", "float8_weight_only"]
+
+
+def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's 4-bit kernel on CPUs wants outputs that 16 divides."""
+    model = nn.ModuleDict({"good": nn.Linear(64, 32), "odd": nn.Linear(64, 24), "narrow": nn.Linear(16, 32)})
+    with caplog.at_level(logging.INFO, "ditile"):
+        ditile.quantize(model, "int4_weight_only", group_size=32)
+    (found,) = records(model)
+    assert found.layers == ("good",) and set(found.left) == {"odd", "narrow"}
+    assert quantized(model) == ["good.weight"]
+    assert "1 layers quantized, 2 left as they are" in caplog.text and "no kernel takes 32 x 16: narrow" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "options", "message"),
+    [
+        ("float9", {}, "quant_type='float9' is not known; try float8_weight_only, int8_weight_only"),
+        ("float8", {}, "float8 with per_row=True needs bfloat16, and the weights are float32.*per_row=False"),
+        ("float8", {"per_row": False}, "float8 cannot run on cpu in float32 .*; try int8_weight_only"),
+        ("int4", {"group_size": 32}, "int4 cannot run on cpu in float32 .*; try int4_weight_only or int8_weight_only"),
+        ("int4_w4a4", {}, "int4_w4a4 has no kernel"),
+        ("int4_weight_only", {"group_size": 96}, "int4_weight_only cannot run on cpu .*no kernel takes"),
+        ("int8", {"exclude_layers": ["block", "_out", "embed"]}, "no layer to quantize: of 54 Linears 0 are quantized"),
+        ("int8", {"exclude_layers": "embed"}, "exclude_layers='embed' is one word"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_changes(
+    quant_type: str, options: dict[str, Any], message: str
+) -> None:
+    pipe = tiny.flux()
+    before = weights(pipe.transformer)
+    with pytest.raises(ModelError, match=message) as refused:
+        ditile.quantize(pipe, quant_type, **options)
+    assert "\n" not in str(refused.value)
+    assert unchanged(pipe.transformer, before) and not records(pipe.transformer)
+
+
+def test_quantizing_again_finds_nothing_left() -> None:
+    pipe = tiny.flux()
+    ditile.quantize(pipe, "int8_weight_only")
+    with pytest.raises(ModelError, match="48 are quantized already"):
+        ditile.quantize(pipe, "int8_weight_only")
+
+
+@pytest.mark.parametrize(("quant_type", "package"), [("int8", "torchao"), ("bitsandbytes_4bit", "bitsandbytes")])
+def test_a_package_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, quant_type: str, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a))
+    with pytest.raises(ModelError, match=f"quant_type={quant_type} needs {package}, which is not installed; pip"):
+        ditile.quantize(tiny.flux(), quant_type)
+
+
+def test_a_pipeline_without_a_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="str has no transformer and no unet"):
+        ditile.quantize("flux")
+
+
+def test_a_unet_and_bfloat16_work() -> None:
+    pipe = tiny.stable_diffusion()
+    ditile.quantize(pipe, "int8_weight_only")
+    assert records(pipe.unet)
+    half = tiny.flux()
+    half.transformer.to(torch.bfloat16)
+    ditile.quantize(half, "int8")
+    assert half.transformer.dtype == torch.bfloat16
+
+
+def in_bfloat16(name: str, folder: Path) -> nn.Module:
+    """A model of a family, as diffusers loads it."""
+    model = EVERY[name].make()
+    model.save_pretrained(folder)  # type: ignore[operator]
+    loaded: nn.Module = type(model).from_pretrained(folder, torch_dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["Kandinsky5Transformer3DModel", "WanTransformer3DModel"])
+def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means that modulation loses the precision that the model was given for it, or that one such layer
+    refuses all the others a type for bfloat16."""
+    model = in_bfloat16(name, tmp_path)
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    kept = {path for path, layer in linears.items() if layer.weight.dtype == torch.float32}
+    assert kept and len(kept) < len(linears)
+    with pytest.raises(ModelError, match=r"float8 cannot run on cpu in bfloat16 \("):  # and not: needs bfloat16
+        ditile.quantize(model, "float8", exclude_layers=())
+    with caplog.at_level(logging.INFO, "ditile"):
+        ditile.quantize(model, "int8_weight_only", exclude_layers=())
+    (found,) = records(model)
+    assert set(found.left) == kept and {*found.layers, *kept} == set(linears)
+    assert f"_keep_in_fp32_modules: {next(iter(found.left))}" in caplog.text
+    assert all(type(linears[path].weight) is nn.Parameter for path in kept)
+    with pytest.raises(ModelError, match=f"are quantized already, .* and {len(kept)} are of its _keep_in_fp32_modules"):
+        ditile.quantize(model, "int8_weight_only", exclude_layers=())
+
+
+def test_every_transformer_of_a_pipeline_is_quantized() -> None:
+    """A failure means that half of the weights stay as large as they are, without a word."""
+    one, other = (EVERY["Ideogram4Transformer2DModel"].make() for _ in range(2))
+    pipe = diffusers.Ideogram4Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None,
+        transformer=one, unconditional_transformer=other,
+    )  # fmt: skip
+    ditile.quantize(pipe, "int8_weight_only")
+    assert records(one)[0].layers == records(other)[0].layers
+    prior = EVERY["PriorTransformer"].make()
+    image_encoder = nn.Sequential(nn.Linear(8, 8))
+    ditile.quantize(SimpleNamespace(prior=prior, image_encoder=image_encoder, tokenizer=None), "int8_weight_only")
+    assert records(prior) and not quantized(image_encoder)
+
+
+def test_no_random_number_is_drawn() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    pipe = tiny.flux()
+    torch.manual_seed(0)
+    ditile.quantize(pipe, "int8")
+    assert torch.equal(torch.get_rng_state(), before)

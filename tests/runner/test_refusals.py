@@ -1,0 +1,225 @@
+"""What a patch pipeline cannot honour: before a step, on every rank, an error says what is wrong and what works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import (
+    DiffusionPipeline,
+    DiTTransformer2DModel,
+    FluxControlNetModel,
+    FluxControlNetPipeline,
+    FluxInpaintPipeline,
+    FluxKontextPipeline,
+    PixArtSigmaPAGPipeline,
+    PixArtSigmaPipeline,
+    SD3ControlNetModel,
+    StableDiffusion3ControlNetPipeline,
+    StableDiffusion3InpaintPipeline,
+)
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.pool import CaseError, Pool
+from tests.runner.cases import MAKE, divided, run, same
+
+STALE = {"patches": 3, "warmup": 1}
+
+
+class OwnProcessor(FluxAttnProcessor):
+    """A user's, which may attend to anything."""
+
+
+def _instead(make: Callable[[], Any], wrap: Callable[[Any], nn.Module]) -> Callable[[], Any]:
+    def made() -> Any:
+        pipe = make()
+        pipe.transformer = wrap(pipe.transformer)
+        return pipe
+
+    return made
+
+
+def _unknown(_: Any) -> nn.Module:
+    made: nn.Module = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=8)
+    return made
+
+
+def _peft(transformer: Any) -> nn.Module:
+    return get_peft_model(transformer, LoraConfig(target_modules=["to_q"]))
+
+
+def _controlnet() -> Any:
+    pipe = tiny.flux()
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4}
+    net = FluxControlNetModel.from_transformer(pipe.transformer, load_weights_from_transformer=False, **sizes)
+    return FluxControlNetPipeline(**pipe.components | {"controlnet": net})
+
+
+def _sd3_controlnet() -> Any:
+    pipe = tiny.sd3(dual=())
+    sizes = {"sample_size": 32, "in_channels": 4, "out_channels": 4, "num_layers": 1, "pos_embed_max_size": 32}
+    heads = {"attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": tiny.WIDTH}
+    words = {"joint_attention_dim": 2 * tiny.WIDTH, "pooled_projection_dim": 2 * tiny.WIDTH}
+    net = SD3ControlNetModel(**sizes, **heads, **words, extra_conditioning_channels=0)
+    return StableDiffusion3ControlNetPipeline(**pipe.components | {"controlnet": net})
+
+
+def _with_processor(make: Callable[[], Any], path: str, processor: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        pipe = make()
+        pipe.transformer.get_submodule(path).set_processor(processor())
+        return pipe
+
+    return made
+
+
+def _ip_adapter() -> Any:
+    return FluxIPAdapterAttnProcessor(32, 32)
+
+
+def _from(make: Callable[[], Any], cls: type[DiffusionPipeline]) -> Callable[[], Any]:
+    return lambda: cls.from_pipe(make())
+
+
+def _perturbed() -> Any:
+    parts = {name: part for name, part in tiny.pixart().components.items() if part is not None}
+    return PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+
+
+PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
+    "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use data or cfg alone"),
+    "SD3 ControlNet": (_sd3_controlnet, "Diffusion3ControlNetPipeline runs a ControlNet.*use data or cfg alone"),
+    "FLUX inpaint": (_from(tiny.flux, FluxInpaintPipeline), "FluxInpaintPipeline paints.*use data or cfg alone"),
+    "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
+    "SD3 inpaint": (_from(tiny.sd3, StableDiffusion3InpaintPipeline), "Inpaint.* paints.*use data or cfg alone"),
+    "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel has no ModelSpec.*data and cfg work without one"),
+    "unknown": (_instead(tiny.pixart, _unknown),
+                "DiTTransformer2DModel has no ModelSpec.*FluxTransformer2DModel.*ditile.register"),
+    "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
+    "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
+            r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),
+    "IP-adapter": (_with_processor(tiny.flux, "transformer_blocks.1.attn", _ip_adapter), "unload the IP-adapter"),
+    "PixArt's": (_with_processor(tiny.pixart, "transformer_blocks.3.attn1", JointAttnProcessor2_0),
+                 "transformer_blocks.3.attn1 has .*: AttnProcessor2_0; set it back"),
+    "SD3 fused": (_with_processor(tiny.sd3, "transformer_blocks.0.attn2", FusedJointAttnProcessor2_0),
+                  "blocks.0.attn2 has .* FusedJointAttnProcessor2_0.*: JointAttnProcessor2_0; set it back"),
+}  # fmt: skip
+"""Pipelines that cannot be divided, and what is said of them."""
+
+
+def refused(what: str) -> None:
+    make, says = PIPELINES[what]
+    pipe = make()
+    blocks = None if what == "U-Net" else list(pipe.transformer.state_dict())
+    with pytest.raises(ModelError, match=says):
+        parallelize(pipe, Plan(pipefusion=dist.get_world_size(), patches=3))
+    assert blocks is None or list(pipe.transformer.state_dict()) == blocks, "something was cut"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pipelines_that_cannot_be_divided(pool: Pool, ranks: int) -> None:
+    """A failure means a wrong picture in silence, or a pipeline that was refused and is damaged all the same."""
+    for what in PIPELINES:
+        pool.run(refused, ranks, what)
+
+
+class Rescaled(PixArtSigmaPipeline):  # type: ignore[misc]
+    """A user's pipeline, whose call knows `guidance_rescale` as those of other families do."""
+
+    def __call__(self, *args: Any, guidance_rescale: float = 0.0, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("sd3", {"skip_guidance_layers": [1]}, ModelError, "skip_guidance_layers .*use data and cfg alone"),
+    ("sd3", {"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
+    ("sd3", {"ip_adapter_image_embeds": 1}, ModelError, "leave ip_adapter_image_embeds out"),
+    ("sd3", {"height": 16}, PlanError, "patches"),
+    ("flux", {"ip_adapter_image_embeds": 1}, ModelError, "leave ip_adapter_image_embeds out"),
+    ("flux", {"negative_ip_adapter_image": 1}, ModelError, "leave negative_ip_adapter_image out"),
+    ("flux", {"hieght": 32}, TypeError, "hieght"),
+    ("flux", {"control_image": 1}, TypeError, "control_image"),
+    ("flux", {"output": "frist"}, ModelError, "output='frist' .*try 'all' or 'first'"),
+    ("kontext", {}, ModelError, "FluxKontextPipeline has .* second picture .*run it without a plan"),
+    ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
+]
+"""A call, and how it is refused."""
+
+
+UNUSUAL: dict[str, tuple[Callable[[], Any], str]] = {
+    "rescaled": (lambda: tiny.quiet(Rescaled(**tiny.pixart().components)), "pixart sigma"),
+    "kontext": (lambda: FluxKontextPipeline.from_pipe(tiny.flux()), "flux"),
+}
+"""Pipelines that are not in `MAKE`, and what they are called like."""
+
+
+def refused_arguments(name: str) -> None:
+    make, like = UNUSUAL.get(name) or (MAKE[name], name)
+    with divided(make(), pipefusion=2, **STALE | {"patches": 5}) as runner:
+        wanted = None if name == "kontext" else run(runner, like)
+        for _, changes, error, says in (row for row in ARGUMENTS if row[0] == name):
+            with pytest.raises(error, match=says):
+                run(runner, like, **changes)
+            if wanted is not None:
+                same(run(runner, like), wanted, f"{name}, after {changes}")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", *UNUSUAL])
+def test_arguments_that_cannot_be_honoured(pool: Pool, name: str) -> None:
+    """A failure means a wrong picture in silence, or a runner that a refusal has spoiled."""
+    pool.run(refused_arguments, 2, name)
+
+
+DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"prompt": "a blue square"}, StateError, "rank 1 was called with prompt='a blue square' .*'a red circle'"),
+    ({"prompt": ["a blue square"]}, StateError, "call all ranks alike"),
+    ({"num_inference_steps": 3}, StateError, "rank 1 was called with num_inference_steps=3 and rank 0 with 4"),
+    ({"height": 16}, StateError, "height=16"),
+    ({"max_sequence_length": 9}, StateError, "max_sequence_length=9"),
+    ({"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
+]
+"""What rank 1 alone is called with, and what all ranks say."""
+
+
+def called_differently() -> None:
+    pipe = tiny.flux()
+    with divided(pipe, pipefusion=2, **STALE | {"patches": 5}) as runner:
+        wanted = run(runner, "flux")
+        for changes, error, says in DIFFERING:
+            with pytest.raises(error, match=says):
+                run(runner, "flux", **(changes if dist.get_rank() == 1 else {}))
+            same(run(runner, "flux"), wanted, f"after {changes}")
+        if dist.get_rank() == 1:
+            pipe.transformer.single_transformer_blocks[2].attn.set_processor(OwnProcessor())
+        with pytest.raises(ModelError, match="single_transformer_blocks.2.attn has .*OwnProcessor"):
+            run(runner, "flux")
+        if dist.get_rank() == 1:
+            pipe.transformer.single_transformer_blocks[2].attn.set_processor(FluxAttnProcessor())
+        same(run(runner, "flux"), wanted, "the processor set back")
+
+
+def test_what_one_rank_cannot_do_no_rank_does(pool: Pool) -> None:
+    """A failure means that the other ranks hang, or make a picture of two prompts."""
+    pool.run(called_differently, 2)
+
+
+def mixed() -> None:
+    pipe = tiny.pixart()
+    with divided(pipe, pipefusion=2, patches=2) as runner, torch.autocast("cpu", torch.bfloat16):
+        run(runner, "pixart sigma")
+
+
+def test_stages_that_change_the_dtype(pool: Pool) -> None:
+    """A failure means that the next stage takes half of a message for the whole."""
+    with pytest.raises(CaseError, match="StateError: blocks made torch.float32 of torch.bfloat16.*autocast"):
+        pool.run(mixed, 2)

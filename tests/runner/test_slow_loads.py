@@ -1,0 +1,155 @@
+"""A model that comes slowly is no stall; one that does not come is. A failure means a run that ends while it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from torch import nn
+
+from ditile.distributed.launch import launch
+from ditile.errors import RankError
+from ditile.runner import hub
+from ditile.runner.checkpoint import Checkpoint
+from ditile.runner.load import load
+
+pytestmark = pytest.mark.alone
+
+STALL = 3.0
+PARTS = 8
+PAUSE = 0.5
+"""A part comes in this time; all of them in longer than a run may stall."""
+
+
+def read_slowly(folder: str) -> int:
+    """A checkpoint whose files come one by one."""
+
+    def locate(name: str) -> Path | None:
+        time.sleep(PAUSE)
+        path = Path(folder, name)
+        return path if path.exists() else None
+
+    with torch.device("meta"):
+        module = nn.ModuleDict({f"part{k}": nn.Linear(2, 2, bias=False) for k in range(PARTS)})
+    return Checkpoint.find(locate, "m").read_into(module, torch.float32)
+
+
+def test_tensors_that_are_read_are_progress(tmp_path: Path) -> None:
+    names = {f"part{k}.weight": f"m{k}.safetensors" for k in range(PARTS)}
+    for name, file in names.items():
+        save_file({name: torch.ones(2, 2)}, tmp_path / file)
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert launch(read_slowly, 1, (str(tmp_path),), stall_timeout=STALL) == [PARTS * 16]
+
+
+def wait_for(asked: str, finished: str) -> str:
+    """A model of the hub that another run fetches: diffusers waits for its lock."""
+
+    def from_pretrained(*_: Any, **__: Any) -> str:
+        Path(asked).touch()
+        while not Path(finished).exists():
+            time.sleep(0.1)
+        return "a pipeline"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
+        return str(load("owner/model"))
+
+
+@contextlib.contextmanager
+def fetched(folder: Path, asked: Path, finished: Path) -> Iterator[None]:
+    """Parts are written into the folder of the cache, under the name of a file that is not whole yet."""
+    left = threading.Event()
+
+    def fetch() -> None:
+        while not asked.exists() and not left.wait(0.1):
+            pass
+        folder.mkdir(parents=True)
+        with (folder / "a1b2.incomplete").open("wb", buffering=0) as file:
+            for _ in range(PARTS):
+                file.write(bytes(1000))
+                if left.wait(PAUSE):
+                    return
+        finished.touch()
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_file_that_grows_in_the_cache_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--model" / "blobs"
+    files = tmp_path / "asked", tmp_path / "finished"
+    with contextlib.ExitStack() as stack:
+        if comes:
+            stack.enter_context(fetched(folder, *files))
+        else:
+            stack.enter_context(pytest.raises(RankError, match="no rank made progress"))
+        assert launch(wait_for, 2, tuple(map(str, files)), stall_timeout=STALL) == ["a pipeline"] * 2
+
+
+def test_where_the_hub_keeps_what_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that the folder which is looked at is not the hub's."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import hf_hub_download
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    blob = hub.blobs("owner/model") / "a1b2"
+    snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
+    for path in (blob.parent, snapshot):
+        path.mkdir(parents=True)
+    blob.write_text("{}")
+    (snapshot / "config.json").symlink_to(blob)
+    (tmp_path / "models--owner--model" / "refs").mkdir()
+    (tmp_path / "models--owner--model" / "refs" / "main").write_text("0" * 40)
+    found = hf_hub_download("owner/model", "config.json", cache_dir=tmp_path, local_files_only=True)
+    assert Path(found).resolve() == blob.resolve()
+
+
+def read_from_disk(path: str) -> str:
+    """Blocks of a file that no memory has, one by one; says so where this file system has no disk."""
+    file = os.open(path, os.O_RDONLY)
+    for k in range(PARTS):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.pread(file, 4096, k * 2**20)
+        time.sleep(PAUSE)
+    return "read"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing here makes the system forget a file")
+def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
+    """Outside of what loads; it is no report, of which progress bars count so many a run."""
+    from ditile.distributed.launch import _read_from_disk
+
+    path = tmp_path / "weights"
+    with path.open("wb") as file:
+        file.write(bytes(PARTS * 2**20))
+        file.flush()
+        os.fsync(file.fileno())
+    before = _read_from_disk()
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.pread(file.fileno(), 4096, 0)
+    if _read_from_disk() == before:
+        pytest.skip("files here are not on a disk, or the system does not count what is read")
+    reports: list[tuple[int, int]] = []
+    heard = launch(read_from_disk, 1, (str(path),), stall_timeout=STALL, progress=lambda *seen: reports.append(seen))
+    assert heard == ["read"] and not reports
