@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cache_settings import OURS, Setting
-from benchmarks.fidelity import psnr
 from ditile.cli import files
 from ditile.cli.bench.worlds import free_to_move
 from ditile.cli.evaluate.caption_check import check
+from ditile.cli.evaluate.metrics import psnr
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError
 from ditile.plan.flags import add_arguments, collect, option

@@ -32,8 +32,8 @@ from rich.table import Table
 
 from benchmarks import peer
 from benchmarks.cache_settings import COMMON, ENGINES, OWN, THEIRS, Setting, parsed
-from benchmarks.fidelity import Pictures, psnr, ssim
 from ditile.cli.evaluate.caption_check import check
+from ditile.cli.evaluate.metrics import Pictures, psnr, ssim
 from ditile.errors import DitileError, StateError
 from ditile.plan.flags import add_arguments, collect, option
 from ditile.runner.caching import enable_cache, summary

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
 from ditile.cli import files
 from ditile.cli.evaluate.caption_check import score
+from ditile.cli.evaluate.metrics import Pictures, psnr, ssim
 from ditile.distributed.launch import launch
 from ditile.hooks.generation import Tokens
 from ditile.hooks.key_padding import Extra
@@ -36,7 +36,6 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import ASSETS, defaults, load
 from ditile.runner.runner import parallelize
 
-Pictures = NDArray[np.uint8]
 METHODS = ("pipefusion", "distrifusion")
 CONTROL = " (control: own patch only)"
 
@@ -99,31 +98,6 @@ def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: boo
             done.append((result.images * 255).round().astype(np.uint8))
             synchronous.append(len(runner.report.synchronous))
     return (np.concatenate(done), float(np.mean(synchronous))) if done else None
-
-
-def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
-    error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
-    decibels: NDArray[np.float64] = 10 * np.log10(1 / np.maximum(error, 1e-10))
-    return decibels
-
-
-def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default.
-
-    Written out to spare the dependency on scipy.
-    """
-
-    def blur(x: Tensor) -> Tensor:
-        return torch.nn.functional.avg_pool2d(x, 7, stride=1)
-
-    x, y = (torch.from_numpy(p).double().permute(0, 3, 1, 2) / 255 for p in (a, b))
-    mx, my = blur(x), blur(y)
-    sample = 49 / 48  # unbiased covariance
-    vx, vy, vxy = ((blur(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my)))
-    index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
-    found: NDArray[np.float64] = index.mean(dim=(1, 2, 3)).numpy()
-    return found
 
 
 def kept(path: Path, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:

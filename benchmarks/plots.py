@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,13 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
 
 from benchmarks.cache_quality import front, means, read
 from benchmarks.cache_settings import OURS, THEIRS
 from ditile.cli.bench.figures import logarithmic
-from ditile.cli.evaluate.options import ORIGINAL
-from ditile.cli.evaluate.store import front as undominated
-from ditile.hooks.generation import Micro
-from ditile.plan.schedule import Schedule
+from ditile.cli.evaluate.plots import COLOURS, MARKERS, _save, tradeoff
+from ditile.plan.schedule import Micro, Schedule
 
-MARKERS = "osD^vP*XhdHp<>8"
-COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
 FRESH, STALE = "#4477aa", "#dddddd"
 
 
@@ -98,43 +92,6 @@ def pareto(files: Sequence[Path], out: Path) -> None:
         _save(figure, out.with_suffix(".svg"))
 
 
-def tradeoff(found: Mapping[str, Any], out: Path) -> None:
-    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
-    through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
-    """
-    rows = found["settings"]
-    plans, caches = (list(dict.fromkeys(row[name] for row in rows)) for name in ("plan", "cache"))
-    finite = [row["psnr"] for row in rows if row["psnr"] < 100]
-    low, high = (min(finite), max(finite)) if finite else (30.0, 40.0)
-    room = max(2.0, 0.15 * (high - low))
-    top = high + 2 * room
-    figure, axes = plt.subplots(figsize=(9.6, 5))
-
-    def place(row: Mapping[str, Any]) -> tuple[float, float]:
-        return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
-
-    axes.plot(*zip(*map(place, undominated(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
-    for row in rows:
-        x, y = place(row)
-        colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
-        spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
-        axes.errorbar(
-            x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
-        )
-    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--")
-    axes.set_ylim(low - room, top + 0.8 * room)
-    ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
-    axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
-    axes.set_xlim(left=0)
-    axes.set_xlabel("time of a picture, % of the original pipeline's (median; bars: lowest and highest)")
-    axes.set_ylabel("mean PSNR to the original's picture (dB)")
-    count = found["captions"]["count"]
-    axes.set_title(f"{found['model']}, {count} caption(s), {found['measured']['machine']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    _legend(axes, plans, caches)
-    _save(figure, out)
-
-
 def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
     """Draws seconds over devices, both logarithmic, a panel for each title and a line for each group of methods."""
     figure, grid = plt.subplots(-(-len(panels) // 2), 2, figsize=(10.4, 3.9 * -(-len(panels) // 2)), squeeze=False)
@@ -185,21 +142,6 @@ def main() -> None:
         gantt(given.trace, given.out, range(int(first), int(last or first) + 1))
 
 
-def _legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
-    """Colours and markers, beside the figure."""
-    one = {ORIGINAL.plan: "one process"}
-    shown = [Patch(color=COLOURS[k % 8], label=textwrap.fill(one.get(p, p), 34)) for k, p in enumerate(plans)]
-    shown += [
-        axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=_cache_label(cache))[0]
-        for k, cache in enumerate(caches)
-    ]
-    axes.legend(handles=shown, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-
-
-def _cache_label(cache: str) -> str:
-    return "no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34)
-
-
 def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
     start, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
     patch = event["args"]["patch"]
@@ -229,12 +171,6 @@ def _ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _save(figure: Any, out: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

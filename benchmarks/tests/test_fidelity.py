@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks import fidelity
-from benchmarks.fidelity import Job, by_warmup, compared, kept, psnr, rows, ssim
+from benchmarks.fidelity import Job, by_warmup, compared, kept, rows
 from benchmarks.page import markdown
 from ditile.cli.evaluate.caption_check import ITEMS
+from ditile.cli.evaluate.metrics import psnr, ssim
 from ditile.errors import PlanError
 from ditile.plan.plan import Plan
 

@@ -13,11 +13,11 @@ import torch.distributed
 
 from ditile import plan_for
 from ditile.cli.main import main
-from ditile.cli.options import Ask
 from ditile.errors import PlanError
 from ditile.planner.budget import FILE
 from ditile.planner.hardware import joined, profile
 from ditile.planner.profile import Curve, Profile
+from ditile.planner.question import Ask
 from tests.pool import Pool
 
 PROMPT = ("generate", "a red circle", "--dry-run")

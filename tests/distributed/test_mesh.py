@@ -24,9 +24,9 @@ from ditile.distributed import backend as gpus
 from ditile.distributed import env, gloo, transport
 from ditile.distributed.launch import PATIENCE
 from ditile.distributed.launch import _join as join_launched
-from ditile.distributed.mesh import AXES, IMAGE, SEQUENCE, Communicators, build, join, line, lines, pick_device
+from ditile.distributed.mesh import Communicators, build, join, line, pick_device
 from ditile.errors import PlanError, StateError
-from ditile.plan.plan import DEGREES, Plan
+from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, lines
 from ditile.runner import runner
 from tests.pool import Pool
 
@@ -332,7 +332,7 @@ def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
 
 def test_axes_are_the_degrees() -> None:
     """A failure means that a degree of the plan has no axis."""
-    assert AXES == DEGREES
+    assert AXES == AXES
 
 
 def shared(plans: list[Plan]) -> tuple[int, int, bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from ditile.hooks.batch_rows import join_rows, row_parts, take_rows
+from ditile.hooks.batch_rows import join_rows, take_rows
+from ditile.plan.layout import row_parts
 
 
 def test_parts_are_even_and_whole() -> None:

@@ -57,7 +57,7 @@ WRONG = {
         "import ditile.parallel.sequence.ring",
         "from ditile import compose",
         "import ditile",
-        "from ..tokens import ring",
+        "from ..cache import config",
         "def f():\n    from ditile.runner.runner import Runner",
     ],
     rules.vague: ["class CacheManager: ...", "class BaseSplit: ...", "class Base: ...", "class _SeatHelper: ..."],

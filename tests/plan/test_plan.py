@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
-from ditile.plan.plan import DEGREES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, Facts
+from ditile.plan.plan import AXES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, Facts
 from ditile.plan.schedule import Schedule
 
 PER_STAGE = st.integers(1, 50)
@@ -22,7 +22,7 @@ SPEED = st.floats(0.01, 100)
 @st.composite
 def plans(draw: Any) -> Plan:
     """Any legal plan."""
-    degrees = {name: draw(st.integers(1, 5)) for name in DEGREES} | {"cfg": draw(st.integers(1, 2))}
+    degrees = {name: draw(st.integers(1, 5)) for name in AXES} | {"cfg": draw(st.integers(1, 2))}
     degrees["distrifusion" if draw(st.booleans()) else "pipefusion"] = 1
     if degrees["distrifusion"] > 1:
         degrees["ring"] = 1

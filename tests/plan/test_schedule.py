@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditile.hooks.generation import Micro
 from ditile.plan.plan import WARMUP_MODES
-from ditile.plan.schedule import RECEIVES, Kind, Op, Schedule, Span, simulate
+from ditile.plan.schedule import RECEIVES, Kind, Micro, Op, Schedule, Span, simulate
 
 UP_TO_8 = range(1, 9)
 

@@ -11,7 +11,6 @@ import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
-from ditile.cli.options import Ask
 from ditile.plan.cost import Job
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -21,6 +20,7 @@ from ditile.planner.memory import peak
 from ditile.planner.ops import Left, Ops
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
+from ditile.planner.question import Ask
 from ditile.planner.search import SHOWN, Wanted, divisors, pricer_of, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.runner.load import ASSETS

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cache.line import configs_of
 from ditile.cli.main import main
-from ditile.cli.options import Ask
 from ditile.errors import ModelError, PlanError
 from ditile.plan import cost
 from ditile.plan.layout import Grid
@@ -29,6 +28,7 @@ from ditile.planner.links import Together, of_crew
 from ditile.planner.memory import Bytes, needed, peak
 from ditile.planner.ops import Left, Ops
 from ditile.planner.profile import Curve, Link, Profile, rising
+from ditile.planner.question import Ask
 from ditile.planner.search import ABOVE, Wanted, plans, pricer_of, search
 from ditile.planner.seconds import Tokens, flops, seconds, together
 from ditile.planner.subject import CONFIGS, Subject, known

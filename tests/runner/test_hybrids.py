@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.plan.plan import DEGREES, Plan
+from ditile.plan.plan import AXES, Plan
 from tests.parallel.sequence.test_planned_pipelines import FROM_IMAGE, from_image, picture
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
@@ -228,9 +228,9 @@ def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid
 def test_the_table_is_a_matrix() -> None:
     """A failure means that rows were lost: every axis meets every family, and more than twenty are true hybrids."""
     plans = [(row.name.split()[0].split(".")[0], Plan.parse(row.plan)) for row in HYBRIDS]
-    several = [plan for _, plan in plans if sum(getattr(plan, axis) > 1 for axis in (*DEGREES, "num_patches")) > 1]
+    several = [plan for _, plan in plans if sum(getattr(plan, axis) > 1 for axis in (*AXES, "num_patches")) > 1]
     assert len(several) >= 20 and len(set(HYBRIDS)) == len(HYBRIDS)
-    for axis in DEGREES:
+    for axis in AXES:
         assert {family for family, plan in plans if getattr(plan, axis) > 1} == {"flux", "pixart", "sd3"}, axis
     assert {row.also for row in HYBRIDS} == {*HOW}
     assert FROM_IMAGE.keys() >= {row.name for row in HYBRIDS if row.also == "image"}

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import ditile
 from ditile import LoadError, ModelError, PlanError, StateError
 from ditile.hooks.placeholders import is_hollow
+from ditile.parallel.tensor.cuts import Cut
 from ditile.plan.plan import Plan
-from ditile.runner.checkpoint import Checkpoint, Cut, folder
+from ditile.runner.checkpoint import Checkpoint, folder
 from ditile.runner.partial import STEM, components
 from ditile.runner.runner import parallelize
 from tests import tiny

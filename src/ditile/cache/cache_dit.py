@@ -11,7 +11,7 @@ from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 
-DEGREES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
+AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
 """The fields that are degrees of a plan."""
 
 Size = int | Literal["auto"] | None
@@ -59,11 +59,11 @@ class ParallelismConfig(Fields):
     parallel_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in DEGREES:
+        for name in AXES:
             size = getattr(self, name)
             if size is not None and size != "auto" and not (is_whole(size) and size >= 1):
                 raise ModelError(f"{name}={size!r} is not a whole number of at least 1; try {name}=2 or {name}='auto'")
-        several = [name for name in DEGREES if getattr(self, name) == "auto"]
+        several = [name for name in AXES if getattr(self, name) == "auto"]
         if len(several) > 1:
             raise ModelError(f"{' and '.join(several)} are auto; say one of them as a number")
         object.__setattr__(self, "backend", str(self.backend).rpartition(".")[2].lower())
@@ -91,7 +91,7 @@ class ParallelismConfig(Fields):
         Raises:
             PlanError: if the other sizes do not divide them, or values contradict each other.
         """
-        sizes: dict[str, Any] = {DEGREES[name]: getattr(self, name) or 1 for name in DEGREES}
+        sizes: dict[str, Any] = {AXES[name]: getattr(self, name) or 1 for name in AXES}
         if "auto" in sizes.values():
             place = env.torchrun()
             ranks = world if world is not None else (1 if place is None else place.world)

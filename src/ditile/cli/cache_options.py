@@ -26,7 +26,7 @@ from ditile.cli.options import Generate, Run
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
 from ditile.plan.flags import flag, option, readers
-from ditile.plan.plan import DEGREES, Plan
+from ditile.plan.plan import AXES, Plan
 
 QUANTIZE_TYPES = (
     "float8", "float8_weight_only", "int8", "int8_weight_only", "int4", "int4_weight_only", "int4_w4a4",
@@ -201,7 +201,7 @@ class Cache(Fields):
                 f"--parallel-type {self.parallel_type} divides over the ranks that torchrun started, and there are "
                 f"none; start it with torchrun, or say how many: {flag(degree)} 2"
             )
-        others = math.prod(values.get(other, 1) for other in DEGREES)
+        others = math.prod(values.get(other, 1) for other in AXES)
         if place.world % others:
             raise PlanError(f"--parallel-type {self.parallel_type}: {others} of the other degrees do not divide "
                             f"{place.world} rank(s); start a multiple of {others}")  # fmt: skip

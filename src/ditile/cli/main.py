@@ -22,7 +22,7 @@ from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.cache_options import Cache
 from ditile.cli.evaluate.options import Evaluate, Judge, Session
 from ditile.cli.measuring import bench, calibrate, evaluate, leave_torchrun, plan
-from ditile.cli.options import Ask, Calibrate, Generate, Proof, Run, check_image, check_lora
+from ditile.cli.options import Calibrate, Generate, Proof, Run, check_image, check_lora
 from ditile.distributed import env
 from ditile.distributed.console import console, print_both, writes
 from ditile.distributed.launch import launch
@@ -30,6 +30,7 @@ from ditile.errors import DitileError, ModelError, PlanError, RankError
 from ditile.plan.flags import add_arguments, collect, names, normalise
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, described, stored
+from ditile.planner.question import Ask
 from ditile.runner.load import bundled, defaults, find
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ import sys
 
 from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.evaluate.options import Evaluate, Judge, Session
-from ditile.cli.options import Ask, Calibrate
+from ditile.cli.options import Calibrate
 from ditile.distributed import env
 from ditile.distributed.console import console, print_both, writes
 from ditile.plan.flags import collect
+from ditile.planner.question import Ask
 from ditile.runner.load import find
 
 

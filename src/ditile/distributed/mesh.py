@@ -6,10 +6,8 @@ Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tens
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,13 +17,8 @@ from ditile.distributed import backend as gpus
 from ditile.distributed import env, gloo
 from ditile.distributed.transport import Traffic, meet
 from ditile.errors import JoinError, PlanError
-from ditile.plan.plan import Plan
+from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, lines
 
-AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
-IMAGE = AXES[1:]
-"""The axes of the ranks that make one image together."""
-SEQUENCE = ("ring", "distrifusion", "ulysses")
-"""The axes that share out the tokens."""
 STALL = 600.0
 """Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
 
@@ -235,28 +228,6 @@ def rank_of_process(plan: Plan) -> int:
         rank, world = (place.rank, place.world) if place is not None else (0, 1)
     plan.check_world(world)
     return rank
-
-
-def coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """The place of a rank on each axis of `AXES`. Pure."""
-    place = {}
-    for name in reversed(AXES):
-        rank, place[name] = divmod(rank, getattr(plan, name))
-    return place
-
-
-def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
-    sizes = [getattr(plan, name) for name in AXES]
-    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
-
-    def ranks(chosen: Sequence[int]) -> list[int]:
-        steps = [[index * strides[k] for index in range(sizes[k])] for k in chosen]
-        return [sum(parts) for parts in product(*steps)]
-
-    along = [k for k, name in enumerate(AXES) if name in names]
-    across = [k for k, name in enumerate(AXES) if name not in names]
-    return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
 
 
 def _axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:

@@ -12,14 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.plan.layout import share
-
-
-def row_parts(rows: int, parts: int) -> list[range]:
-    """Runs of rows as even as can be, the larger ones first; as many as asked for, but none is empty."""
-    parts = min(rows, parts)
-    return [share(range(rows), parts, index) for index in range(parts)]
-
 
 def take_rows(
     arguments: Mapping[str, Any], rows: int, take: Callable[[Tensor], Tensor], whole: Collection[str] = ()

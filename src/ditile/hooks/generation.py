@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ditile.errors import StateError
 from ditile.hooks.kv_store import Memory
 from ditile.plan.layout import DUMMY_TEXT, Layout, Part, Split
-
-
-class Micro(NamedTuple):
-    """One iteration of the pipeline's loop: a patch of a step, or the whole step (patch None)."""
-
-    step: int
-    patch: int | None
+from ditile.plan.schedule import Micro
 
 
 @dataclass(frozen=True, slots=True)

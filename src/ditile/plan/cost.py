@@ -28,14 +28,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ditile.distributed.mesh import coordinates
-from ditile.hooks.generation import Micro
-from ditile.parallel.pipefusion.weight_streaming import ALIGNED
 from ditile.plan.layout import DUMMY_TEXT, Layout, Part, Split, share
-from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.plan import Plan, coordinates
+from ditile.plan.schedule import Micro, Schedule
 from ditile.plan.shape import Shape, Weights
 from ditile.plan.spec import ModelSpec
+
+ALIGNED = 16  # bytes; where each tensor begins in a buffer
+
 
 KINDS = (
     "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ditile.hooks.generation import Micro
-from ditile.plan.schedule import Kind, Schedule, simulate
+from ditile.plan.schedule import Kind, Micro, Schedule, simulate
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

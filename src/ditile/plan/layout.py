@@ -14,6 +14,13 @@ from typing import Literal, NamedTuple
 
 from ditile.errors import PlanError
 
+
+def row_parts(rows: int, parts: int) -> list[range]:
+    """Runs of rows as even as can be, the larger ones first; as many as asked for, but none is empty."""
+    parts = min(rows, parts)
+    return [share(range(rows), parts, index) for index in range(parts)]
+
+
 Joint = Literal["none", "text_first", "image_first"]
 
 DUMMY_TEXT = 2  # tokens of text in a patch without text: no model takes 0, and 1 is specialised by torch.compile

@@ -10,15 +10,20 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from ditile.errors import PlanError
 from ditile.plan.flags import documented, option, readers, signature
 from ditile.plan.layout import cut_rows
 
-DEGREES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
+IMAGE = AXES[1:]
+"""The axes of the ranks that make one image together."""
+SEQUENCE = ("ring", "distrifusion", "ulysses")
+"""The axes that share out the tokens."""
 WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
 SPLIT_SCHEMES = ("row", "sequence")
 TEXT_PLACES = ("each", "first", "split")
@@ -113,7 +118,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         optional = ("patches", "warmup_ranks", "vae_block_size")
-        for name, least in (*((name, 1) for name in (*DEGREES, *optional)), ("warmup", 0)):
+        for name, least in (*((name, 1) for name in (*AXES, *optional)), ("warmup", 0)):
             value = getattr(self, name)
             if (value is None and name in optional) or (name == "warmup" and value == AUTO):
                 continue
@@ -195,7 +200,7 @@ class Plan:
     @property
     def world(self) -> int:
         """The number of ranks: the product of the degrees."""
-        return math.prod(getattr(self, degree) for degree in DEGREES)
+        return math.prod(getattr(self, degree) for degree in AXES)
 
     @property
     def divides_the_batch_alone(self) -> bool:
@@ -348,6 +353,28 @@ def checked_plan(plan: Any) -> Plan:
         else "one, such as ditile.Plan(pipefusion=2)"
     )
     raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
+
+
+def coordinates(plan: Plan, rank: int) -> dict[str, int]:
+    """The place of a rank on each axis of `AXES`. Pure."""
+    place = {}
+    for name in reversed(AXES):
+        rank, place[name] = divmod(rank, getattr(plan, name))
+    return place
+
+
+def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
+    sizes = [getattr(plan, name) for name in AXES]
+    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+
+    def ranks(chosen: Sequence[int]) -> list[int]:
+        steps = [[index * strides[k] for index in range(sizes[k])] for k in chosen]
+        return [sum(parts) for parts in product(*steps)]
+
+    along = [k for k, name in enumerate(AXES) if name in names]
+    across = [k for k, name in enumerate(AXES) if name not in names]
+    return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
 
 
 def _is_number(value: Any, *kinds: type) -> bool:

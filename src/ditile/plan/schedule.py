@@ -19,9 +19,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ditile.hooks.batch_rows import row_parts
-from ditile.hooks.generation import Micro
+from ditile.plan.layout import row_parts
 from ditile.plan.plan import AUTO, Plan
+
+
+class Micro(NamedTuple):
+    """One iteration of the pipeline's loop: a patch of a step, or the whole step (patch None)."""
+
+    step: int
+    patch: int | None
 
 
 class Kind(Enum):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from ditile.cache.line import configs_of
-from ditile.cli.options import Ask
 from ditile.distributed import env
 from ditile.distributed.console import console, writes
 from ditile.errors import ModelError, PlanError
@@ -23,6 +22,7 @@ from ditile.planner.budget import choose, described, stored
 from ditile.planner.caches import expected
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
+from ditile.planner.question import Ask
 from ditile.planner.search import Found, Missed, Wanted, priced, search
 from ditile.planner.subject import CONFIGS, Subject, known
 from ditile.runner.load import defaults, find

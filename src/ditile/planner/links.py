@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.distributed.mesh import AXES
-from ditile.plan.plan import Plan
+from ditile.plan.plan import AXES, Plan
 from ditile.planner.profile import Link, Profile
 
 

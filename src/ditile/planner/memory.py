@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.hooks.generation import Micro
 from ditile.parallel.pipefusion.prefetch import AHEAD as RECEIVED
 from ditile.parallel.pipefusion.weight_streaming import AHEAD as BORROWED
 from ditile.plan import cost
 from ditile.plan.cost import Job, Place
+from ditile.plan.schedule import Micro
 from ditile.plan.stages import held
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile

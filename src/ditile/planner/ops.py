@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ditile.hooks.generation import Micro
 from ditile.parallel.pipefusion.weight_streaming import AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import Job, Place
-from ditile.plan.schedule import Kind, Op, Schedule
+from ditile.plan.schedule import Kind, Micro, Op, Schedule
 from ditile.planner.kernel_times import Counted, Mix, Work
 from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
 from ditile.planner.profile import FUSED, Link, Profile

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ditile.hooks.generation import Micro
 from ditile.plan import cost
 from ditile.plan.cost import Job
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Kind, Op, Schedule, Span, simulate
+from ditile.plan.schedule import Kind, Micro, Op, Schedule, Span, simulate
 from ditile.planner.ops import Basis, Left, Ops
 
 ROUNDED = 1e-12  # of a latency: sums in another order differ by as much

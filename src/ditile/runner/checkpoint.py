@@ -19,23 +19,12 @@ from torch import Tensor, nn
 
 from ditile.distributed import env
 from ditile.errors import LoadError
+from ditile.parallel.tensor.cuts import Part
 
 MAPPED = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""
 
 
-class Cut(NamedTuple):
-    """The part of a tensor that a rank owns: pieces along one dim, which are joined in their order.
-
-    A projection that was fused from several has a piece of each.
-    """
-
-    dim: int
-    pieces: tuple[slice, ...]
-
-
-Part = Callable[[str, tuple[int, ...]], Cut | None]
-"""(name, whole shape) -> the part to read; None is the whole tensor."""
 Locate = Callable[[str], Path | None]
 """The path of a checkpoint's file by its name, fetched if need be; None if there is none."""
 

@@ -22,7 +22,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from ditile.distributed.mesh import IMAGE, coordinates, lines
 from ditile.errors import LoadError
 from ditile.hooks.block_hooks import Loaded, Seats
 from ditile.hooks.placeholders import weightless
@@ -31,7 +30,7 @@ from ditile.parallel.tensor.cuts import Cuts
 from ditile.parallel.tensor.tensor import table_of
 from ditile.parallel.text.encoder_place import WHOLE, Place, guard
 from ditile.parallel.text.parts import read
-from ditile.plan.plan import Plan
+from ditile.plan.plan import IMAGE, Plan, coordinates, lines
 from ditile.plan.stages import held
 from ditile.runner.checkpoint import Checkpoint, Locate, folder
 from ditile.runner.compose import stages_of

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ditile.distributed.mesh import coordinates
 from ditile.plan.cost import Job, key_bytes, sent_in_step
-from ditile.plan.plan import DEGREES, Plan
+from ditile.plan.plan import AXES, Plan, coordinates
 from ditile.plan.stages import held
 from ditile.plan.units import amount
 
@@ -63,7 +62,7 @@ def place(plan: Plan, rank: int) -> str:
     """The coordinates of a rank on the axes that are used; with one rank there are none."""
     at = coordinates(plan, rank)
     names = {"pipefusion": "stage"}
-    used = [name for name in DEGREES if getattr(plan, name) > 1]
+    used = [name for name in AXES if getattr(plan, name) > 1]
     return "\n".join(f"{names.get(name, name)} {at[name]}" for name in used) or "-"
 
 

@@ -17,11 +17,11 @@ from ditile.cli.bench.predict import predicted, profile_of
 from ditile.cli.bench.random_models import RandomModel
 from ditile.cli.bench.session import Task, _runs, exposed, in_turn
 from ditile.cli.bench.subjects import subject_of
-from ditile.cli.options import Ask
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.answer import answer
+from ditile.planner.question import Ask
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.hooks.generation import Generation, Micro, Tokens
+from ditile.hooks.generation import Generation, Tokens
 from ditile.hooks.key_padding import Extra
 from ditile.hooks.kv_store import AgeChecks
 from ditile.parallel.sequence import distrifusion, ring
 from ditile.parallel.sequence.distrifusion import DistriKeys
 from ditile.parallel.sequence.ring import RingKeys
+from ditile.plan.schedule import Micro
 
 OWN = 1
 GROUP: Any = object()

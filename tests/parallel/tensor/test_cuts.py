@@ -16,9 +16,8 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
 from ditile.models.registry import spec_of
-from ditile.parallel.tensor.cuts import Cuts
+from ditile.parallel.tensor.cuts import Cut, Cuts
 from ditile.parallel.tensor.tensor import shard, table_of
-from ditile.runner.checkpoint import Cut
 from tests import tiny
 
 FF = {"net.0.proj": "colwise", "net.2": "rowwise"}

@@ -9,7 +9,6 @@ from ditile.cli.bench.cells import ONE_RANK, Cell
 from ditile.cli.bench.options import Comparison
 from ditile.cli.bench.runs import Foretold
 from ditile.cli.bench.subjects import Subject
-from ditile.cli.options import Ask
 from ditile.distributed import env
 from ditile.errors import PlanError
 from ditile.plan.cost import Job
@@ -19,6 +18,7 @@ from ditile.planner.caches import expected
 from ditile.planner.memory import needed
 from ditile.planner.ops import Left
 from ditile.planner.profile import Profile
+from ditile.planner.question import Ask
 from ditile.planner.search import pricer_of
 
 HOST = 1

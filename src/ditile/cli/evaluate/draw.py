@@ -21,10 +21,10 @@ import torch.distributed as dist
 from PIL import Image
 
 import ditile
-from benchmarks.fidelity import Pictures, psnr
 from ditile.cli import png
 from ditile.cli.bench.turns import bar, cached
 from ditile.cli.bench.worlds import free_to_move
+from ditile.cli.evaluate.metrics import Pictures, psnr
 from ditile.cli.evaluate.options import ORIGINAL, Evaluate, Session, Setting
 from ditile.cli.evaluate.store import Row, Store
 from ditile.cli.generate import arguments, quiet

@@ -224,7 +224,7 @@ def _finish(
     files.write_json(store.out / FILE, found)
     _draw_sheet(store, settings, captions, rows)
     if figure:
-        from benchmarks.plots import tradeoff
+        from ditile.cli.evaluate.plots import tradeoff
 
         tradeoff(found, store.out / PARETO)
     return found

@@ -21,7 +21,7 @@ from ditile.distributed.trace import Trace
 from ditile.distributed.transport import Ballot, broadcast
 from ditile.errors import StateError
 from ditile.hooks.drift import Drift
-from ditile.hooks.generation import Generation, Micro
+from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import Memory
 from ditile.hooks.overrides import Watched, override
 from ditile.hooks.protocols import Batch
@@ -31,7 +31,7 @@ from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, first, 
 from ditile.parallel.pipefusion.timesteps import StepTimesteps
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Kind, Schedule
+from ditile.plan.schedule import Kind, Micro, Schedule
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 

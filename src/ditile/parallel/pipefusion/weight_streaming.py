@@ -23,9 +23,9 @@ from ditile.hooks.block_hooks import Seats
 from ditile.hooks.overrides import HOOKED
 from ditile.hooks.placeholders import twin
 from ditile.hooks.quantized import quantized
+from ditile.plan.cost import ALIGNED
 
 AHEAD = 2
-ALIGNED = 16  # bytes; where each tensor begins in a buffer
 
 
 class Entry(NamedTuple):

@@ -7,9 +7,9 @@ A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.activations import GEGLU, SwiGLU
@@ -18,7 +18,21 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.overrides import matching
-from ditile.runner.checkpoint import Cut
+
+
+class Cut(NamedTuple):
+    """The part of a tensor that a rank owns: pieces along one dim, which are joined in their order.
+
+    A projection that was fused from several has a piece of each.
+    """
+
+    dim: int
+    pieces: tuple[slice, ...]
+
+
+Part = Callable[[str, tuple[int, ...]], Cut | None]
+"""(name, whole shape) -> the part to read; None is the whole tensor."""
+
 
 _DIMS: dict[str, dict[str, int]] = {
     "colwise": {"weight": 0, "bias": 0, "lora_B": 0},

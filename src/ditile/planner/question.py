@@ -1,0 +1,72 @@
+"""The question that `ditile plan` answers: for what a plan is wanted. Free of torch, for the command line's help."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ditile.errors import PlanError
+from ditile.plan.flags import option
+
+MOST_DEVICES, MOST_STEPS = 1024, 1000
+"""Upper bounds of a search; more divisors, and more steps than schedulers have timesteps, take minutes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a plan is wanted for.
+
+    Raises:
+        PlanError: if a value is out of its range.
+    """
+
+    model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
+    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
+    frames: int | None = option(None, "of a video; the model's own number by default", metavar="N")
+    steps: int | None = option(None, "denoising steps", metavar="N")
+    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
+    num_images: int = option(1, "images at once", metavar="N")
+    hardware: str | None = option(None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME")
+    profile: str | None = option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
+    devices: int | None = option(None, "devices in all; those of the machine by default", metavar="N")
+    hosts: int = option(1, "hosts that they are in", metavar="N")
+    interlink: str | None = option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
+    memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
+    max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
+    warmup: int | None = option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
+    cache: str | None = option(
+        None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
+    )
+    hit_rate: float | None = option(
+        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
+    )
+    price: str | None = option(None, "price one plan instead of searching", metavar="PLAN")
+    json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "frames", "steps", "devices", "hosts", "num_images"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}={value} is not a whole number of at least 1")
+        for name, most in (("devices", MOST_DEVICES), ("steps", MOST_STEPS)):
+            if (getattr(self, name) or 1) > most:
+                raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise PlanError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
+        if self.hardware is not None and self.profile is not None:
+            raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
+        if self.hosts > 1 and self.interlink is None and self.hardware is not None:
+            raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
+        if self.hosts == 1 and self.interlink is not None:
+            raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
+        if self.max_latency is not None and not self.max_latency > 0:
+            raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
+        if self.price is not None and not self.price.strip():
+            raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
+        if self.price is not None and self.warmup is not None:
+            raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
+        if self.hit_rate is not None and self.cache is None:
+            raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
+        if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
+            raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
