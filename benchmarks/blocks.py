@@ -21,30 +21,30 @@ import torch
 from torch import nn
 
 from ditile.distributed.mesh import pick_device
-from ditile.hooks.block_hooks import Seats
+from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
-from ditile.parallel.pipefusion.block_costs import Costs
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.parallel.pipefusion.block_costs import BlockCosts
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.plan.stages import cut, loads
-from ditile.runner.load import defaults, load
+from ditile.plan.stages import compute_stage_loads, cut_stages
+from ditile.runner.load import load, read_generation_options
 from ditile.runner.runner import parallelize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class BlockCostsJob:
     """What is measured."""
 
-    model: str = option("shapes-flux", "a bundled model, a folder or a hub id")
-    stages: int = option(2, "stages to cut the blocks into")
-    patches: int | None = option(None, "patches; as many as stages by default", metavar="M")
-    stage_weights: tuple[float, ...] | None = option(None, "speed of each stage's device", metavar="A,B,..")
-    size: int = option(256, "pixels of a side")
-    steps: int = option(6, "denoising steps; the medians of all but the first count")
-    device: str | None = option(None, "the GPU where there is one, else cpu", metavar="DEVICE")
+    model: str = define_option("shapes-flux", "a bundled model, a folder or a hub id")
+    stages: int = define_option(2, "stages to cut the blocks into")
+    patches: int | None = define_option(None, "patches; as many as stages by default", metavar="M")
+    stage_weights: tuple[float, ...] | None = define_option(None, "speed of each stage's device", metavar="A,B,..")
+    size: int = define_option(256, "pixels of a side")
+    steps: int = define_option(6, "denoising steps; the medians of all but the first count")
+    device: str | None = define_option(None, "the GPU where there is one, else cpu", metavar="DEVICE")
 
 
-def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> Costs:
+def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
     """Seconds of each block in an asynchronous step on the pipeline's device, and of embedding and head.
 
     Args:
@@ -52,20 +52,20 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> Costs:
         patches: M.
         call: arguments of the pipeline, at the real size; of `num_inference_steps` at least 2.
     """
-    seats = Seats(pipe.transformer, registry.spec_of(pipe.transformer))
-    ends = [pipe.transformer.get_submodule(name) for name in (seats.spec.image_tokens, seats.spec.out)]
-    modules = [*(seat.block for seat in seats.chain), *ends]
+    hooks = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
+    ends = [pipe.transformer.get_submodule(name) for name in (hooks.spec.image_tokens, hooks.spec.out)]
+    modules = [*(hook.block for hook in hooks.chain), *ends]
     runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True)
     try:
         runner(**call)  # kernels are chosen and compiled
-        with _timed(modules, torch.device(pipe.device)) as seconds:
+        with _time_module_calls(modules, torch.device(pipe.device)) as seconds:
             runner(**call)
         assert runner.report is not None
         steps = runner.report.steps
     finally:
         runner.restore()
     found = [_of_step(times, steps, patches) for times in seconds]
-    return Costs(tuple(found[:-2]), found[-2], found[-1])
+    return BlockCosts(tuple(found[:-2]), found[-2], found[-1])
 
 
 def _of_step(times: Sequence[float], steps: int, patches: int) -> float:
@@ -76,12 +76,12 @@ def _of_step(times: Sequence[float], steps: int, patches: int) -> float:
 
 
 @contextmanager
-def _timed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[list[float]]]:
+def _time_module_calls(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[list[float]]]:
     """Collects the seconds of every call of some modules; they are there when the context ends."""
     cuda, found = device.type == "cuda", [list[float]() for _ in modules]
     marks: list[list[Any]] = [[] for _ in modules]
 
-    def now() -> Any:
+    def record_time_point() -> Any:
         if not cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -90,8 +90,8 @@ def _timed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[
 
     hooks = []
     for module, into in zip(modules, marks, strict=True):
-        hooks.append(module.register_forward_pre_hook(lambda *_, into=into: into.append(now())))
-        hooks.append(module.register_forward_hook(lambda *_, into=into: into.append(now())))
+        hooks.append(module.register_forward_pre_hook(lambda *_, into=into: into.append(record_time_point())))
+        hooks.append(module.register_forward_hook(lambda *_, into=into: into.append(record_time_point())))
     try:
         yield found
     finally:
@@ -107,16 +107,20 @@ def _timed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[
 def main() -> None:
     """Measures, and prints the costs and the cut as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, BlockCostsJob, title="job")
+    job = BlockCostsJob(**collect_arguments(BlockCostsJob, parser.parse_args()))
     pipe: Any = load(job.model)
     pipe.set_progress_bar_config(disable=True)
     pipe.to(pick_device(job.device, 0))
-    call = defaults(job.model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    call = read_generation_options(job.model) | {
+        "height": job.size,
+        "width": job.size,
+        "num_inference_steps": job.steps,
+    }
     costs = measure(pipe, job.patches or job.stages, {"prompt": "a red circle", "output_type": "latent"} | call)
     ends = (costs.first, costs.last)
-    stages = cut(costs.blocks, job.stages, None, job.stage_weights, ends)
-    of_stage = loads(costs.blocks, stages, job.stage_weights, ends)
+    stages = cut_stages(costs.blocks, job.stages, None, job.stage_weights, ends)
+    of_stage = compute_stage_loads(costs.blocks, stages, job.stage_weights, ends)
     print(json.dumps({
         "milliseconds": [round(cost * 1e3, 3) for cost in costs.blocks],
         "embedding": round(costs.first * 1e3, 3), "head": round(costs.last * 1e3, 3),

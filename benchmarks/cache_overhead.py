@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
 from ditile.cli import files
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, refresh_context
 
 PLAIN, OURS, THEIRS = "none", "ditile", "cache-dit"
@@ -37,18 +37,18 @@ FIRST = 8  # forwards that are not counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class CacheOverheadJob:
     """What is measured."""
 
-    blocks: tuple[int, ...] = option(
+    blocks: tuple[int, ...] = define_option(
         (1, 2, 57), "blocks of the transformers; one alone leaves nothing out", metavar="N,N"
     )
-    rounds: int = option(40, "interleaved rounds")
-    forwards: int = option(50, "forwards of each transformer in a round")
-    out: str | None = option(None, "write the rows as JSON too", metavar="FILE")
+    rounds: int = define_option(40, "interleaved rounds")
+    forwards: int = define_option(50, "forwards of each transformer in a round")
+    out: str | None = define_option(None, "write the rows as JSON too", metavar="FILE")
 
 
-class Block(nn.Module):
+class PassThroughBlock(nn.Module):
     """Passes on what it is given."""
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([FirstBlock(), *(Block() for _ in range(blocks - 1))])
+        self.blocks = nn.ModuleList([FirstBlock(), *(PassThroughBlock() for _ in range(blocks - 1))])
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
         """The image behind all blocks."""
@@ -87,34 +87,34 @@ def transformers(blocks: int, forwards: int) -> dict[tuple[str, str], nn.Module]
         refresh_context(ours, forwards)
         if peer.is_installed():  # it patches classes: each of its transformers has one of its own
             theirs = type(f"Transformer{len(made)}", (Transformer,), {})(blocks)
-            peer.enable(theirs, theirs.blocks, config, forwards)
+            peer.enable_on_transformer(theirs, theirs.blocks, config, forwards)
             made[THEIRS, state] = theirs
     return made
 
 
 @torch.no_grad()
-def measure(blocks: int, job: Job) -> dict[tuple[str, str], float]:
+def measure(blocks: int, job: CacheOverheadJob) -> dict[tuple[str, str], float]:
     """(engine, state) -> microseconds of a forward."""
     made = transformers(blocks, FIRST + job.rounds * job.forwards + 1)  # the last one would end the generation
     image, text = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
     images = [image * (1 + k / 1e4) for k in range(job.forwards)]
     for model in made.values():
-        _run(model, images[:FIRST], text)
+        _run_forwards(model, images[:FIRST], text)
     times: dict[tuple[str, str], list[float]] = {name: [] for name in made}
     for _ in range(job.rounds):
         for name, model in made.items():
             began = time.thread_time()
-            _run(model, images, text)
+            _run_forwards(model, images, text)
             times[name].append((time.thread_time() - began) / len(images) * 1e6)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _run(model: Callable[..., Any], images: list[Tensor], text: Tensor) -> None:
+def _run_forwards(model: Callable[..., Any], images: list[Tensor], text: Tensor) -> None:
     for image in images:
         model(hidden_states=image, encoder_hidden_states=text)
 
 
-def rows(found: dict[int, dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
+def make_overhead_rows(found: dict[int, dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
     """One row for each engine and state: a forward of each length, what the cache adds, and its slope per block."""
     few, many = sorted(found)[-2:] if len(found) > 1 else (0, max(found))
     made = []
@@ -126,7 +126,7 @@ def rows(found: dict[int, dict[tuple[str, str], float]]) -> list[dict[str, Any]]
     return made
 
 
-def table(found: list[dict[str, Any]]) -> Table:
+def make_cache_overhead_table(found: list[dict[str, Any]]) -> Table:
     """The rows for people."""
     lengths = list(found[0]["total_us"])
     columns = [f"{kind}{n}" for kind in ("", "+") for n in lengths]
@@ -140,13 +140,13 @@ def table(found: list[dict[str, Any]]) -> Table:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, CacheOverheadJob, title="job")
+    job = CacheOverheadJob(**collect_arguments(CacheOverheadJob, parser.parse_args()))
     torch.set_num_threads(1)
-    found = rows({blocks: measure(blocks, job) for blocks in job.blocks})
-    Console().print(table(found))
+    found = make_overhead_rows({blocks: measure(blocks, job) for blocks in job.blocks})
+    Console().print(make_cache_overhead_table(found))
     if job.out is not None:
-        files.write_json(Path(job.out), found)
+        files.write_json_file(Path(job.out), found)
 
 
 if __name__ == "__main__":

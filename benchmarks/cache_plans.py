@@ -24,17 +24,17 @@ from diffusers.utils.logging import disable_progress_bar
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cache_settings import OURS, Setting
+from benchmarks.cache_settings import OURS, CacheSetting
 from ditile.cli import files
-from ditile.cli.bench.worlds import free_to_move
-from ditile.cli.evaluate.caption_check import check
-from ditile.cli.evaluate.metrics import psnr
+from ditile.cli.bench.worlds import allow_all_cores
+from ditile.cli.evaluate.caption_check import judge_picture
+from ditile.cli.evaluate.metrics import compute_psnr
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
-from ditile.runner.load import ASSETS, defaults, load
+from ditile.runner.load import ASSETS, load, read_generation_options
 from ditile.runner.runner import parallelize
 
 ALONE, CACHED, PLANNED, BOTH = "one rank", "cache", "plan", "plan and cache"
@@ -42,27 +42,27 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class CachePlansJob:
     """What is measured."""
 
-    model: str = option("shapes-pixart", "bundled model")
-    plan: str = option("pipefusion=2 patches=2", "plan")
-    setting: str = option("F=1 W=3 R=1 MC=2 taylor=1", "cache, as in benchmarks.cache_quality")
-    captions: int = option(10, "captions of the held-out list; one more is drawn first and not counted")
-    steps: int = option(20, "denoising steps")
-    size: int = option(256, "pixels of a side")
-    out: str | None = option(None, "write the rows as JSON", metavar="FILE")
+    model: str = define_option("shapes-pixart", "bundled model")
+    plan: str = define_option("pipefusion=2 patches=2", "plan")
+    setting: str = define_option("F=1 W=3 R=1 MC=2 taylor=1", "cache, as in benchmarks.cache_quality")
+    captions: int = define_option(10, "captions of the held-out list; one more is drawn first and not counted")
+    steps: int = define_option(20, "denoising steps")
+    size: int = define_option(256, "pixels of a side")
+    out: str | None = define_option(None, "write the rows as JSON", metavar="FILE")
 
 
-def pipeline(job: Job, *, cache: bool) -> Any:
+def pipeline(job: CachePlansJob, *, cache: bool) -> Any:
     """The model, with the cache if it is wanted."""
     pipe: Any = load(job.model)
     pipe.set_progress_bar_config(disable=True)
-    setting = Setting(OURS, job.setting)
-    return enable_cache(pipe, setting.cache, setting.calibrator) if cache else pipe
+    setting = CacheSetting(OURS, job.setting)
+    return enable_cache(pipe, setting.cache_config, setting.calibrator) if cache else pipe
 
 
-def measure(job: Job, captions: list[str]) -> list[Row]:
+def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
     """What one rank sees: a row for each counted caption and way; on ranks that wait, those of the plans alone."""
     disable_progress_bar()
     plan, rank = Plan.parse(job.plan), dist.get_rank()
@@ -79,23 +79,27 @@ def measure(job: Job, captions: list[str]) -> list[Row]:
             by_one = way in (ALONE, CACHED)
             if by_one and rank > 0:
                 continue
-            with free_to_move() if by_one else nullcontext():
+            with allow_all_cores() if by_one else nullcontext():
                 began = time.perf_counter()
-                picture = draw(call, job, place, caption, by_one=by_one)
+                picture = draw_one_caption(call, job, place, caption, by_one=by_one)
                 seconds = time.perf_counter() - began
             if picture is None or place == 0:
                 continue
             reference = picture if reference is None else reference
             rows.append({
-                "caption": place, "way": way, "seconds": seconds, "psnr": float(psnr(picture, reference)[0]),
-                "all_right": check(picture[0], caption).all_right,
+                "caption": place, "way": way, "seconds": seconds, "psnr": float(compute_psnr(picture, reference)[0]),
+                "all_right": judge_picture(picture[0], caption).all_right,
             })  # fmt: skip
     return rows
 
 
-def draw(call: Any, job: Job, place: int, caption: str, *, by_one: bool) -> Any:
+def draw_one_caption(call: Any, job: CachePlansJob, place: int, caption: str, *, by_one: bool) -> Any:
     """The picture `[1, H, W, 3]` of a caption; None on ranks that do not get it."""
-    options = defaults(job.model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    options = read_generation_options(job.model) | {
+        "height": job.size,
+        "width": job.size,
+        "num_inference_steps": job.steps,
+    }
     options |= {} if by_one else {"output": "first"}
     generator = torch.Generator().manual_seed(place)
     result = call(caption, output_type="np", generator=generator, **options)
@@ -119,7 +123,7 @@ def summed_up(rows: list[Row]) -> list[Row]:
     return found
 
 
-def table(found: list[Row]) -> Table:
+def make_cache_plans_table(found: list[Row]) -> Table:
     """The rows for people."""
     shown = Table("way", "seconds", "speed-up", "range", "PSNR, dB", "right, %")
     for row in found:
@@ -133,21 +137,21 @@ def table(found: list[Row]) -> Table:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, CachePlansJob, title="job")
+    job = CachePlansJob(**collect_arguments(CachePlansJob, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions + 1]
     try:
         plan = Plan.parse(job.plan)
         found = summed_up(launch(measure, plan.world, (job, captions), threads=1, stall_timeout=3600.0)[0])
     except DitileError as error:
         raise SystemExit(f"error: {error}") from error
-    shown = table(found)
+    shown = make_cache_plans_table(found)
     shown.title = f"{job.plan}; {job.setting}"
     Console(width=110).print(shown)
     gains = {row["way"]: row["speedup"] for row in found}
     print(f"of the product: {100 * gains[BOTH] / (gains[PLANNED] * gains[CACHED]):.0f} %")
     if job.out is not None:
-        files.write_json(Path(job.out), found)
+        files.write_json_file(Path(job.out), found)
 
 
 if __name__ == "__main__":

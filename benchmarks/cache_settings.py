@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ditile.cache.config import Calibration, DBCacheConfig
-from ditile.cache.line import cache_of, calibrator_of
+from ditile.cache.line import parse_cache_config, parse_calibrator_config
 from ditile.errors import ModelError
 
 OURS, THEIRS = "ditile", "cache-dit"
@@ -34,7 +34,7 @@ OWN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CacheSetting:
     """One line for one engine; none is no cache.
 
     Attributes:
@@ -46,17 +46,17 @@ class Setting:
     text: str
 
     @property
-    def cache(self) -> DBCacheConfig:
+    def cache_config(self) -> DBCacheConfig:
         """The config.
 
         Raises:
             ModelError: if a name or value is not known.
         """
-        return cache_of(self.text)
+        return parse_cache_config(self.text)
 
-    def fits(self, steps: int) -> bool:
+    def fits_num_steps(self, steps: int) -> bool:
         """Whether its mask, if it has one of bins, is long enough for so many steps."""
-        mask = self.cache.steps_computation_mask
+        mask = self.cache_config.steps_computation_mask
         return mask is None or isinstance(mask, str) or len(mask) >= steps
 
     @property
@@ -66,10 +66,10 @@ class Setting:
         Raises:
             ModelError: if there are two, or a value is not known.
         """
-        return calibrator_of(self.text)
+        return parse_calibrator_config(self.text)
 
 
-def parsed(engines: str, lines: str) -> list[Setting]:
+def parse_cache_settings(engines: str, lines: str) -> list[CacheSetting]:
     """Settings with ; between them, for each of some engines.
 
     Raises:
@@ -78,8 +78,8 @@ def parsed(engines: str, lines: str) -> list[Setting]:
     names = [name.strip() for name in engines.split(",")]
     if unknown := [name for name in names if name not in ENGINES]:
         raise ModelError(f"engine {unknown[0]!r} is not known; there are {', '.join(ENGINES)}")
-    made = [Setting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
+    made = [CacheSetting(name, " ".join(line.split())) for line in lines.split(";") if line.strip() for name in names]
     for setting in made:
-        _ = setting.cache, setting.calibrator
+        _ = setting.cache_config, setting.calibrator
     own = [s for s in made if s.engine == OURS]
-    return [s for s in made if s in own or (s.cache.Fn_compute_blocks > 0 and "reach" not in s.text)]
+    return [s for s in made if s in own or (s.cache_config.Fn_compute_blocks > 0 and "reach" not in s.text)]

@@ -23,32 +23,32 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL
 
-from ditile.cli.bench.worlds import free_to_move
+from ditile.cli.bench.worlds import allow_all_cores
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.vae import ParallelVAE
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.planner.live import LiveBytes
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class DecodeJob:
     """What is measured."""
 
-    ranks: str = option("1,2,4", "numbers of ranks, one thread each", metavar="N,N,..")
-    height: int = option(1024, "pixels")
-    width: int = option(1024, "pixels")
-    block_size: int = option(64, "rows that a convolution makes at a time")
-    channels: int = option(128, "of the widest resolution; FLUX has 128")
-    rounds: int = option(1, "interleaved rounds")
-    check: bool = option(False, "print the largest difference from the undivided picture, too")
+    ranks: str = define_option("1,2,4", "numbers of ranks, one thread each", metavar="N,N,..")
+    height: int = define_option(1024, "pixels")
+    width: int = define_option(1024, "pixels")
+    block_size: int = define_option(64, "rows that a convolution makes at a time")
+    channels: int = define_option(128, "of the widest resolution; FLUX has 128")
+    rounds: int = define_option(1, "interleaved rounds")
+    check: bool = define_option(False, "print the largest difference from the undivided picture, too")
 
 
 @dataclass(slots=True)
-class Measured:
+class DecodeMeasurement:
     """What a rank found out about one way of decoding."""
 
     seconds: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Measured:
     distance: float = 0.0
 
 
-def autoencoder(job: Job) -> Any:
+def autoencoder(job: DecodeJob) -> Any:
     """FLUX's layout with random weights, the same on every rank; the decoder only."""
     torch.manual_seed(0)
     vae: Any = AutoencoderKL(
@@ -72,7 +72,7 @@ def autoencoder(job: Job) -> Any:
 
 
 @torch.no_grad()
-def measure(job: Job) -> dict[str, Measured]:
+def measure(job: DecodeJob) -> dict[str, DecodeMeasurement]:
     """Every way of decoding, on this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     axis = Axis("image", tuple(range(ranks)), rank, dist.group.WORLD if ranks > 1 else None)
@@ -84,15 +84,15 @@ def measure(job: Job) -> dict[str, Measured]:
     if ranks > 1:
         ways["rows"] = ParallelVAE(vae, axis, traffic)
     ways["undivided"] = None
-    found, pictures, before = {name: Measured() for name in ways}, {}, _status("VmRSS")
+    found, pictures, before = {name: DecodeMeasurement() for name in ways}, {}, _read_process_status("VmRSS")
     for counted in [*[False] * job.rounds, True]:
         for name, way in ways.items():
             dist.barrier()
             if way is None and rank > 0:
                 continue
             with ExitStack() as stack:
-                stack.enter_context(free_to_move() if way is None else way.installed())
-                pictures[name] = _decode(vae, latents, found[name], traffic, counted, before)
+                stack.enter_context(allow_all_cores() if way is None else way.installed())
+                pictures[name] = _measure_one_decode(vae, latents, found[name], traffic, counted, before)
     if rank == 0:
         for name, picture in pictures.items():
             gap = (picture - pictures["undivided"]).abs().max() / pictures["undivided"].abs().max()
@@ -100,11 +100,11 @@ def measure(job: Job) -> dict[str, Measured]:
     return found
 
 
-def _decode(
-    vae: Any, latents: torch.Tensor, found: Measured, traffic: Traffic, counted: bool, before: int
+def _measure_one_decode(
+    vae: Any, latents: torch.Tensor, found: DecodeMeasurement, traffic: Traffic, counted: bool, before: int
 ) -> torch.Tensor:
     """Decodes once, for the clock and the size of the process, or for the count of live bytes."""
-    traffic.clear()
+    traffic.reset_counts()
     if CLEAR.exists():
         CLEAR.write_text("5")  # the peak of the process begins anew
     with LiveBytes() if counted else nullcontext() as live:
@@ -115,13 +115,13 @@ def _decode(
     if live is not None:
         found.live = live.peak
     else:
-        found.process = found.process or _status("VmHWM") - before
+        found.process = found.process or _read_process_status("VmHWM") - before
         found.seconds.append(seconds)
         found.busy.append(busy)
     return picture
 
 
-def _status(name: str) -> int:
+def _read_process_status(name: str) -> int:
     """Bytes of this process, by Linux's name for them; 0 elsewhere."""
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
@@ -130,8 +130,8 @@ def _status(name: str) -> int:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, DecodeJob, title="job")
+    job = DecodeJob(**collect_arguments(DecodeJob, parser.parse_args()))
     print(
         "| ranks | decoded | s | speed-up | CPU, s | of one | live, MiB | of one | process, MiB | sent by a rank, MiB |"
     )

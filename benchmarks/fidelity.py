@@ -25,15 +25,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ditile.cli import files
-from ditile.cli.evaluate.caption_check import score
-from ditile.cli.evaluate.metrics import Pictures, psnr, ssim
+from ditile.cli.evaluate.caption_check import score_pictures
+from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
 from ditile.distributed.launch import launch
-from ditile.hooks.generation import Tokens
-from ditile.hooks.key_padding import Extra
+from ditile.hooks.generation import LayerTokens
+from ditile.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import ASSETS, defaults, load
+from ditile.runner.load import ASSETS, load, read_generation_options
 from ditile.runner.runner import parallelize
 
 METHODS = ("pipefusion", "distrifusion")
@@ -41,20 +41,22 @@ CONTROL = " (control: own patch only)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class FidelityJob:
     """What is measured."""
 
-    models: str = option("shapes-pixart,shapes-flux", "bundled models")
-    captions: int = option(100, "captions of the held-out list")
-    ranks: str = option("2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion")
-    warmups: str = option("0,1,2,auto", "synchronous steps, each with all of these")
-    plans: str | None = option(None, "plans instead of those, with ; between them", metavar="PLANS")
-    steps: int = option(20, "denoising steps")
-    size: int = option(128, "pixels of a side")
-    batch: int = option(10, "captions at once")
-    out: str | None = option(None, "write the rows as JSON, each when it is there", metavar="FILE")
+    models: str = define_option("shapes-pixart,shapes-flux", "bundled models")
+    captions: int = define_option(100, "captions of the held-out list")
+    ranks: str = define_option(
+        "2,4,8", "numbers of ranks, each with PipeFusion (as many patches) and with DistriFusion"
+    )
+    warmups: str = define_option("0,1,2,auto", "synchronous steps, each with all of these")
+    plans: str | None = define_option(None, "plans instead of those, with ; between them", metavar="PLANS")
+    steps: int = define_option(20, "denoising steps")
+    size: int = define_option(128, "pixels of a side")
+    batch: int = define_option(10, "captions at once")
+    out: str | None = define_option(None, "write the rows as JSON, each when it is there", metavar="FILE")
 
-    def parsed(self) -> list[Plan]:
+    def parse_plans(self) -> list[Plan]:
         """The plans.
 
         Raises:
@@ -67,26 +69,28 @@ class Job:
 
     def controls(self) -> list[Plan]:
         """Plans of one rank for the controls: one for every warmup that is a number."""
-        warmups = {plan.least_warmup for plan in self.parsed()}
+        warmups = {plan.least_warmup for plan in self.parse_plans()}
         return [Plan(patches=4, warmup=warmup) for warmup in sorted(warmups)]
 
 
 class OwnPatchOnly(StaleKeys):
     """The control: after the warmup a patch attends to itself (and the text, where it came along)."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends to what is fresh in this very call."""
         return self._kernel(q, k, v, scale=extra.scale)
 
 
-def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: bool) -> tuple[Pictures, float] | None:
+def draw_all_captions(
+    model: str, captions: Sequence[str], job: FidelityJob, plan: Plan, control: bool
+) -> tuple[Pictures, float] | None:
     """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0."""
     pipe: Any = load(model)
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
         runner._parts = dataclasses.replace(runner._parts, stale_keys=OwnPatchOnly)
-    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    call = read_generation_options(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
     done, synchronous = [], []
     for start in range(0, len(captions), job.batch):
         some = list(captions[start : start + job.batch])
@@ -100,18 +104,18 @@ def draw(model: str, captions: Sequence[str], job: Job, plan: Plan, control: boo
     return (np.concatenate(done), float(np.mean(synchronous))) if done else None
 
 
-def kept(path: Path, captions: Sequence[str], job: Job) -> list[dict[str, Any]]:
+def read_rows_of_job(path: Path, captions: Sequence[str], job: FidelityJob) -> list[dict[str, Any]]:
     """The rows of a file that are of the same job."""
     found = json.loads(path.read_text("utf-8")) if path.exists() else []
-    return [row for row in found if row.items() >= _facts(captions, job).items()]
+    return [row for row in found if row.items() >= _describe_fidelity_job(captions, job).items()]
 
 
-def rows(
-    model: str, captions: Sequence[str], job: Job, made: Sequence[dict[str, Any]] = ()
+def measure_fidelity_rows(
+    model: str, captions: Sequence[str], job: FidelityJob, made: Sequence[dict[str, Any]] = ()
 ) -> Iterator[dict[str, Any]]:
     """One row for one process, each plan, and the controls; those that are made already are not made again."""
     known = {row["plan"]: row for row in made if row["model"] == model}
-    plans = [(plan, False) for plan in (Plan(), *job.parsed())] + [(plan, True) for plan in job.controls()]
+    plans = [(plan, False) for plan in (Plan(), *job.parse_plans())] + [(plan, True) for plan in job.controls()]
     named = {f"{plan}{CONTROL if control else ''}": (plan, control) for plan, control in plans}
     reference, complete = None, named.keys() <= known.keys()
     for name, (plan, control) in named.items():
@@ -119,21 +123,21 @@ def rows(
             yield known[name]
             continue
         work = (model, captions, job, plan, control)
-        pictures, synchronous = launch(draw, plan.world, work, threads=1, stall_timeout=3600.0)[0]
+        pictures, synchronous = launch(draw_all_captions, plan.world, work, threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
-        decibels = psnr(pictures, reference)
+        decibels = compute_psnr(pictures, reference)
         yield {
-            "model": model, **_facts(captions, job), "plan": name, "synchronous": synchronous,
+            "model": model, **_describe_fidelity_job(captions, job), "plan": name, "synchronous": synchronous,
             "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
-            "ssim": float(ssim(pictures, reference).mean()), **score(pictures, captions),
+            "ssim": float(compute_ssim(pictures, reference).mean()), **score_pictures(pictures, captions),
         }  # fmt: skip
 
 
-def _facts(captions: Sequence[str], job: Job) -> dict[str, int]:
+def _describe_fidelity_job(captions: Sequence[str], job: FidelityJob) -> dict[str, int]:
     return {"captions": len(captions), "steps": job.steps, "pixels": job.size, "batch": job.batch}
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
+def make_fidelity_table(found: Sequence[dict[str, Any]]) -> Table:
     """The rows for people."""
     shown = Table("model", "plan")
     for name in ("synchronous steps", "mean PSNR, dB", "lowest", "mean SSIM", "all right, %"):
@@ -179,17 +183,19 @@ def compared(table: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Measures, prints a line of JSON per row, and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, FidelityJob, title="job")
+    job = FidelityJob(**collect_arguments(FidelityJob, parser.parse_args()))
     captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     out = None if job.out is None else Path(job.out)
-    made = {(row["model"], row["plan"]): row for row in (kept(out, captions, job) if out is not None else [])}
+    made = {
+        (row["model"], row["plan"]): row for row in (read_rows_of_job(out, captions, job) if out is not None else [])
+    }
     for model in job.models.split(","):
-        for row in rows(model, captions, job, list(made.values())):
+        for row in measure_fidelity_rows(model, captions, job, list(made.values())):
             print(json.dumps(row), flush=True)
             made[row["model"], row["plan"]] = row
             if out is not None:
-                files.write_json(out, list(made.values()))
+                files.write_json_file(out, list(made.values()))
     print("\n".join(compared(list(made.values()))))
 
 

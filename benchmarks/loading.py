@@ -28,8 +28,8 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from ditile.distributed.launch import launch
-from ditile.hooks.block_hooks import Seats
-from ditile.hooks.placeholders import weightless
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.flux import FLUX
 from ditile.plan.plan import Plan
 from ditile.runner.load import ASSETS, DTYPES, load
@@ -48,7 +48,7 @@ class Peaks:
     def __init__(self) -> None:
         self.bytes = dict.fromkeys(KINDS, 0)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread = threading.Thread(target=self._sample_until_over, daemon=True)
 
     def __enter__(self) -> Peaks:
         gc.collect()
@@ -59,13 +59,13 @@ class Peaks:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._look()
+        self._update_peaks()
 
-    def _sample(self) -> None:
+    def _sample_until_over(self) -> None:
         while not self._over.wait(0.001):
-            self._look()
+            self._update_peaks()
 
-    def _look(self) -> None:
+    def _update_peaks(self) -> None:
         for kind, now in resident().items():
             self.bytes[kind] = max(self.bytes[kind], now - self._before[kind])
 
@@ -77,7 +77,7 @@ def resident() -> dict[str, int]:
     return {kind: found[kind] for kind in KINDS}
 
 
-def limit(share: int) -> int:
+def compute_peak_limit(share: int) -> int:
     """What a peak may be, in bytes."""
     return int(1.1 * share) + 64 * 2**20
 
@@ -91,7 +91,7 @@ def write_pipeline(folder: Path, *, heads: int, double: int, single: int, layers
         layers: of a T5 encoder of T5-XXL's widths; none leaves a small one.
     """
     shutil.copytree(ASSETS / "shapes-flux", folder, ignore=lambda *_: ["transformer"], dirs_exist_ok=True)
-    with weightless():
+    with init_on_meta_device():
         transformer: Any = FluxTransformer2DModel(
             num_layers=double, num_single_layers=single, num_attention_heads=heads, guidance_embeds=True
         )
@@ -100,11 +100,11 @@ def write_pipeline(folder: Path, *, heads: int, double: int, single: int, layers
         )
         encoder: Any = T5EncoderModel(config)
     transformer.save_config(folder / "transformer")
-    _write(transformer, folder / "transformer", "diffusion_pytorch_model", dtype)
+    _write_weight_shards(transformer, folder / "transformer", "diffusion_pytorch_model", dtype)
     if layers:
         shutil.rmtree(folder / "text_encoder_2")
         config.save_pretrained(folder / "text_encoder_2")
-        _write(encoder, folder / "text_encoder_2", "model", dtype)
+        _write_weight_shards(encoder, folder / "text_encoder_2", "model", dtype)
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
@@ -112,35 +112,35 @@ def measured(folder: str, text: str, dtype: str) -> dict[str, Any]:
     """On a rank: what it loads for its stage, or everything if `text` is "whole", and what that takes."""
     torch.set_num_threads(1)
     load("shapes-flux", dtype=dtype)  # whatever is imported or allocated once
-    plan = None if text == "whole" else Plan(pipefusion=_ranks(), text=text)  # type: ignore[arg-type]
+    plan = None if text == "whole" else Plan(pipefusion=_count_started_ranks(), text=text)  # type: ignore[arg-type]
     began = time.perf_counter()
     with Peaks() as peaks:
         pipe: Any = load(folder, dtype=dtype, plan=plan)
     seconds = time.perf_counter() - began
     modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    share = sum(_bytes(module) for module in modules)
-    loaded = Seats(pipe.transformer, FLUX).loaded
+    share = sum(_count_module_bytes(module) for module in modules)
+    loaded = TransformerHooks(pipe.transformer, FLUX).loaded_blocks
     return {
-        "share": share, **peaks.bytes, "limit": limit(share), "seconds": round(seconds, 2),
-        "transformer": _bytes(pipe.transformer), "transformer_read": loaded.bytes_read if loaded else None,
+        "share": share, **peaks.bytes, "limit": compute_peak_limit(share), "seconds": round(seconds, 2),
+        "transformer": _count_module_bytes(pipe.transformer), "transformer_read": loaded.bytes_read if loaded else None,
     }  # fmt: skip
 
 
-def _ranks() -> int:
+def _count_started_ranks() -> int:
     from ditile.distributed import env
 
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     return place.world if place is not None else 1
 
 
-def _bytes(module: nn.Module) -> int:
+def _count_module_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in (*module.parameters(), *module.buffers()))
 
 
-def _write(model: nn.Module, folder: Path, stem: str, dtype: torch.dtype) -> None:
+def _write_weight_shards(model: nn.Module, folder: Path, stem: str, dtype: torch.dtype) -> None:
     names: dict[str, str] = {}
     folder.mkdir(exist_ok=True)
-    for number, shapes in enumerate(_shards(model, dtype.itemsize)):
+    for number, shapes in enumerate(_split_into_shards(model, dtype.itemsize)):
         file = f"{stem}-{number:05}.safetensors"
         tensors = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -148,7 +148,7 @@ def _write(model: nn.Module, folder: Path, stem: str, dtype: torch.dtype) -> Non
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-def _shards(model: nn.Module, item: int) -> Iterator[dict[str, torch.Size]]:
+def _split_into_shards(model: nn.Module, item: int) -> Iterator[dict[str, torch.Size]]:
     shard: dict[str, torch.Size] = {}
     size = 0
     for name, parameter in model.named_parameters():

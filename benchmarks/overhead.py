@@ -56,24 +56,24 @@ class BlockClock:
     def __init__(self, blocks: nn.ModuleList) -> None:
         self.seconds: list[float] = []
         for block in blocks:
-            block.register_forward_pre_hook(self._start)
-            block.register_forward_hook(self._stop)
+            block.register_forward_pre_hook(self._start_clock)
+            block.register_forward_hook(self._stop_clock)
 
-    def _start(self, *_: Any) -> None:
+    def _start_clock(self, *_: Any) -> None:
         self._began = time.thread_time()
 
-    def _stop(self, *_: Any) -> None:
+    def _stop_clock(self, *_: Any) -> None:
         self.seconds.append(time.thread_time() - self._began)
 
 
 def runner_overhead(model: RandomModel, side: int, steps: int, rounds: int) -> dict[str, float]:
     """CPU seconds of a call of the plain pipeline and of a runner of one rank; the median of their ratios, less 1."""
-    pipe = model.pipeline(side)
+    pipe = model.create_pipeline(side)
     ways: dict[str, Any] = {"plain": pipe, "runner": parallelize(pipe, Plan(), device="cpu")}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(-1, rounds):  # the first is not counted
         for way in sorted(ways, reverse=bool(k % 2)):
-            call = model.arguments(side, side, steps)
+            call = model.make_call_arguments(side, side, steps)
             began = time.thread_time()
             ways[way](**call)
             if k >= 0:
@@ -92,7 +92,7 @@ def runner_table(found: Mapping[str, float]) -> Table:
     return shown
 
 
-def table(found: Mapping[str, float]) -> Table:
+def make_outside_blocks_table(found: Mapping[str, float]) -> Table:
     """What was found, for people."""
     shown = Table("outside the blocks, s", "in the blocks of a stage, s", "outside")
     shown.add_row(f"{found['outside_s']:.3f}", f"{found['blocks_of_a_stage_s']:.3f}", f"{found['outside_share']:.1%}")
@@ -127,12 +127,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.runner:
-        found = runner_overhead(RandomModel.parse("random-pixart blocks=16 heads=8"), SIDE, STEPS, given.rounds)
+        found = runner_overhead(
+            RandomModel.parse_model_name("random-pixart blocks=16 heads=8"), SIDE, STEPS, given.rounds
+        )
     else:
         found = outside()
-    Console().print(runner_table(found) if given.runner else table(found))
+    Console().print(runner_table(found) if given.runner else make_outside_blocks_table(found))
     if given.out is not None:
-        files.write_json(given.out, found)
+        files.write_json_file(given.out, found)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Section(NamedTuple):
     table: Callable[[Any], Table]
     figures: Mapping[str, str] = MappingProxyType({})
 
-    def words(self, results: Path) -> list[str]:
+    def command_words(self, results: Path) -> list[str]:
         """The command, for this Python."""
         first, *rest = shlex.split(self.command.replace(RESULTS, f"{results}/"))
         program = [sys.executable, "-m", "ditile"] if first == "ditile" else [sys.executable]
@@ -66,86 +66,88 @@ class Section(NamedTuple):
         """Whether it was measured."""
         return all((results / name).exists() for name in (*self.files, *self.figures))
 
-    def forget(self, results: Path) -> None:
+    def remove_results(self, results: Path) -> None:
         """Removes what its command writes."""
         for name in self.figures if RESULTS in self.command else (Path(self.files[0]).parts[0],):
             path = results / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def block(self, results: Path) -> str:
+    def render_block(self, results: Path) -> str:
         """The command, the table, and the figures."""
-        rows = [read(results / name) for name in self.files]
+        rows = [read_result_file(results / name) for name in self.files]
         shown = markdown(self.table(rows[0] if len(rows) == 1 else list(chain(*rows))))
         figures = [f"![{alt}]({results.name}/{name})" for name, alt in self.figures.items()]
         return "\n\n".join(["", f"    {self.command}", shown, *figures, ""]).removeprefix("\n").removesuffix("\n")
 
 
-def _sweep(name: str, command: str, **figures: str) -> dict[str, Section]:
+def _make_sweep_section(name: str, command: str, **figures: str) -> dict[str, Section]:
     """A section of `ditile bench`, with its figures by name."""
     shown = {f"{name}/{figure.replace('_', '-')}.png": alt for figure, alt in figures.items()}
-    return {name: Section(command, (f"{name}/rows.jsonl",), tables.table, shown)}
+    return {name: Section(command, (f"{name}/rows.jsonl",), tables.make_bench_table, shown)}
 
 
-def _quality(model: str) -> Section:
+def _make_quality_section(model: str) -> Section:
     command = f'python -m benchmarks.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
     file = f"cache-{model.removeprefix('shapes-')}.jsonl"
-    return Section(command, (file,), lambda rows: cache_quality.table(cache_quality.means(rows)))
+    return Section(
+        command, (file,), lambda rows: cache_quality.make_cache_quality_table(cache_quality.average_picture_rows(rows))
+    )
 
 
-def _plans(model: str) -> Section:
+def _make_plans_section(model: str) -> Section:
     command = f"python -m benchmarks.cache_plans --model {model} --captions 8"
-    return Section(command, (f"cache-plans-{model.removeprefix('shapes-')}.json",), cache_plans.table)
+    return Section(command, (f"cache-plans-{model.removeprefix('shapes-')}.json",), cache_plans.make_cache_plans_table)
 
 
 SECTIONS: dict[str, Section] = {
-    "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.table),
+    "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.make_fidelity_table),
     "fidelity-warmups": Section(
         f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
     ),
-    **_sweep(
+    **_make_sweep_section(
         "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
         methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",
     ),
-    **_sweep("links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"),
-    **_sweep(
+    **_make_sweep_section("links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"),
+    **_make_sweep_section(
         "links-flux", f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
         links="speed-up over the bandwidth of a link, without guidance",
     ),
-    **_sweep("warmup", f"{SMALL} --sweep warmup"),
-    **_sweep("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
-    **_sweep("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
-    **_sweep("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
-    **_sweep("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
-    "predictions": Section("python -m benchmarks.predictions", ("predictions.json",), predictions.table),
-    "overhead": Section("python -m benchmarks.overhead", ("overhead.json",), overhead.table),
-    "cache-pixart": _quality("shapes-pixart"),
-    "cache-flux": _quality("shapes-flux"),
+    **_make_sweep_section("warmup", f"{SMALL} --sweep warmup"),
+    **_make_sweep_section("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
+    **_make_sweep_section("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
+    **_make_sweep_section("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
+    **_make_sweep_section("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
+    "predictions": Section("python -m benchmarks.predictions", ("predictions.json",), predictions.make_predictions_table),
+    "overhead": Section("python -m benchmarks.overhead", ("overhead.json",), overhead.make_outside_blocks_table),
+    "cache-pixart": _make_quality_section("shapes-pixart"),
+    "cache-flux": _make_quality_section("shapes-flux"),
     "cache-speeds": Section(
         f"python -m benchmarks.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
         f"{RESULTS}cache-quality.png", ("cache-pixart.jsonl", "cache-flux.jsonl"),
-        lambda rows: cache_quality.at_speeds(cache_quality.means(rows)), {"cache-quality.png": "PSNR over speed-up"},
+        lambda rows: cache_quality.at_speeds(cache_quality.average_picture_rows(rows)), {"cache-quality.png": "PSNR over speed-up"},
     ),
-    "cache-overhead": Section("python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.table),
-    "cache-plans-pixart": _plans("shapes-pixart"),
-    "cache-plans-flux": _plans("shapes-flux"),
+    "cache-overhead": Section("python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.make_cache_overhead_table),
+    "cache-plans-pixart": _make_plans_section("shapes-pixart"),
+    "cache-plans-flux": _make_plans_section("shapes-flux"),
 }  # fmt: skip
 
 
 def markdown(table: Table) -> str:
     """A rich table as Markdown: numbers to the right, as it has them."""
     rules = ["--:" if column.justify == "right" else ":--" for column in table.columns]
-    rows = zip(*([_cell(cell) for cell in column.cells] for column in table.columns), strict=True)
-    lines = [[_cell(column.header) for column in table.columns], rules, *rows]
+    rows = zip(*([_format_markdown_cell(cell) for cell in column.cells] for column in table.columns), strict=True)
+    lines = [[_format_markdown_cell(column.header) for column in table.columns], rules, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def read(path: Path) -> Any:
+def read_result_file(path: Path) -> Any:
     """A result: JSON, or lines of it."""
     text = path.read_text("utf-8")
     return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 
-def filled(page: str, blocks: dict[str, str]) -> str:
+def fill_page_blocks(page: str, blocks: dict[str, str]) -> str:
     """The page with its places filled.
 
     Raises:
@@ -169,11 +171,11 @@ def measure(names: Sequence[str], results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     for place, name in enumerate(names):
         print(f"[{place + 1}/{len(names)}] {name}: {SECTIONS[name].command}", file=sys.stderr, flush=True)
-        if code := subprocess.run(SECTIONS[name].words(results), check=False).returncode:
+        if code := subprocess.run(SECTIONS[name].command_words(results), check=False).returncode:
             raise SystemExit(f"error: {name} ended with exit code {code}; the others are kept in {results}")
 
 
-def _cell(text: Any) -> str:
+def _format_markdown_cell(text: Any) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
@@ -192,12 +194,12 @@ def main() -> None:
     if not asked.page.is_file():
         parser.error(f"there is no page {str(asked.page)!r}; give --page FILE")
     for name in names if asked.again else ():
-        SECTIONS[name].forget(asked.results)
+        SECTIONS[name].remove_results(asked.results)
     if not asked.no_measure:
         measure([name for name in names if not SECTIONS[name].is_there(asked.results)], asked.results)
     known = {name: SECTIONS[name] for name in names if SECTIONS[name].is_there(asked.results)}
-    blocks = {name: section.block(asked.results) for name, section in known.items()}
-    files.write(asked.page, filled(asked.page.read_text("utf-8"), blocks))
+    blocks = {name: section.render_block(asked.results) for name, section in known.items()}
+    files.write_atomically(asked.page, fill_page_blocks(asked.page.read_text("utf-8"), blocks))
     print(f"{asked.page}: {', '.join(blocks) or 'nothing'}")
 
 

@@ -68,7 +68,7 @@ def calibrator_of(ours: Calibration | None) -> Any:
     return module.DMDCalibratorConfig()
 
 
-def enable(transformer: nn.Module, blocks: nn.ModuleList, config: DBCacheConfig, steps: int) -> None:
+def enable_on_transformer(transformer: nn.Module, blocks: nn.ModuleList, config: DBCacheConfig, steps: int) -> None:
     """Caches a transformer of two streams without a pipeline, for one generation of so many steps."""
     module = cache_dit()
     adapter = module.BlockAdapter(

@@ -21,16 +21,16 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from benchmarks.cache_quality import front, means, read
+from benchmarks.cache_quality import average_picture_rows, find_speed_quality_front, read_picture_rows
 from benchmarks.cache_settings import OURS, THEIRS
-from ditile.cli.bench.figures import logarithmic
-from ditile.cli.evaluate.plots import COLOURS, MARKERS, _save, tradeoff
-from ditile.plan.schedule import Micro, Schedule
+from ditile.cli.bench.figures import set_logarithmic_scale
+from ditile.cli.evaluate.plots import COLOURS, MARKERS, _save_figure, tradeoff
+from ditile.plan.schedule import MicroStep, Schedule
 
 FRESH, STALE = "#4477aa", "#dddddd"
 
 
-def gantt(trace: Path, out: Path, steps: range) -> None:
+def draw_gantt_chart(trace: Path, out: Path, steps: range) -> None:
     """Draws the computed micro-steps of each stage, one colour per patch; waiting is hatched."""
     slices = [e for e in json.loads(trace.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"]
     shown = [e for e in slices if e["args"]["step"] in steps and e["cat"] in ("compute", "receive", "take")]
@@ -38,7 +38,7 @@ def gantt(trace: Path, out: Path, steps: range) -> None:
     origin = min(e["ts"] for e in shown if e["cat"] == "compute")
     figure, axes = plt.subplots(figsize=(11, 0.6 * stages + 1.2))
     for event in shown:
-        _bar(axes, event, origin)
+        _draw_event_bar(axes, event, origin)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
@@ -47,7 +47,7 @@ def gantt(trace: Path, out: Path, steps: range) -> None:
         f"steps {steps.start} to {steps.stop - 1}: grey = whole synchronous step, colours = patches, hatched = waiting"
     )
     axes.set_title(title, fontsize=10)
-    _save(figure, out)
+    _save_figure(figure, out)
 
 
 def freshness(patches: int, out: Path) -> None:
@@ -55,19 +55,21 @@ def freshness(patches: int, out: Path) -> None:
     schedule = Schedule(stages=patches, patches=patches, steps=3, warmup=1)
     figure, rows = plt.subplots(2, 1, figsize=(8, 3.4))
     own = [tuple(int(q != p) for q in range(patches)) for p in range(patches)]
-    ours = [schedule.ages(Micro(1, p)) for p in range(patches)]
+    ours = [schedule.compute_key_ages(MicroStep(1, p)) for p in range(patches)]
     for axes, ages, title in zip(rows, (ours, own), ("PipeFusion", "DistriFusion"), strict=True):
-        _ages(axes, ages)
+        _draw_key_ages(axes, ages)
         axes.set_title(
             f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)",
             fontsize=9,
         )
-    _save(figure, out)
+    _save_figure(figure, out)
 
 
-def pareto(files: Sequence[Path], out: Path) -> None:
+def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
     """Draws PSNR over speed-up, a panel for each model and number of steps: every setting, and each engine's front."""
-    rows = [row for row in means(row for path in files for row in read(path)) if row["engine"]]
+    rows = [
+        row for row in average_picture_rows(row for path in files for row in read_picture_rows(path)) if row["engine"]
+    ]
     panels = sorted({(row["model"], row["steps"]) for row in rows})
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
     for axes, (model, steps) in zip(grid[0], panels, strict=True):
@@ -79,7 +81,12 @@ def pareto(files: Sequence[Path], out: Path) -> None:
             speed, quality = ([row[name] for row in mine] for name in ("speedup", "psnr"))
             axes.scatter(speed, quality, s=16, color=colour, marker=marker, alpha=0.45, lw=0)
             axes.plot(
-                *zip(*front(mine, engine), strict=True), color=colour, marker=marker, ms=4.5, lw=1.6, label=engine
+                *zip(*find_speed_quality_front(mine, engine), strict=True),
+                color=colour,
+                marker=marker,
+                ms=4.5,
+                lw=1.6,
+                label=engine,
             )
         captions = max(row["captions"] for row in here)
         axes.set_title(f"{model}, {steps} steps, {captions} captions", fontsize=10)
@@ -87,9 +94,9 @@ def pareto(files: Sequence[Path], out: Path) -> None:
         axes.set_ylabel("mean PSNR to the picture without a cache (dB)")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    _save(figure, out)
+    _save_figure(figure, out)
     if out.suffix != ".svg":
-        _save(figure, out.with_suffix(".svg"))
+        _save_figure(figure, out.with_suffix(".svg"))
 
 
 def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
@@ -103,14 +110,14 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
                 )
         devices = sorted({count for seconds in groups.values() for count in seconds})
         axes.set_xscale("log", base=2)
-        logarithmic(axes)
+        set_logarithmic_scale(axes)
         axes.set_xticks(devices, list(map(str, devices)))
         axes.set_xlabel("devices")
         axes.set_ylabel("predicted latency (s)")
         axes.set_title(title, fontsize=9.5)
         axes.grid(alpha=0.3, which="both")
         axes.legend(frameon=False, fontsize=8)
-    _save(figure, out)
+    _save_figure(figure, out)
 
 
 def main() -> None:
@@ -134,15 +141,15 @@ def main() -> None:
     if given.kind == "tradeoff":
         tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
     elif given.kind == "pareto":
-        pareto(given.files, given.out)
+        draw_pareto_panels(given.files, given.out)
     elif given.kind == "freshness":
         freshness(given.patches, given.out)
     else:
         first, _, last = given.steps.partition("-")
-        gantt(given.trace, given.out, range(int(first), int(last or first) + 1))
+        draw_gantt_chart(given.trace, given.out, range(int(first), int(last or first) + 1))
 
 
-def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
+def _draw_event_bar(axes: Any, event: dict[str, Any], origin: float) -> None:
     start, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
     patch = event["args"]["patch"]
     if event["cat"] != "compute":
@@ -160,7 +167,7 @@ def _bar(axes: Any, event: dict[str, Any], origin: float) -> None:
     )
 
 
-def _ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
+def _draw_key_ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
     patches = len(ages)
     for column, of_patch in enumerate(ages):
         for row, age in enumerate(of_patch):

@@ -48,7 +48,7 @@ ALIKE = 1.05
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
-class Job(NamedTuple):
+class PredictionJob(NamedTuple):
     """One call, and the plans that it is made under.
 
     Attributes:
@@ -64,15 +64,15 @@ class Job(NamedTuple):
     rounds: int = 3
 
     @property
-    def name(self) -> str:
+    def job_name(self) -> str:
         """For people, and of its folder."""
         return f"{self.model.partition(' ')[0]} {self.size} px {self.steps} steps"
 
 
 JOBS = (
-    Job("shapes-flux", 128, 12, BUNDLED, 5), Job("shapes-flux", 192, 12, BUNDLED, 5),
-    Job("shapes-pixart", 192, 12, BUNDLED, 5), Job("shapes-pixart", 256, 12, BUNDLED),
-    Job(RANDOM_FLUX, 256, 8, RANDOM), Job(RANDOM_FLUX, 512, 5, RANDOM), Job("shapes-pixart", 256, 8, HYBRIDS),
+    PredictionJob("shapes-flux", 128, 12, BUNDLED, 5), PredictionJob("shapes-flux", 192, 12, BUNDLED, 5),
+    PredictionJob("shapes-pixart", 192, 12, BUNDLED, 5), PredictionJob("shapes-pixart", 256, 12, BUNDLED),
+    PredictionJob(RANDOM_FLUX, 256, 8, RANDOM), PredictionJob(RANDOM_FLUX, 512, 5, RANDOM), PredictionJob("shapes-pixart", 256, 8, HYBRIDS),
 )  # fmt: skip
 Row = dict[str, Any]
 
@@ -85,50 +85,50 @@ def measure(folder: Path) -> list[Row]:
     """
     found: list[Row] = []
     for job in JOBS:
-        out, size = folder / job.name.replace(" ", "-"), str(job.size)
+        out, size = folder / job.job_name.replace(" ", "-"), str(job.size)
         profile = out.with_suffix(".json")
         for _ in range(CALIBRATIONS):
             if not profile.exists():
-                _run("calibrate", "--out", str(profile))
-            _run(
+                _run_ditile_command("calibrate", "--out", str(profile))
+            _run_ditile_command(
                 "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
                 "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile),
                 "--out", str(out), "--plans", job.plans,
             )  # fmt: skip
             rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
-            if is_of(Profile.read(profile), rows):
+            if is_calibrated_alike(Profile.from_json_file(profile), rows):
                 break
             profile.unlink()
         else:
             what = f"the machine was another, or disturbed, in {CALIBRATIONS} calibrations; the last one counts"
-            print(f"note: {job.name}: {what}", file=sys.stderr)
+            print(f"note: {job.job_name}: {what}", file=sys.stderr)
         one = next(row for row in rows if row["plan"] == ONE_RANK)
-        found += [_short(job, row, one) for row in rows]
+        found += [_shorten_bench_row(job, row, one) for row in rows]
     return found
 
 
-def is_of(profile: Profile, rows: Sequence[Row]) -> bool:
+def is_calibrated_alike(profile: Profile, rows: Sequence[Row]) -> bool:
     """Whether the machine was calibrated as it was while it ran: by the products of `gauge` alone, not by any error."""
     best = min((row["product_s"] for row in rows if "product_s" in row), default=profile.product_s)
     alike = max(best, profile.product_s) <= ALIKE * min(best, profile.product_s)
     return alike and profile.disturbed <= BUSY
 
 
-def _run(*words: str) -> None:
+def _run_ditile_command(*words: str) -> None:
     print(" ".join(words), file=sys.stderr, flush=True)
     if code := subprocess.run([sys.executable, "-m", "ditile", *words], check=False).returncode:
         raise SystemExit(f"error: ditile {words[0]} ended with exit code {code}")
 
 
-def _short(job: Job, row: Row, one: Row) -> Row:
+def _shorten_bench_row(job: PredictionJob, row: Row, one: Row) -> Row:
     names = ("world", "loop_s", "predicted_loop_s", "predicted_error", "predicted_memory_error")
     plan = ONE if row["plan"] == ONE_RANK else row["plan"]
     label = f"{plan} | {row['cache']}" if row["cache"] else plan
     speedup = (1 + one["predicted_error"]) / (1 + row["predicted_error"]) - 1
-    return {"job": job.name, "plan": label, "speedup_error": speedup} | {name: row.get(name) for name in names}
+    return {"job": job.job_name, "plan": label, "speedup_error": speedup} | {name: row.get(name) for name in names}
 
 
-def table(rows: Sequence[Row]) -> Table:
+def make_predictions_table(rows: Sequence[Row]) -> Table:
     """A row for each plan, a column for each job; what they come to below."""
     jobs = list(dict.fromkeys(row["job"] for row in rows))
     shown = Table("plan", *jobs)
@@ -136,38 +136,38 @@ def table(rows: Sequence[Row]) -> Table:
     for plan in dict.fromkeys(row["plan"] for row in rows):
         shown.add_row(plan, *(cells.get((plan, job), "") for job in jobs))
     of_jobs = (
-        ("median error, worst", _errors),
+        ("median error, worst", _format_errors),
         ("of the speed-up", _of_speedups),
-        ("predicted fastest", _first),
-        ("memory, worst", _memory),
+        ("predicted fastest", _format_predicted_fastest),
+        ("memory, worst", _format_memory_error),
     )
     for name, text in of_jobs:
         shown.add_row(name, *(text([row for row in rows if row["job"] == job]) for job in jobs))
     return shown
 
 
-def _errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
+def _format_errors(rows: Sequence[Row], name: str = "predicted_error") -> str:
     errors = [abs(row[name]) for row in rows]
     return f"{statistics.median(errors):.1%}, {max(errors):.1%}"
 
 
 def _of_speedups(rows: Sequence[Row]) -> str:
-    return _errors([row for row in rows if row["plan"] != ONE], "speedup_error")
+    return _format_errors([row for row in rows if row["plan"] != ONE], "speedup_error")
 
 
-def first(rows: Sequence[Row]) -> tuple[str, float]:
+def find_predicted_fastest(rows: Sequence[Row]) -> tuple[str, float]:
     """The plan of a job that is predicted first, of those that leave nothing out; how far it is behind the fastest."""
     plans = [row for row in rows if "|" not in row["plan"]]
     chosen = min(plans, key=lambda row: float(row["predicted_loop_s"]))
     return chosen["plan"], chosen["loop_s"] / min(row["loop_s"] for row in plans) - 1
 
 
-def _first(rows: Sequence[Row]) -> str:
-    plan, behind = first(rows)
+def _format_predicted_fastest(rows: Sequence[Row]) -> str:
+    plan, behind = find_predicted_fastest(rows)
     return f"{plan}: the fastest" if behind == 0 else f"{plan}: {behind:.0%} behind the fastest"
 
 
-def _memory(rows: Sequence[Row]) -> str:
+def _format_memory_error(rows: Sequence[Row]) -> str:
     errors = [abs(row["predicted_memory_error"]) for row in rows if row["predicted_memory_error"] is not None]
     return f"{max(errors):.0%}" if errors else ""
 
@@ -179,8 +179,8 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         ("4 ranks", [row for row in rows if row["world"] > 2]),
     ):
         if some:
-            errors = f"error of the loop (median, worst) {_errors(some)}, of the speed-up {_of_speedups(some)}"
-            yield f"{name}: {len(some)} measured; {errors}; of memory at most {_memory(some)}"
+            errors = f"error of the loop (median, worst) {_format_errors(some)}, of the speed-up {_of_speedups(some)}"
+            yield f"{name}: {len(some)} measured; {errors}; of memory at most {_format_memory_error(some)}"
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ def main() -> None:
     folder = out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     rows = measure(folder)
-    files.write_json(out, rows)
+    files.write_json_file(out, rows)
     shutil.rmtree(folder)
     print("\n".join(summary(rows)))
 

@@ -28,12 +28,12 @@ from rich.progress import track
 from rich.table import Table
 
 from ditile.cli import files
-from ditile.plan.cost import Job
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.planner.hardware import SHEETS, Efficiency, Wire, of_sheet, to_json
+from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, dump_efficiency, make_datasheet_profile
 from ditile.planner.price import Pricer
-from ditile.planner.search import pricer_of
-from ditile.planner.subject import CONFIGS, Subject
+from ditile.planner.search import make_pricer
+from ditile.planner.subject import CONFIGS, PlanSubject
 from ditile.runner.load import ASSETS
 
 HARDWARE = {
@@ -54,7 +54,7 @@ ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right bey
 
 START = Efficiency(
     matmul=0.6, matmul_half=300e3, attention=0.5, attention_half=150.0, memory=0.6, kernel_s=2e-5, micro_s=1e-3,
-    wire=Wire(latency_s=1e-4, call_s=3e-4, exchange=0.5, crossing=0.5, reduce=0.7, overlap=0.2),
+    wire=LinkEfficiency(latency_s=1e-4, call_s=3e-4, exchange=0.5, crossing=0.5, reduce=0.7, overlap=0.2),
 )  # fmt: skip
 """Where each fit begins, and what it keeps to where rows do not tell: guesses, which saw no hardware."""
 
@@ -81,7 +81,7 @@ SET_ASIDE: dict[tuple[str, str, str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedRow:
     """A published figure.
 
     Attributes:
@@ -106,26 +106,26 @@ class Row:
         return f"{self.hardware} x{self.devices}, {self.model} {self.pixels}, {self.method}"
 
     @property
-    def said(self) -> bool:
+    def has_order_only(self) -> bool:
         """Whether it has no figure, only an order."""
         return math.isnan(self.value)
 
     @property
-    def job(self) -> tuple[Any, ...]:
+    def comparison_key(self) -> tuple[Any, ...]:
         """What rows have in common whose order can be told."""
         return self.hardware, self.devices, self.model, self.pixels, self.scale
 
 
-Found = Sequence[tuple[Row, float]]
+Found = Sequence[tuple[PublishedRow, float]]
 """Rows with their predictions, each in the row's unit."""
 
 
-def rows() -> list[Row]:
+def read_published_rows() -> list[PublishedRow]:
     """All that can be predicted, without those that are set aside."""
-    return list(read(SET_ASIDE))
+    return list(read_rows_except(SET_ASIDE))
 
 
-def read(set_aside: Collection[tuple[str, str, str, str]]) -> Iterator[Row]:
+def read_rows_except(set_aside: Collection[tuple[str, str, str, str]]) -> Iterator[PublishedRow]:
     """All that can be predicted, but for (hardware, pixels, method, metric)."""
     with (ASSETS / "published.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -135,7 +135,7 @@ def read(set_aside: Collection[tuple[str, str, str, str]]) -> Iterator[Row]:
             continue
         devices = int(line["devices"])
         words, _, other = line["plan"].partition(" vs ")
-        yield Row(
+        yield PublishedRow(
             hardware, devices, MODELS[line["model"]], int(line["px"]), int(line["steps"]), line["method"],
             plan_of(line["method"], words, devices), math.nan if metric == SLOWER else float(line["value"]),
             f"{hardware} {line['px']}" if metric == RELATIVE else "",
@@ -156,31 +156,31 @@ def plan_of(method: str, words: str, devices: int) -> Plan:
 
 
 @lru_cache
-def _subject(name: str) -> tuple[Subject, dict[str, Any]]:
+def _subject(name: str) -> tuple[PlanSubject, dict[str, Any]]:
     call = json.loads((CONFIGS / name / "generation.json").read_text("utf-8"))
-    return Subject.of(name, CONFIGS / name), call
+    return PlanSubject.from_configs(name, CONFIGS / name), call
 
 
 @cache
-def _job(model: str, pixels: int, steps: int, plan: Plan) -> Job:
+def _build_published_job(model: str, pixels: int, steps: int, plan: Plan) -> PlannedCall:
     subject, own = _subject(model)
     call = own | {"height": pixels, "width": pixels, "num_inference_steps": steps}
-    return subject.job(plan, subject.shape(call, 2))
+    return subject.make_plan_job(plan, subject.make_call_shape(call, 2))
 
 
 @lru_cache(maxsize=16)
 def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
     subject, own = _subject(model)
-    return pricer_of(subject, own, of_sheet(hardware, SHEETS[hardware], gets))
+    return make_pricer(subject, own, make_datasheet_profile(hardware, SHEETS[hardware], gets))
 
 
-def seconds(row: Row, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
+def seconds(row: PublishedRow, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
     """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate`."""
-    pricer, job = _pricer(row.hardware, row.model, gets), _job(row.model, row.pixels, row.steps, plan)
-    return pricer.estimate(job) if rough else pricer.latency(job)
+    pricer, job = _pricer(row.hardware, row.model, gets), _build_published_job(row.model, row.pixels, row.steps, plan)
+    return pricer.estimate_latency(job) if rough else pricer.predict_latency(job)
 
 
-def predicted(some: Sequence[Row], gets: Efficiency, *, rough: bool = False) -> list[float]:
+def predicted(some: Sequence[PublishedRow], gets: Efficiency, *, rough: bool = False) -> list[float]:
     """Of each row, in its own unit: rows of a scale have the factor that fits them best."""
     found = [seconds(row, row.plan, gets, rough=rough) for row in some]
     for k, row in enumerate(some):
@@ -199,12 +199,12 @@ def margins(found: Found) -> Iterator[float]:
 
     A logarithm: above 0 their order is right. What differs by less than `TIE` as published has no order.
     """
-    alike: dict[tuple[Any, ...], list[tuple[Row, float]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[PublishedRow, float]]] = {}
     for row, got in found:
         if row.base is not None:
-            yield math.copysign(1, -1 if row.said else math.log(row.value)) * math.log(got)
+            yield math.copysign(1, -1 if row.has_order_only else math.log(row.value)) * math.log(got)
         else:
-            alike.setdefault(row.job, []).append((row, got))
+            alike.setdefault(row.comparison_key, []).append((row, got))
     for those in alike.values():
         for (one, mine), (other, theirs) in itertools.combinations(those, 2):
             apart = math.log(one.value / other.value)
@@ -218,13 +218,13 @@ def ordered(found: Found) -> tuple[int, int]:
     return sum(margin > 0 for margin in every), len(every)
 
 
-def fitted(some: Sequence[Row]) -> Efficiency:
+def fit_efficiency(some: Sequence[PublishedRow]) -> Efficiency:
     """The shares that come closest to some rows, and to their order, by a search along each of them in turn."""
-    first = dict(_flat(START))
+    first = dict(_flatten_efficiency(START))
 
-    def loss(values: dict[str, float], rough: bool) -> float:
-        found = predicted(some, _made(values), rough=rough)
-        off = [abs(math.log(got / row.value)) for row, got in zip(some, found, strict=True) if not row.said]
+    def compute_fit_loss(values: dict[str, float], rough: bool) -> float:
+        found = predicted(some, _build_efficiency(values), rough=rough)
+        off = [abs(math.log(got / row.value)) for row, got in zip(some, found, strict=True) if not row.has_order_only]
         wrong = [min(1.0, max(0.0, (CLEAR - m) / (CLEAR - LOST))) for m in margins(list(zip(some, found, strict=True)))]
         near = statistics.fmean(min(each, MOST) for each in off) + statistics.median(off) / 2
         doubled = statistics.fmean(math.log2(value / first[name]) ** 2 for name, value in values.items())
@@ -232,29 +232,29 @@ def fitted(some: Sequence[Row]) -> Efficiency:
 
     values = first
     for rounds, first_factor, rough in SEARCH:
-        best, factors = loss(values, rough), dict.fromkeys(values, first_factor)
+        best, factors = compute_fit_loss(values, rough), dict.fromkeys(values, first_factor)
         for name in list(values) * rounds:
             for factor in (factors[name], 1 / factors[name]):
                 tried = values | {name: min(values[name] * factor, _ceiling(name))}
-                if (now := loss(tried, rough)) < best - 1e-5:
+                if (now := compute_fit_loss(tried, rough)) < best - 1e-5:
                     best, values = now, tried
                     break
             else:
                 factors[name] **= 0.5
-    return _made({name: float(f"{value:.3g}") for name, value in values.items()})
+    return _build_efficiency({name: float(f"{value:.3g}") for name, value in values.items()})
 
 
-def _flat(gets: Efficiency) -> Iterator[tuple[str, float]]:
+def _flatten_efficiency(gets: Efficiency) -> Iterator[tuple[str, float]]:
     values = dataclasses.asdict(gets)
     wire: dict[str, float] = values.pop("wire")
     yield from values.items()
     yield from ((f"wire.{name}", value) for name, value in wire.items())
 
 
-def _made(values: dict[str, float]) -> Efficiency:
+def _build_efficiency(values: dict[str, float]) -> Efficiency:
     own = {name: value for name, value in values.items() if "." not in name}
     wire = {name.removeprefix("wire."): value for name, value in values.items() if "." in name}
-    return Efficiency(**own, wire=Wire(**wire))
+    return Efficiency(**own, wire=LinkEfficiency(**wire))
 
 
 def _ceiling(name: str) -> float:
@@ -263,40 +263,45 @@ def _ceiling(name: str) -> float:
     return math.inf if whole else 1.0
 
 
-def fit_left_out(every: Sequence[Row]) -> dict[str, Efficiency]:
+def fit_left_out(every: Sequence[PublishedRow]) -> dict[str, Efficiency]:
     """Of each hardware, the shares that were fitted without it."""
     names = sorted({row.hardware for row in every})
-    return {name: fitted([row for row in every if row.hardware != name]) for name in track(names, "hardware left out")}
+    return {
+        name: fit_efficiency([row for row in every if row.hardware != name])
+        for name in track(names, "hardware left out")
+    }
 
 
 def left_out() -> dict[str, Efficiency]:
     """The same, as they were fitted last."""
     kept = json.loads(LEFT_OUT.read_text("utf-8"))
-    return {name: Efficiency(**(gets | {"wire": Wire(**gets["wire"])})) for name, gets in kept.items()}
+    return {name: Efficiency(**(gets | {"wire": LinkEfficiency(**gets["wire"])})) for name, gets in kept.items()}
 
 
-def unseen(every: Sequence[Row], gets: dict[str, Efficiency]) -> list[tuple[Row, float]]:
+def predict_unseen_hardware(
+    every: Sequence[PublishedRow], gets: dict[str, Efficiency]
+) -> list[tuple[PublishedRow, float]]:
     """Each row with its prediction by the shares that were fitted without its hardware."""
-    found: list[tuple[Row, float]] = []
+    found: list[tuple[PublishedRow, float]] = []
     for hardware, own in gets.items():
         mine = [row for row in every if row.hardware == hardware]
         found += zip(mine, predicted(mine, own), strict=True)
     return found
 
 
-def error(found: Found) -> float:
+def compute_median_error(found: Found) -> float:
     """The median of how far predictions are off, as a share of the published figures."""
-    return statistics.median(abs(got / row.value - 1) for row, got in found if not row.said)
+    return statistics.median(abs(got / row.value - 1) for row, got in found if not row.has_order_only)
 
 
-def table(found: Found) -> Table:
+def make_published_table(found: Found) -> Table:
     """The rows for people."""
     shown = Table("row", "plan", "published", "predicted", "error")
     for row, got in found:
         plan, unit = str(row.plan), "x" if row.scale or row.base is not None else " s"
         if row.base is not None:
             plan += f" over {row.base}" if row.base.world > 1 else " over one device"
-        value, off = ("below 1", "") if row.said else (f"{row.value:g}", f"{got / row.value - 1:+.0%}")
+        value, off = ("below 1", "") if row.has_order_only else (f"{row.value:g}", f"{got / row.value - 1:+.0%}")
         shown.add_row(str(row), plan, f"{value}{unit}", f"{got:.3g}{unit}", off)
     return shown
 
@@ -307,25 +312,25 @@ def summary(found: Found) -> Iterator[str]:
         mine = [(row, got) for row, got in found if name in ("", row.hardware)]
         right, total = ordered(mine)
         yield (
-            f"{name or 'all'}: median error {error(mine):.1%} of {sum(not row.said for row, _ in mine)} figures, "
+            f"{name or 'all'}: median error {compute_median_error(mine):.1%} of {sum(not row.has_order_only for row, _ in mine)} figures, "
             f"order right in {right} of {total} pairs ({right / total:.0%})"
         )
-    yield f"set aside: {len(SET_ASIDE)} of {len(SET_ASIDE) + sum(not row.said for row, _ in found)} figures"
+    yield f"set aside: {len(SET_ASIDE)} of {len(SET_ASIDE) + sum(not row.has_order_only for row, _ in found)} figures"
 
 
 def main() -> None:
     """Fits, or validates and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit anew; prints the shares of all rows")
-    every = rows()
+    every = read_published_rows()
     if parser.parse_args().fit:
-        gets = fitted(every)
-        print(to_json(gets))
+        gets = fit_efficiency(every)
+        print(dump_efficiency(gets))
         print(*summary(list(zip(every, predicted(every, gets), strict=True))), sep="\n")
         kept = {name: dataclasses.asdict(own) for name, own in fit_left_out(every).items()}
-        files.write_json(LEFT_OUT, kept)
-    found = unseen(every, left_out())
-    Console(width=150).print(table(found))
+        files.write_json_file(LEFT_OUT, kept)
+    found = predict_unseen_hardware(every, left_out())
+    Console(width=150).print(make_published_table(found))
     print(*summary(found), sep="\n")
 
 

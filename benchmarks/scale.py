@@ -21,11 +21,18 @@ from rich.progress import track
 
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.plan.units import rounded
-from ditile.planner.hardware import profile
+from ditile.plan.units import format_number
+from ditile.planner.hardware import load_profile
 from ditile.planner.price import Pricer
-from ditile.planner.search import SIFTED, Placed, Wanted, fitting, other_warmups, plans
-from ditile.planner.subject import CONFIGS, Subject
+from ditile.planner.search import (
+    SIFTED,
+    SearchRequest,
+    SizedJob,
+    fit_plan_to_memory,
+    iterate_other_warmups,
+    iterate_plans,
+)
+from ditile.planner.subject import CONFIGS, PlanSubject
 from ditile.planner.tables import WAN
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
@@ -56,28 +63,30 @@ CLUSTERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ScalingTask:
     """A job, its work, and the text beside its sequence."""
 
     name: str
-    subject: Subject
+    subject: PlanSubject
     shape: Shape
     words: int = 0
 
 
-def flux() -> Task:
+def make_flux_task() -> ScalingTask:
     """FLUX.1-dev at 4096 x 4096, 28 steps."""
-    subject = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    subject = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
     call = {"prompt": "a prompt", "height": 4096, "width": 4096, "num_inference_steps": 28}
-    return Task("FLUX.1-dev, 4096 px, 28 steps", subject, subject.shape(call, 2))
+    return ScalingTask("FLUX.1-dev, 4096 px, 28 steps", subject, subject.make_call_shape(call, 2))
 
 
-def wan() -> Task:
+def make_wan_task() -> ScalingTask:
     """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls; its decode is left out."""
-    known = Subject.of("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
+    known = PlanSubject.from_configs("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
     call = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
     subject = replace(known, family=_WAN, table=None, decoder=None)
-    return Task("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.shape(call, 2), known.words(call))
+    return ScalingTask(
+        "Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.make_call_shape(call, 2), known.count_text_tokens(call)
+    )
 
 
 _CUT = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
@@ -93,12 +102,12 @@ _WAN = replace(
 """As if Wan had a `ModelSpec`: with what it could be cut by, and what would be remembered."""
 
 
-class _Rough(NamedTuple):
+class _EstimatedPlan(NamedTuple):
     """A plan by the formula's seconds, and by its name."""
 
     seconds: float
     name: str
-    placed: Placed
+    placed: SizedJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,40 +119,40 @@ class Best:
     memory_bytes: int
 
 
-def best(task: Task, cluster: Cluster, devices: int) -> dict[str, Best]:
+def find_best_plans(task: ScalingTask, cluster: Cluster, devices: int) -> dict[str, Best]:
     """Of every group that has a plan which uses all devices and fits their memory."""
-    machine = profile(cluster.hardware, cluster.interlink)
-    pricer = Pricer(task.subject.counted, machine, task.words, IN_A_HOST)
-    found: dict[str, list[_Rough]] = {name: [] for name in GROUPS}
+    machine = load_profile(cluster.hardware, cluster.interlink)
+    pricer = Pricer(task.subject.transformer_work, machine, task.words, IN_A_HOST)
+    found: dict[str, list[_EstimatedPlan]] = {name: [] for name in GROUPS}
 
-    def add(plan: Plan) -> None:
+    def estimate_and_add(plan: Plan) -> None:
         groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
-        placed = fitting(task.subject, task.shape, pricer, plan, machine.memory_bytes)
+        placed = fit_plan_to_memory(task.subject, task.shape, pricer, plan, machine.memory_bytes)
         if placed.memory <= machine.memory_bytes:
-            rough = _Rough(pricer.estimate(placed.job), str(placed.job.plan), placed)
+            rough = _EstimatedPlan(pricer.estimate_latency(placed.job), str(placed.job.plan), placed)
             for name in groups:
                 found[name].append(rough)
 
-    for plan in plans(task.subject, task.shape, Wanted(devices=devices, all_devices=True)):
-        add(plan)
+    for plan in iterate_plans(task.subject, task.shape, SearchRequest(devices=devices, all_devices=True)):
+        estimate_and_add(plan)
     first = {rough.name: rough for roughs in found.values() for rough in sorted(roughs)[:SIFTED]}
     for rough in first.values():
-        for plan in other_warmups(rough.placed.job):
-            add(plan)
+        for plan in iterate_other_warmups(rough.placed.job):
+            estimate_and_add(plan)
     return {name: _simulated(pricer, min(roughs).placed) for name, roughs in found.items() if roughs}
 
 
-def _simulated(pricer: Pricer, placed: Placed) -> Best:
-    return Best(placed.job.plan, pricer.latency(placed.job), placed.memory)
+def _simulated(pricer: Pricer, placed: SizedJob) -> Best:
+    return Best(placed.job.plan, pricer.predict_latency(placed.job), placed.memory)
 
 
-def as_markdown(task: Task, cluster: Cluster, found: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
+def as_markdown(task: ScalingTask, cluster: Cluster, found: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
     """A table: seconds of each group over devices, and the plan of the best."""
     yield f"### {task.name}: {cluster.name}\n"
     yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
     yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
     for devices, groups in found.items():
-        cells = [f"{rounded(groups[name].seconds)} s" if name in groups else "" for name in GROUPS]
+        cells = [f"{format_number(groups[name].seconds)} s" if name in groups else "" for name in GROUPS]
         whole = groups["all together"]
         yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
     yield ""
@@ -154,10 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", type=Path, help="the picture to write")
     figure = parser.parse_args().figure
-    cells = [(task, cluster) for task in (flux(), wan()) for cluster in CLUSTERS]
+    cells = [(task, cluster) for task in (make_flux_task(), make_wan_task()) for cluster in CLUSTERS]
     found = {
         (task.name, cluster.name): {
-            devices: best(task, cluster, devices)
+            devices: find_best_plans(task, cluster, devices)
             for devices in track(DEVICES, cluster.name, console=Console(stderr=True))
         }
         for task, cluster in cells

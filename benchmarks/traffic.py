@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ditile.cli.bench.random_models import RandomModel
 from ditile.distributed.launch import launch
-from ditile.plan.flags import add_arguments, collect, option
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 
@@ -24,22 +24,22 @@ STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class TrafficJob:
     """What is counted."""
 
-    ranks: str = option("2,4", "numbers of ranks")
-    blocks: int = option(8, "blocks")
-    heads: int = option(8, "attention heads")
-    head_dim: int = option(32, "width of a head")
-    size: int = option(512, "pixels of a side; 16 x 16 pixels are a token")
+    ranks: str = define_option("2,4", "numbers of ranks")
+    blocks: int = define_option(8, "blocks")
+    heads: int = define_option(8, "attention heads")
+    head_dim: int = define_option(32, "width of a head")
+    size: int = define_option(512, "pixels of a side; 16 x 16 pixels are a token")
 
     @property
-    def model(self) -> RandomModel:
+    def random_model(self) -> RandomModel:
         """The pipeline and its call."""
         return RandomModel(blocks=self.blocks, heads=self.heads, head_dim=self.head_dim)
 
     @property
-    def tokens(self) -> int:
+    def num_image_tokens(self) -> int:
         """Image tokens."""
         return (self.size // 16) ** 2
 
@@ -49,7 +49,7 @@ class Job:
         return self.heads * self.head_dim
 
 
-class Method(NamedTuple):
+class TrafficMethod(NamedTuple):
     """One way to divide the work over n ranks.
 
     Attributes:
@@ -69,45 +69,45 @@ class Method(NamedTuple):
     kinds: tuple[str, ...]
     least: int = 2
 
-    def bytes(self, job: Job, n: int) -> float:
+    def bytes_by_formula(self, job: TrafficJob, n: int) -> float:
         """By the formula."""
         once, each = self.factors(n)
-        return (once + each * job.blocks) * job.tokens * job.channels * ROWS * FLOAT
+        return (once + each * job.blocks) * job.num_image_tokens * job.channels * ROWS * FLOAT
 
 
 METHODS = (
-    Method(
+    TrafficMethod(
         "tensor", lambda n: Plan(tensor=n), "4 p h L", "6 (n-1)/n p h L",
         lambda n: (0, 6 * (n - 1) / n), ("tensor",),
     ),
-    Method(
+    TrafficMethod(
         "DistriFusion", lambda n: Plan(distrifusion=n), "2 p h L", "2 (n-1)/n p h L",
         lambda n: (0, 2 * (n - 1) / n), ("distrifusion",),
     ),
-    Method(
+    TrafficMethod(
         "ring", lambda n: Plan(ring=n), "2 p h L", "2 (n-1)/n p h L",
         lambda n: (0, 2 * (n - 1) / n), ("ring",),
     ),
-    Method(
+    TrafficMethod(
         "Ulysses", lambda n: Plan(ulysses=n), "4/n p h L", "4 (n-1)/n^2 p h L",
         lambda n: (0, 4 * (n - 1) / n**2), ("ulysses",),
     ),
-    Method(
+    TrafficMethod(
         "PipeFusion", lambda n: Plan(pipefusion=n), "2 p h", "p h",
         lambda n: (1, 0), ("activations",),
     ),
-    Method(
+    TrafficMethod(
         "PipeFusion n/2 x Ulysses 2", lambda n: Plan(pipefusion=n // 2, ulysses=2), "", "p h/2 + 2/n p h L",
         lambda n: (1 / 2, 2 / n), ("activations", "ulysses"), least=4,
     ),
-    Method(
+    TrafficMethod(
         "PipeFusion n/2 x ring 2", lambda n: Plan(pipefusion=n // 2, ring=2), "", "p h/2 + 2/n p h L",
         lambda n: (1 / 2, 2 / n), ("activations", "ring"), least=4,
     ),
 )  # fmt: skip
 
 
-class Sent(NamedTuple):
+class TrafficCount(NamedTuple):
     """What one rank sends in a step: bytes and messages of a method's own kinds, and bytes of all others."""
 
     bytes: int
@@ -115,27 +115,27 @@ class Sent(NamedTuple):
     beside: int
 
 
-def count(job: Job, method: Method, n: int) -> Sent:
+def count_bytes_of_step(job: TrafficJob, method: TrafficMethod, n: int) -> TrafficCount:
     """What this rank sends in a step."""
-    runner = parallelize(job.model.pipeline(job.size), method.plan(n), device="cpu")
+    runner = parallelize(job.random_model.create_pipeline(job.size), method.plan(n), device="cpu")
     found = []
     for steps in (STEPS, STEPS + 1):
-        runner(**job.model.arguments(job.size, job.size, steps))
+        runner(**job.random_model.make_call_arguments(job.size, job.size, steps))
         traffic = runner.mesh.traffic
         found.append((dict(traffic.bytes), dict(traffic.calls)))
     (fewer, fewer_calls), (more, more_calls) = found
     sent = {kind: more[kind] - fewer[kind] for kind in more}
     calls = sum(more_calls[kind] - fewer_calls[kind] for kind in method.kinds if kind in more)
     own = sum(sent.get(kind, 0) for kind in method.kinds)
-    return Sent(own, calls, sum(sent.values()) - own)
+    return TrafficCount(own, calls, sum(sent.values()) - own)
 
 
-def count_all(job: Job, n: int) -> list[Sent]:
+def count_all(job: TrafficJob, n: int) -> list[TrafficCount]:
     """On a rank: every method that n ranks can do."""
-    return [count(job, method, n) for method in METHODS if n >= method.least]
+    return [count_bytes_of_step(job, method, n) for method in METHODS if n >= method.least]
 
 
-def table(job: Job, counted: Mapping[int, list[list[Sent]]]) -> list[str]:
+def make_traffic_table(job: TrafficJob, counted: Mapping[int, list[list[TrafficCount]]]) -> list[str]:
     """The lines of the table, in Markdown; of the ranks, the one that sends most.
 
     Args:
@@ -152,7 +152,7 @@ def table(job: Job, counted: Mapping[int, list[list[Sent]]]) -> list[str]:
             sent = [of_methods[place] for of_methods in of_ranks]
             most, beside = max(sent), max(rank.beside for rank in sent)
             lines.append(
-                f"| {method.name} | {n} | {method.paper} | {method.formula} | {method.bytes(job, n) / 1000:.1f} | "
+                f"| {method.name} | {n} | {method.paper} | {method.formula} | {method.bytes_by_formula(job, n) / 1000:.1f} | "
                 f"{most.bytes / 1000:.1f} | {most.calls} | {beside / 1000:.1f} |"
             )
     return lines
@@ -161,10 +161,10 @@ def table(job: Job, counted: Mapping[int, list[list[Sent]]]) -> list[str]:
 def main() -> None:
     """Counts and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, Job, title="job")
-    job = Job(**collect(Job, parser.parse_args()))
+    add_arguments(parser, TrafficJob, title="job")
+    job = TrafficJob(**collect_arguments(TrafficJob, parser.parse_args()))
     numbers = [int(n) for n in job.ranks.split(",")]
-    print("\n".join(table(job, {n: launch(count_all, n, (job, n), threads=1) for n in numbers})))
+    print("\n".join(make_traffic_table(job, {n: launch(count_all, n, (job, n), threads=1) for n in numbers})))
 
 
 if __name__ == "__main__":

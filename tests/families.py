@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.models.block_table import class_of
+from ditile.models.block_table import find_diffusers_class
 from tests.tiny import randomise
 
 BATCH, TEXT, WIDTH = 2, 5, 32
@@ -49,7 +49,7 @@ class Family(NamedTuple):
     @property
     def kind(self) -> Any:
         """Its class. The test is skipped where diffusers is the one for Python 3.10, which does not have all."""
-        found = class_of(self.name)
+        found = find_diffusers_class(self.name)
         if found is None and diffusers.__version__.startswith("0.41."):
             pytest.skip(f"diffusers {diffusers.__version__} has no {self.name}")
         return found

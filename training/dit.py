@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ditile.cli.evaluate.scenes import render, sample_scene
+from ditile.cli.evaluate.scenes import render_scene, sample_scene
 from training.attention import PlainAttention
 from training.conditions import TextEncoders, drop
 from training.latents import load_basis
@@ -69,8 +69,8 @@ class Run:
         height, width = bucket = self.rng.choices(list(buckets), list(buckets.values()))[0]
         batch = max(2, round(self.tokens * 64 / (height * width)))
         scenes = [sample_scene(self.rng, held_out=False) for _ in range(batch)]
-        latents = self.basis.latents([render(scene, height, width) for scene in scenes])
-        conditions = self.encoders(drop([scene.caption for scene in scenes], 0.1))
+        latents = self.basis.latents([render_scene(scene, height, width) for scene in scenes])
+        conditions = self.encoders(drop([scene.caption_text for scene in scenes], 0.1))
         with PlainAttention():
             loss = self.kind.loss(latents, conditions)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image as Pillow
 
-from ditile.cli.evaluate.caption_check import ITEMS, score
+from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, score_pictures
 from ditile.cli.evaluate.scenes import Image
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
@@ -70,7 +70,7 @@ def main() -> None:
             cpu = time.process_time()
             images = sample(pipe, captions, call, batch=args.batch, seed=args.seed)
             cpu = (time.process_time() - cpu) / len(images)
-            items = score(images, captions)
+            items = score_pictures(images, captions)
             row = {"model": args.model, "pixels": size, "guidance": guidance, "n": len(images)} | items
             print(json.dumps(row | {"cpu_s_per_image": round(cpu, 2)}), flush=True)
             if args.sheet:
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=f"per cent right of {', '.join(ITEMS)}")
+    parser = argparse.ArgumentParser(description=f"per cent right of {', '.join(VERDICT_ITEMS)}")
     parser.add_argument("model", choices=("shapes-pixart", "shapes-flux"))
     parser.add_argument("--folder", type=Path, help="another assembled pipeline")
     parser.add_argument("--transformer", type=Path, help="other transformer weights")

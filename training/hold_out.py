@@ -16,7 +16,7 @@ def held_out_captions(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     captions: dict[str, None] = {}
     while len(captions) < count:
-        captions[sample_scene(rng, held_out=True).caption] = None
+        captions[sample_scene(rng, held_out=True).caption_text] = None
     return list(captions)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditile.cli.evaluate.scenes import Image, render, sample_scene
+from ditile.cli.evaluate.scenes import Image, render_scene, sample_scene
 
 BASIS = Path(__file__).parent / "basis.safetensors"
 PATCH, CHANNELS = 4, 4
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=BASIS)
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    basis = fit([render(sample_scene(rng, held_out=False), 128, 128) for _ in range(600)])
+    basis = fit([render_scene(sample_scene(rng, held_out=False), 128, 128) for _ in range(600)])
     save_file({"mean": basis.mean, "encode": basis.encode, "decode": basis.decode}, args.out)
 
 

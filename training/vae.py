@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from ditile.cli.evaluate.scenes import Image, render, sample_scene
+from ditile.cli.evaluate.scenes import Image, render_scene, sample_scene
 from training.latents import CHANNELS, Basis, load_basis, pixels
 from training.optim import MasterOptimiser, learning_rate
 
@@ -84,7 +84,7 @@ def train_encoder(vae: AutoencoderKL, basis: Basis, rng: random.Random, budget: 
 def fidelity(vae: AutoencoderKL, basis: Basis, side: int, count: int = 16, seed: int = 9) -> dict[str, float]:
     """PSNR in dB of pictures decoded from the linear latents, and from the VAE's own encoding."""
     rng = random.Random(seed)
-    images = [render(sample_scene(rng), side, side) for _ in range(count)]
+    images = [render_scene(sample_scene(rng), side, side) for _ in range(count)]
     x = pixels(images).permute(0, 3, 1, 2)
     own = vae.encode(x.bfloat16()).latent_dist.mean
     psnr = {}
@@ -97,7 +97,7 @@ def fidelity(vae: AutoencoderKL, basis: Basis, side: int, count: int = 16, seed:
 def _crop(rng: random.Random, side: int) -> Image:
     full = rng.choice((128, 192, 256))
     scene = sample_scene(rng, held_out=False)
-    image = render(scene, full, full)
+    image = render_scene(scene, full, full)
     thing = rng.choice(scene.things)
     centers = [v + rng.uniform(-0.12, 0.12) if rng.random() < 0.7 else rng.random() for v in (thing.y, thing.x)]
     top, left = (4 * round(min(max(0.0, c * full - side / 2), full - side) / 4) for c in centers)

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache_overhead import OURS, PLAIN, Transformer, rows
-from benchmarks.cache_quality import at, front, means, read
-from benchmarks.cache_settings import COMMON, OWN, Setting, parsed
+from benchmarks.cache_overhead import OURS, PLAIN, Transformer, make_overhead_rows
+from benchmarks.cache_quality import (
+    average_picture_rows,
+    find_speed_quality_front,
+    interpolate_front_psnr,
+    read_picture_rows,
+)
+from benchmarks.cache_settings import COMMON, OWN, CacheSetting, parse_cache_settings
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.line import configs_of
+from ditile.cache.line import parse_cache_line
 from ditile.errors import ModelError
 
 
 def test_a_line_is_a_config_and_a_calibrator() -> None:
     """Short names and the fields' own. A failure means that a row of the table is of other settings than it says."""
-    setting = Setting("ditile", "F=1 W=4 R=0.12 MC=3 couple=row taylor=2")
-    assert setting.cache == DBCacheConfig(
+    setting = CacheSetting("ditile", "F=1 W=4 R=0.12 MC=3 couple=row taylor=2")
+    assert setting.cache_config == DBCacheConfig(
         Fn_compute_blocks=1,
         max_warmup_steps=4,
         residual_diff_threshold=0.12,
@@ -27,13 +32,22 @@ def test_a_line_is_a_config_and_a_calibrator() -> None:
         couple="row",
     )
     assert setting.calibrator == TaylorSeerCalibratorConfig(taylorseer_order=2)
-    assert Setting("ditile", "F=1 foca").calibrator == FoCaCalibratorConfig()
-    assert Setting("ditile", "F=1 prune=true R=0.1").cache == DBPruneConfig(
+    assert CacheSetting("ditile", "F=1 foca").calibrator == FoCaCalibratorConfig()
+    assert CacheSetting("ditile", "F=1 prune=true R=0.1").cache_config == DBPruneConfig(
         Fn_compute_blocks=1, residual_diff_threshold=0.1
     )
-    assert Setting("ditile", "F=1 mask=2,1/1,2 policy=static").cache.steps_computation_mask == (1, 1, 0, 1, 0, 1)
-    assert Setting("ditile", "F=1").calibrator is None
-    assert Setting("ditile", "F=1 mask=2,1/1,2").fits(6) and not Setting("ditile", "F=1 mask=2,1/1,2").fits(7)
+    assert CacheSetting("ditile", "F=1 mask=2,1/1,2 policy=static").cache_config.steps_computation_mask == (
+        1,
+        1,
+        0,
+        1,
+        0,
+        1,
+    )
+    assert CacheSetting("ditile", "F=1").calibrator is None
+    assert CacheSetting("ditile", "F=1 mask=2,1/1,2").fits_num_steps(6) and not CacheSetting(
+        "ditile", "F=1 mask=2,1/1,2"
+    ).fits_num_steps(7)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +68,14 @@ def test_a_line_is_a_config_and_a_calibrator() -> None:
 def test_a_line_that_is_no_cache(line: str, says: str) -> None:
     """A failure means that a word is left out without a word, or that names are listed which nobody wrote."""
     with pytest.raises(ModelError) as caught:
-        configs_of(line)
+        parse_cache_line(line)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_settings_of_both_engines() -> None:
     """A failure means that an engine is not given a setting, or one that it cannot have."""
     lines = "; ".join(COMMON + OWN)
-    made = parsed("ditile,cache-dit", lines)
+    made = parse_cache_settings("ditile,cache-dit", lines)
     assert [s.text for s in made if s.engine == "ditile"] == [*COMMON, *OWN]
     assert [s.text for s in made if s.engine == "cache-dit"] == list(COMMON), "F=0 is ours alone"
     for engines, line, message in (
@@ -69,7 +83,7 @@ def test_settings_of_both_engines() -> None:
         ("ditile", "F=1 foca dmd", "2 calibrators"), ("ditile", "mask=quick", "is not known"),
     ):  # fmt: skip
         with pytest.raises(ModelError, match=message):
-            parsed(engines, line)
+            parse_cache_settings(engines, line)
 
 
 def test_means_over_captions(tmp_path: Path) -> None:
@@ -85,8 +99,8 @@ def test_means_over_captions(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in found), "utf-8")
-    assert read(path, "m", 50) == [] and read(tmp_path / "none.jsonl") == []
-    [mean] = means(read(path, "m", 20))
+    assert read_picture_rows(path, "m", 50) == [] and read_picture_rows(tmp_path / "none.jsonl") == []
+    [mean] = average_picture_rows(read_picture_rows(path, "m", 20))
     assert (mean["speedup"], mean["speedup_wall"], mean["speedup_denoise"]) == (3.0, 3.0, 4.0)
     assert (mean["psnr"], mean["all_right"], mean["blocks_left_out"], mean["captions"]) == (40.0, 100.0, 25.0, 3)
 
@@ -95,15 +109,18 @@ def test_the_front_of_an_engine() -> None:
     """A failure means that an engine is drawn with settings that another of its own beats, or beyond its reach."""
     points = [(1.0, 100.0), (1.5, 40.0), (1.6, 44.0), (2.0, 40.0), (2.0, 39.0), (3.0, 30.0)]
     measured = [{"engine": "ditile", "speedup": x, "psnr": y} for x, y in points]
-    assert front(measured, "ditile") == [(1.0, 100.0), (1.6, 44.0), (2.0, 40.0), (3.0, 30.0)]
-    assert at(measured, "ditile", 2.5) == pytest.approx(35.0)
-    assert at(measured, "ditile", 3.1) is None and at(measured, "cache-dit", 1.5) is None
+    assert find_speed_quality_front(measured, "ditile") == [(1.0, 100.0), (1.6, 44.0), (2.0, 40.0), (3.0, 30.0)]
+    assert interpolate_front_psnr(measured, "ditile", 2.5) == pytest.approx(35.0)
+    assert (
+        interpolate_front_psnr(measured, "ditile", 3.1) is None
+        and interpolate_front_psnr(measured, "cache-dit", 1.5) is None
+    )
 
 
 def test_overhead_is_over_no_cache() -> None:
     """A failure means that the time of the blocks is counted as the cache's."""
     times = {2: {(PLAIN, ""): 5.0, (OURS, "off"): 7.0}, 57: {(PLAIN, ""): 60.0, (OURS, "off"): 73.0}}
-    _, ours = rows(times)
+    _, ours = make_overhead_rows(times)
     assert ours["added_us"] == {2: 2.0, 57: 13.0}
     assert ours["per_block_us"] == pytest.approx(11 / 55)
     assert len(Transformer(3).blocks) == 3

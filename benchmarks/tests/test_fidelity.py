@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 
 from benchmarks import fidelity
-from benchmarks.fidelity import Job, by_warmup, compared, kept, rows
+from benchmarks.fidelity import FidelityJob, by_warmup, compared, measure_fidelity_rows, read_rows_of_job
 from benchmarks.page import markdown
-from ditile.cli.evaluate.caption_check import ITEMS
-from ditile.cli.evaluate.metrics import psnr, ssim
+from ditile.cli.evaluate.caption_check import VERDICT_ITEMS
+from ditile.cli.evaluate.metrics import compute_psnr, compute_ssim
 from ditile.errors import PlanError
 from ditile.plan.plan import Plan
 
 
 def test_both_methods_at_every_number_of_ranks_and_warmup() -> None:
     """A failure means that a table lacks rows, or that its controls warm up otherwise than the plans beside them."""
-    plans = Job().parsed()
+    plans = FidelityJob().parse_plans()
     assert len(plans) == len(set(plans)) == 2 * 3 * 4
     assert {(p.pipefusion, p.distrifusion) for p in plans} == {(2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)}
     assert {p.warmup for p in plans} == {0, 1, 2, "auto"}
-    assert Job().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2, 3)], "auto has at least 3"
+    assert FidelityJob().controls() == [Plan(patches=4, warmup=w) for w in (0, 1, 2, 3)], "auto has at least 3"
 
 
 def test_plans_by_hand() -> None:
     """A failure means that plans of the command line are not those that run."""
-    job = Job(plans="pipefusion=4; distrifusion=4 warmup=2")
-    assert job.parsed() == [Plan(pipefusion=4), Plan(distrifusion=4, warmup=2)]
+    job = FidelityJob(plans="pipefusion=4; distrifusion=4 warmup=2")
+    assert job.parse_plans() == [Plan(pipefusion=4), Plan(distrifusion=4, warmup=2)]
     assert job.controls() == [Plan(patches=4, warmup=1), Plan(patches=4, warmup=2)]
     with pytest.raises(PlanError, match="pipe=4"):
-        Job(plans="pipe=4").parsed()
+        FidelityJob(plans="pipe=4").parse_plans()
 
 
 def test_a_method_that_is_worse_is_said_to_be() -> None:
@@ -52,10 +52,10 @@ def test_measures_of_known_pictures() -> None:
     """A failure means that every number of the table is off."""
     black = np.zeros((2, 16, 16, 3), np.uint8)
     gray = np.full_like(black, 51)  # a fifth: 10 log10(25) dB
-    assert psnr(black, gray) == pytest.approx([13.9794] * 2, abs=1e-4)
-    assert psnr(gray, gray) == pytest.approx([100.0] * 2)
-    assert ssim(gray, gray) == pytest.approx([1.0] * 2)
-    assert ssim(black, gray) == pytest.approx([1e-4 / (0.04 + 1e-4)] * 2, rel=1e-6)  # flat: means alone count
+    assert compute_psnr(black, gray) == pytest.approx([13.9794] * 2, abs=1e-4)
+    assert compute_psnr(gray, gray) == pytest.approx([100.0] * 2)
+    assert compute_ssim(gray, gray) == pytest.approx([1.0] * 2)
+    assert compute_ssim(black, gray) == pytest.approx([1e-4 / (0.04 + 1e-4)] * 2, rel=1e-6)  # flat: means alone count
 
 
 def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,19 +67,19 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_
         return [(np.zeros((2, 32, 32, 3), np.uint8), 1.0)]
 
     monkeypatch.setattr(fidelity, "launch", launched)
-    monkeypatch.setattr(fidelity, "score", lambda *_: dict.fromkeys(ITEMS, 99.0))
-    job, captions = Job(ranks="2", warmups="0"), ["a red circle", "a blue square"]
-    found = list(rows("m", captions, job))
+    monkeypatch.setattr(fidelity, "score_pictures", lambda *_: dict.fromkeys(VERDICT_ITEMS, 99.0))
+    job, captions = FidelityJob(ranks="2", warmups="0"), ["a red circle", "a blue square"]
+    found = list(measure_fidelity_rows("m", captions, job))
     everything = ["pipefusion=1", "pipefusion=2 warmup=0", "distrifusion=2 warmup=0", "patches=4 warmup=0 control"]
     assert drawn == everything and len(found) == 4
-    assert list(rows("m", captions, job, found)) == found and len(drawn) == 4
-    assert list(rows("m", captions, job, found[:2])) == found
+    assert list(measure_fidelity_rows("m", captions, job, found)) == found and len(drawn) == 4
+    assert list(measure_fidelity_rows("m", captions, job, found[:2])) == found
     assert drawn[4:] == [everything[0], *everything[2:]], "one process is drawn again, as what the others are held to"
     path = tmp_path / "rows.json"
-    assert kept(path, captions, job) == []
+    assert read_rows_of_job(path, captions, job) == []
     path.write_text(json.dumps(found))
-    assert kept(path, captions, job) == found
-    assert kept(path, captions[:1], job) == [], "another number of captions is another job"
+    assert read_rows_of_job(path, captions, job) == found
+    assert read_rows_of_job(path, captions[:1], job) == [], "another number of captions is another job"
 
 
 def test_a_column_for_each_warmup() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from benchmarks import page
-from ditile.cli.evaluate.caption_check import ITEMS
+from ditile.cli.evaluate.caption_check import VERDICT_ITEMS
 
 ROW = {
     "engine": "ditile", "state": "off", "total_us": {"1": 2.0}, "added_us": {"1": 1.25}, "per_block_us": 0.5,
@@ -20,7 +20,7 @@ ROW = {
 
 def test_every_table_has_its_place_in_the_page() -> None:
     text = (page.DOCS / "benchmarks.md").read_text("utf-8")
-    assert page.filled(text, dict.fromkeys(page.SECTIONS, "x")).count("\nx\n") == len(page.SECTIONS)
+    assert page.fill_page_blocks(text, dict.fromkeys(page.SECTIONS, "x")).count("\nx\n") == len(page.SECTIONS)
 
 
 @pytest.mark.parametrize("name", page.SECTIONS)
@@ -29,7 +29,7 @@ def test_the_page_says_what_was_measured(name: str) -> None:
     text = (page.DOCS / "benchmarks.md").read_text("utf-8")
     section = page.SECTIONS[name]
     assert section.is_there(page.DOCS / "benchmarks")
-    assert page.filled(text, {name: section.block(page.DOCS / "benchmarks")}) == text
+    assert page.fill_page_blocks(text, {name: section.render_block(page.DOCS / "benchmarks")}) == text
 
 
 def test_a_result_is_put_in_its_place_and_nothing_else_moves(
@@ -82,7 +82,7 @@ def test_tables_of_every_kind() -> None:
     """Each section's table takes the rows that its command writes; numbers stay right, bars do not end a cell."""
     quality = {
         "model": "m", "plan": "pipefusion=2", "synchronous": 1.0, "psnr": 30.0, "psnr_min": 20.0, "ssim": 0.5,
-        **dict.fromkeys(ITEMS, 99.0),
+        **dict.fromkeys(VERDICT_ITEMS, 99.0),
     }  # fmt: skip
     assert "| m | pipefusion=2 | 1.0 | 30.0 | 20.0 | 0.5000 | 99 |" in page.markdown(
         page.SECTIONS["fidelity"].table([quality])

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.page import markdown
-from ditile.cli.bench.cells import cells_of
-from ditile.planner.hardware import profile
+from ditile.cli.bench.cells import parse_cells
+from ditile.planner.hardware import load_profile
 
 
 def row(plan: str, world: int, loop: float, predicted: float, cache: str = "") -> dict[str, Any]:
@@ -39,7 +39,7 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
             out.mkdir(exist_ok=True)
             (out / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ROWS))
         else:
-            out.write_text(profile("l40-pcie").to_json())
+            out.write_text(load_profile("l40-pcie").to_json())
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(predictions.subprocess, "run", run)
@@ -52,7 +52,7 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
         f"up to 2 ranks: {len(rows)} measured; error of the loop (median, worst) 10.0%, 20.0%, "
         "of the speed-up 12.5%, 18.2%" in capsys.readouterr().out
     )
-    shown = markdown(predictions.table(rows))
+    shown = markdown(predictions.make_predictions_table(rows))
     assert "| one rank | 2.00 s, -10% |" in shown and "| cfg=2 \\| F=1 | 0.10 s, +0% |" in shown
     assert "| of the speed-up | 12.5%, 18.2% |" in shown
     assert "| predicted fastest | cfg=2: 25% behind the fastest |" in shown, "a cache is no plan"
@@ -70,7 +70,7 @@ def test_a_job_is_calibrated_again_where_others_were_there(tmp_path: Path, monke
             out.mkdir(exist_ok=True)
             (out / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in watched))
         else:
-            out.write_text(dataclasses.replace(profile("l40-pcie"), **next(machines)).to_json())
+            out.write_text(dataclasses.replace(load_profile("l40-pcie"), **next(machines)).to_json())
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(predictions, "JOBS", predictions.JOBS[:1])
@@ -83,9 +83,9 @@ def test_a_machine_that_is_never_quiet_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(predictions, "JOBS", predictions.JOBS[:1])
-    monkeypatch.setattr(predictions, "is_of", lambda *_: False)
-    monkeypatch.setattr(predictions.Profile, "read", lambda path: None)
-    (tmp_path / predictions.JOBS[0].name.replace(" ", "-")).mkdir()
+    monkeypatch.setattr(predictions, "is_calibrated_alike", lambda *_: False)
+    monkeypatch.setattr(predictions.Profile, "from_json_file", lambda path: None)
+    (tmp_path / predictions.JOBS[0].job_name.replace(" ", "-")).mkdir()
 
     def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         out = Path(words[words.index("--out") + 1])
@@ -106,4 +106,4 @@ def test_a_run_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_every_plan_of_every_job_is_one() -> None:
     for job in predictions.JOBS:
-        assert len(cells_of(job.plans)) >= 6
+        assert len(parse_cells(job.plans)) >= 6

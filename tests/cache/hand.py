@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.cache.forecast import Reuse
-from ditile.hooks.overrides import override
-from ditile.models.block_lists import block_lists
+from ditile.hooks.overrides import override_attribute
+from ditile.models.block_lists import find_block_lists
 from ditile.plan.spec import BlockList, Flow
 
 Streams = dict[str, Any]
@@ -198,12 +198,12 @@ def by_hand(pipe: Any, branches: int = 1, **how: Any) -> Iterator[list[Hand]]:
     """The pipeline with a cache by hand in place of its transformer's forward, one for each call of a step."""
     forward, calls = pipe.transformer.forward, [0]
     names = list(inspect.signature(forward).parameters)
-    hands = [Hand(forward, block_lists(pipe.transformer), **how) for _ in range(branches)]
+    hands = [Hand(forward, find_block_lists(pipe.transformer), **how) for _ in range(branches)]
 
     def called(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return hands[(calls[0] - 1) % branches](**dict(zip(names, args, strict=False)), **kwargs)
 
     with ExitStack() as stack:
-        override(stack, pipe.transformer, "forward", called)
+        override_attribute(stack, pipe.transformer, "forward", called)
         yield hands

@@ -19,8 +19,8 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 import ditile
 from ditile import BlockAdapter, DBCacheConfig, TaylorSeerCalibratorConfig
-from ditile.cache.cached import IdleCacheWarning, cached
-from ditile.cache.step_mask import preset
+from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
+from ditile.cache.step_mask import build_preset_mask
 from ditile.errors import ModelError
 from ditile.runner import caching
 from tests.families import FAMILIES, TEXT, noise
@@ -73,7 +73,7 @@ def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
     different(frames(), plain)
     assert skipped(pipe) == [REST] * 2, "two branches"
     frames(20)
-    assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and cached(pipe.transformer).bytes == 0
+    assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and find_transformer_cache(pipe.transformer).memory_bytes == 0
     ditile.disable_cache(pipe)
     assert "cache_context" not in vars(pipe.transformer)
     same(frames(), plain)
@@ -194,7 +194,7 @@ def test_masks_are_of_the_generation_whichever_transformer_it_calls() -> None:
     2.2 leaves out the last step, or that its savings are understated."""
     pipe, call = wan_pipeline()
     call["num_inference_steps"] = 20
-    mask = preset("fast", 20)
+    mask = build_preset_mask("fast", 20)
     ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask="fast", steps_computation_policy="static"))
     pipe(**call, generator=torch.Generator().manual_seed(0))
     first, second = caching.summary(pipe, logging=False)

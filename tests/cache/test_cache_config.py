@@ -19,9 +19,9 @@ from ditile.cache.config import (
     FoCaCalibratorConfig,
     ParamsModifier,
     TaylorSeerCalibratorConfig,
-    kept,
+    choose_stored_value,
+    format_cache_config,
     merged,
-    strify,
 )
 from ditile.cache.step_mask import steps_mask
 from ditile.errors import ModelError
@@ -178,14 +178,22 @@ def test_a_modifier_over_a_pipeline() -> None:
     ],
 )
 def test_strify(cache: DBCacheConfig, calibrator: Calibration | None, wanted: str) -> None:
-    assert strify(cache, calibrator) == wanted
+    assert format_cache_config(cache, calibrator) == wanted
     assert calibrator is not None or str(cache) == wanted
 
 
 def test_what_is_kept() -> None:
     hidden = TaylorSeerCalibratorConfig(calibrator_cache_type="hidden_states")
-    assert kept(DBCacheConfig(), None) == kept(DBCacheConfig(), FoCaCalibratorConfig()) == "residual"
-    assert kept(DBCacheConfig(), hidden) == kept(DBCacheConfig(store="hidden"), None) == "hidden"
+    assert (
+        choose_stored_value(DBCacheConfig(), None)
+        == choose_stored_value(DBCacheConfig(), FoCaCalibratorConfig())
+        == "residual"
+    )
+    assert (
+        choose_stored_value(DBCacheConfig(), hidden)
+        == choose_stored_value(DBCacheConfig(store="hidden"), None)
+        == "hidden"
+    )
 
 
 def test_configs_and_masks_need_no_torch() -> None:

@@ -39,7 +39,7 @@ from ditile import (
     ParallelismConfig,
     TaylorSeerCalibratorConfig,
 )
-from ditile.cache.cached import Alone, cached
+from ditile.cache.cached import SingleRankAgreement, find_transformer_cache
 from ditile.errors import StateError
 from ditile.runner import caching
 from tests.families import FAMILIES
@@ -199,7 +199,7 @@ def test_memory_is_free_between_calls() -> None:
         seen: list[int] = []
 
         def look(pipe: Any, step: int, *_: Any, seen: list[int] = seen) -> dict[str, Any]:
-            seen.append(cached(pipe.transformer).bytes)
+            seen.append(find_transformer_cache(pipe.transformer).memory_bytes)
             return {}
 
         draw(pipe, "flux true cfg", callback_on_step_end=look)
@@ -212,7 +212,7 @@ def test_one_measure_for_all_lists() -> None:
     for name in ("ChromaTransformer2DModel", "Flux2Transformer2DModel", "HunyuanVideoTransformer3DModel"):
         model = FAMILIES[name].make()
         ditile.enable_cache(model, CACHE.reset(residual_diff_threshold=1e-9, max_warmup_steps=0, num_inference_steps=5))
-        with mock.patch.object(Alone, "add", autospec=True, side_effect=lambda _, sums: sums) as add:
+        with mock.patch.object(SingleRankAgreement, "add", autospec=True, side_effect=lambda _, sums: sums) as add:
             outputs(name, model)
         assert add.call_count == 4, name
 

@@ -25,7 +25,7 @@ from ditile import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.cached import IdleCacheWarning
-from ditile.hooks.quantized import quantized
+from ditile.hooks.quantized import list_quantized_parameters
 from tests import tiny
 from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
 from tests.runner.cases import same
@@ -282,7 +282,7 @@ def test_weights_of_eight_bits() -> None:
         pipe.transformer,
         quant_type="float8_weight_only",
     )
-    assert quantized(pipe.transformer)
+    assert list_quantized_parameters(pipe.transformer)
     picture(pipe, 2)
 
 
@@ -294,7 +294,9 @@ def test_layers_that_are_not_quantized() -> None:
         exclude_layers=["embedder", "embed"],
         per_row=True,
     )
-    assert quantized(pipe.transformer) and not any("embed" in name for name in quantized(pipe.transformer))
+    assert list_quantized_parameters(pipe.transformer) and not any(
+        "embed" in name for name in list_quantized_parameters(pipe.transformer)
+    )
 
 
 def test_activations_of_eight_bits_need_a_card() -> None:
@@ -307,7 +309,7 @@ def test_activations_of_eight_bits_need_a_card() -> None:
     pipe.transformer.to(torch.bfloat16)
     with pytest.raises(ModelError, match="quant_type=float8 cannot run on cpu in bfloat16 .*; try int8_weight_only"):
         cache_dit.quantize(pipe.transformer, quant_type="float8")
-    assert not quantized(pipe.transformer)
+    assert not list_quantized_parameters(pipe.transformer)
 
 
 # torch.compile: graphs are captured, and run op by op

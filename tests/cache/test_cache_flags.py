@@ -17,23 +17,23 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cli import main
-from ditile.cli.cache_options import QUANTIZE_TYPES, Cache, with_aliases
-from ditile.cli.options import Generate, Run
+from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions, merge_alias_values
+from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.errors import DitileError, ModelError, PlanError
-from ditile.plan.flags import collect, names, normalise
+from ditile.plan.flags import collect_arguments, list_flags, normalise_flags
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return main.parser().parse_args(normalise(["generate", *words]))
+    return main.build_parser().parse_args(normalise_flags(["generate", *words]))
 
 
-def read(*words: str) -> Cache:
-    return Cache(**collect(Cache, parsed("a", *words)))
+def read(*words: str) -> CacheOptions:
+    return CacheOptions(**collect_arguments(CacheOptions, parsed("a", *words)))
 
 
 def made(kind: type, *words: str) -> dict[str, Any]:
     arguments = parsed(*words)
-    return with_aliases(arguments, kind, collect(kind, arguments))
+    return merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
 
 
 @pytest.mark.parametrize(
@@ -70,52 +70,56 @@ def made(kind: type, *words: str) -> dict[str, Any]:
     ],
 )
 def test_known_flags_and_their_defaults(flag: str, field: str, default: Any, text: str | None, value: Any) -> None:
-    assert getattr(Cache(), field) == default
+    assert getattr(CacheOptions(), field) == default
     found = read("--cache", flag, *([] if text is None else [text]))
     assert getattr(found, field) == value and type(getattr(found, field)) is type(value)
 
 
 @pytest.mark.parametrize("flag", ["--taylorseer-order", "-order"])
 def test_the_order_of_taylorseer(flag: str) -> None:
-    assert Cache().taylorseer_order == 1
+    assert CacheOptions().taylorseer_order == 1
     assert read("--cache", "--taylorseer", flag, "1").taylorseer_order == 1
     assert read("--cache", "--taylorseer", f"{flag}=2").taylorseer_order == 2
 
 
 def test_the_type_of_quantization() -> None:
-    assert Cache().quantize_type == "float8_weight_only"
+    assert CacheOptions().quantize_type == "float8_weight_only"
     for name in QUANTIZE_TYPES:
-        assert read("-q", "--quantize-type", name).configs()["quantize_config"] == {"quant_type": name}
-    assert read("--quantize").configs() == {
+        assert read("-q", "--quantize-type", name).build_cache_arguments()["quantize_config"] == {"quant_type": name}
+    assert read("--quantize").build_cache_arguments() == {
         "cache_config": None, "quantize_config": {"quant_type": "float8_weight_only"},
     }  # fmt: skip
 
 
 def test_flags_that_are_other_options() -> None:
-    assert Generate(**made(Generate, "--prompt", "a cat")).prompt == "a cat"
-    assert made(Generate, "a", "--model-path", "m", "--steps", "3", "--height", "64", "--width", "32") == {
+    assert GenerateOptions(**made(GenerateOptions, "--prompt", "a cat")).prompt == "a cat"
+    assert made(GenerateOptions, "a", "--model-path", "m", "--steps", "3", "--height", "64", "--width", "32") == {
         "prompt": "a", "model": "m", "steps": 3, "height": 64, "width": 32,
     }  # fmt: skip
-    assert made(Generate, "a", "--negative-prompt", "b")["negative_prompt"] == "b"
-    assert made(Run, "a", "--attn", "flash") == {"attention": "flash"} == made(Run, "a", "--attention", "flash")
+    assert made(GenerateOptions, "a", "--negative-prompt", "b")["negative_prompt"] == "b"
+    assert (
+        made(RunOptions, "a", "--attn", "flash")
+        == {"attention": "flash"}
+        == made(RunOptions, "a", "--attention", "flash")
+    )
     assert made(Plan, "a", "--ulysses-anything") == {"uaa": True} == made(Plan, "a", "--uaa")
-    assert made(Plan, "a") == {} == made(Run, "a")
-    assert Run().attention is None
+    assert made(Plan, "a") == {} == made(RunOptions, "a")
+    assert RunOptions().attention is None
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Generate, ("a", "--prompt", "b")),
-        (Generate, ("a", "--model", "m", "--model-path", "n")),
-        (Run, ("a", "--attn", "flash", "--attention", "native")),
+        (GenerateOptions, ("a", "--prompt", "b")),
+        (GenerateOptions, ("a", "--model", "m", "--model-path", "n")),
+        (RunOptions, ("a", "--attn", "flash", "--attention", "native")),
         (Plan, ("a", "--ulysses-anything", "--no-uaa")),
     ],
 )
 def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...]) -> None:
     with pytest.raises(ModelError, match="give one of them"):
         made(kind, *words)
-    assert made(Run, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
+    assert made(RunOptions, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...
     ],
 )  # fmt: skip
 def test_what_the_flags_ask_for(words: str, wanted: dict[str, Any]) -> None:
-    found = read(*words.split()).configs()
+    found = read(*words.split()).build_cache_arguments()
     assert found == wanted and type(found["cache_config"]) is type(wanted["cache_config"])
 
 
@@ -166,20 +170,22 @@ def test_the_command_lines_of_the_notes(monkeypatch: pytest.MonkeyPatch) -> None
         "--cache --taylorseer --taylorseer-order 1 --Fn 1",
     ):
         found = read(*line.split())
-        assert found.configs()["cache_config"] is not None
-        assert Plan(**found.plan_values(made(Plan, "a", *line.split()))).world == (2 if "parallel" in line else 1)
+        assert found.build_cache_arguments()["cache_config"] is not None
+        assert Plan(**found.collect_plan_values(made(Plan, "a", *line.split()))).world == (
+            2 if "parallel" in line else 1
+        )
 
 
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="start it with torchrun, or say how many: --tensor 2"):
-        read("--parallel", "tp").plan_values({})
-    assert read("--parallel", "tp").plan_values({"tensor": 2}) == {"tensor": 2}
+        read("--parallel", "tp").collect_plan_values({})
+    assert read("--parallel", "tp").collect_plan_values({"tensor": 2}) == {"tensor": 2}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert read("--parallel", "ring").plan_values({}) == {"ring": 4}
-    assert read("--parallel", "ulysses").plan_values({"cfg": 2}) == {"cfg": 2, "ulysses": 2}
+    assert read("--parallel", "ring").collect_plan_values({}) == {"ring": 4}
+    assert read("--parallel", "ulysses").collect_plan_values({"cfg": 2}) == {"cfg": 2, "ulysses": 2}
     with pytest.raises(PlanError, match="start a multiple of 3"):
-        read("--parallel", "ulysses").plan_values({"tensor": 3})
+        read("--parallel", "ulysses").collect_plan_values({"tensor": 3})
 
 
 def test_flags_win_over_a_file(tmp_path: Path) -> None:
@@ -191,18 +197,18 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
         "attention_backend: native\n"
     )
     alone = read("--config", str(path))
-    assert alone.configs() == {
+    assert alone.build_cache_arguments() == {
         "cache_config": DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=4),
         "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=2),
         "quantize_config": {"quant_type": "int8", "exclude_layers": ["embed"]},
         "attention_backend": "native",
     }
-    assert alone.plan_values({"tensor": 1}) == {"ulysses": 2, "tensor": 1}
-    both = read("--config", str(path), "--w", "8", "--prune", "-order", "1", "-q").configs()
+    assert alone.collect_plan_values({"tensor": 1}) == {"ulysses": 2, "tensor": 1}
+    both = read("--config", str(path), "--w", "8", "--prune", "-order", "1", "-q").build_cache_arguments()
     assert both["cache_config"] == DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=8)
     assert both["calibrator_config"] == TaylorSeerCalibratorConfig(taylorseer_order=1)
     assert both["quantize_config"] == {"quant_type": "float8_weight_only", "exclude_layers": ["embed"]}
-    assert read("--config", str(path), "--foca").configs()["calibrator_config"] == FoCaCalibratorConfig()
+    assert read("--config", str(path), "--foca").build_cache_arguments()["calibrator_config"] == FoCaCalibratorConfig()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +238,7 @@ def test_what_is_refused(words: str, says: str) -> None:
 
 def test_no_flag_is_there_twice() -> None:
     """`argparse` refuses a flag that two options share; near misses find aliases too."""
-    flags = [name for kind in main.KINDS["generate"] for name in names(kind)]
+    flags = [name for kind in main.OPTION_CLASSES["generate"] for name in list_flags(kind)]
     assert len(flags) == len(set(flags))
     with pytest.raises(PlanError, match="did you mean --track-memory?"):
-        main._parse(["generate", "a", "--track-memry"])
+        main._parse_arguments(["generate", "a", "--track-memry"])

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from ditile.cache.cached import cached
+from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig
-from ditile.models.block_lists import block_lists
+from ditile.models.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune
 from tests.more_families import EVERY
@@ -62,7 +62,7 @@ def test_nothing_left_out_is_the_model(made: Made) -> None:
         assert not any(skipped(model))
         found = [d for report in caching.summary(model, logging=False) for d in report.differences]
         assert (len(found) >= STEPS - 1) == (threshold > 0)
-        assert cached(model).bytes == 0
+        assert find_transformer_cache(model).memory_bytes == 0
         caching.disable_cache(model)
         untouched(model)
     same(tensors(model(**next(calls(name)))), wanted[0], "the cache was taken off")
@@ -74,7 +74,7 @@ def test_cached_steps_are_the_probe_and_what_was_added_before(made: Made) -> Non
     name, model, wanted = made
     for config, threshold, steps in ((F1, MIDDLE, CACHED), (F2B1, ALWAYS, list(range(1, STEPS)))):
         limit = 9e9 if threshold is ALWAYS else threshold
-        hand = Hand(model, block_lists(model), config.Fn_compute_blocks, config.Bn_compute_blocks, limit)
+        hand = Hand(model, find_block_lists(model), config.Fn_compute_blocks, config.Bn_compute_blocks, limit)
         by_hand = outputs(name, hand)
         assert hand.skipped == steps, f"{hand.differences}"
         different(by_hand[1][0], wanted[1][0], "a cached step that is exact tells nothing")
@@ -88,7 +88,7 @@ def test_pruned_blocks_add_what_they_added_before(made: Made) -> None:
     """To the bit. A failure means that a block is compared with, or replaced by, another; for blocks of one stream
     DBPrune raised a TypeError elsewhere."""
     name, model, _ = made
-    hand = HandPrune(model, block_lists(model), threshold=MIDDLE)
+    hand = HandPrune(model, find_block_lists(model), threshold=MIDDLE)
     by_hand = outputs(name, hand)
     enable(model, PRUNE.reset(residual_diff_threshold=MIDDLE))
     same(outputs(name, model), by_hand, name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.cache.cached import IdleCacheWarning, cached
+from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
 from ditile.cache.config import (
     Calibration,
     DBCacheConfig,
@@ -24,7 +24,7 @@ from ditile.cache.dmd import DMD
 from ditile.cache.forecast import FoCa, Reuse, TaylorSeer
 from ditile.errors import ModelError, StateError
 from ditile.models.adapter import BlockAdapter
-from ditile.models.block_lists import block_lists
+from ditile.models.block_lists import find_block_lists
 from ditile.models.patterns import ForwardPattern
 from ditile.plan.spec import BlockList
 from ditile.runner import caching
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 
 
 def by_hand(name: str, model: nn.Module, moves: Any = DRIFT, **how: Any) -> tuple[list[list[Tensor]], Hand]:
-    hand = Hand(model, block_lists(model), **how)
+    hand = Hand(model, find_block_lists(model), **how)
     return outputs(name, hand, moves), hand
 
 
@@ -56,7 +56,7 @@ def with_cache(name: str, model: nn.Module, config: Any, calibrator: Any = None,
     """What each step returns, and no buffer is left behind."""
     enable(model, config.reset(num_inference_steps=len(moves)), calibrator)
     found = outputs(name, model, moves)
-    assert cached(model).bytes == 0
+    assert find_transformer_cache(model).memory_bytes == 0
     return found
 
 
@@ -122,7 +122,7 @@ def test_what_is_kept_may_be_smaller(kind: str) -> None:
     for dtype in (None, "bfloat16"):
         enable(model, config.reset(store_dtype=dtype, num_inference_steps=len(DRIFT)))
         outputs(name, model, DRIFT)
-        kept[dtype] = cached(model).kept_bytes
+        kept[dtype] = find_transformer_cache(model).kept_bytes
         caching.disable_cache(model)
     assert kept["bfloat16"] * 2 == kept[None] > 0
     if kind == "DBCache":
@@ -190,7 +190,7 @@ def test_nothing_is_left_between_probe_and_tail() -> None:
 def test_blocks_that_are_not_pruned() -> None:
     name = FLOWS["text, image"]
     model = EVERY[name].make()
-    hand = HandPrune(model, block_lists(model), 1, 1, threshold=9e9, never=(2,))
+    hand = HandPrune(model, find_block_lists(model), 1, 1, threshold=9e9, never=(2,))
     wanted = outputs(name, hand)
     config = DBPruneConfig(
         Fn_compute_blocks=1, Bn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=ALWAYS,
@@ -204,7 +204,7 @@ def test_lists_may_have_settings_of_their_own() -> None:
     """Two contexts: the second list decides by itself, with a probe of its own."""
     name = FLOWS["text, image; then both as one"]
     model = EVERY[name].make()
-    double, single = block_lists(model)
+    double, single = find_block_lists(model)
     hand = Hand(model, [single], threshold=9e9)
     wanted = outputs(name, hand)
     modifiers = [
@@ -321,9 +321,9 @@ def test_nothing_is_remembered_after_the_last_step(config: Any) -> None:
     with torch.no_grad():
         for step, call in enumerate(inputs):
             model(**call)
-            assert (cached(model).bytes > 0) == (step < STEPS - 1)
+            assert (find_transformer_cache(model).memory_bytes > 0) == (step < STEPS - 1)
             assert bool(live() - before) == (step < STEPS - 1)
-    assert any(skipped(model)) and cached(model).kept_bytes > 0
+    assert any(skipped(model)) and find_transformer_cache(model).kept_bytes > 0
 
 
 def test_a_call_that_raises_ends_the_picture() -> None:
@@ -338,7 +338,7 @@ def test_a_call_that_raises_ends_the_picture() -> None:
         model(**inputs[0])
         with pytest.raises(RuntimeError):
             model(**inputs[1] | {"encoder_hidden_states": torch.zeros(2, 5, 7)})
-    assert cached(model).bytes == 0 and not live() - before
+    assert find_transformer_cache(model).memory_bytes == 0 and not live() - before
     same(outputs(name, model), wanted)
 
 

@@ -13,8 +13,8 @@ import torch
 
 import ditile
 from ditile import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
-from ditile.cache.cached import cached
-from ditile.models.block_lists import block_lists
+from ditile.cache.cached import find_transformer_cache
+from ditile.models.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
 from tests.runner.cases import MAKE, different, run, same
@@ -76,7 +76,11 @@ def test_steps_are_left_out(name: str) -> None:
         got = draw(pipe, name)
         assert decided(pipe) == [REST] * branches * (1 if config is F1 else len(block_chain(pipe)) - 1)
         different(got, plain, name)
-        assert cached(pipe.transformer).bytes == 0 < cached(pipe.transformer).kept_bytes
+        assert (
+            find_transformer_cache(pipe.transformer).memory_bytes
+            == 0
+            < find_transformer_cache(pipe.transformer).kept_bytes
+        )
         same(draw(pipe, name), got, "the second call")
         [report] = caching.summary(pipe, logging=False)
         assert (report.steps, report.cached_steps) == (STEPS, REST)
@@ -84,7 +88,7 @@ def test_steps_are_left_out(name: str) -> None:
 
 
 def block_chain(pipe: Any) -> list[Any]:
-    return [block for each in block_lists(pipe.transformer) for block in each.blocks]
+    return [block for each in find_block_lists(pipe.transformer) for block in each.blocks]
 
 
 @pytest.mark.parametrize("name", ["pixart sigma", "flux", "flux true cfg", "sd3", "sd3.5 medium"])
@@ -145,7 +149,7 @@ def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
     else:
         different(draw(pipe, "flux", **stopping(4, how)), wanted)
         assert decided(pipe) == [[3, 4]]
-    assert cached(pipe.transformer).bytes == 0
+    assert find_transformer_cache(pipe.transformer).memory_bytes == 0
     assert len(live() - before) <= 3, "the scheduler's own timesteps and sigmas, and the time in the pipeline"
     same(draw(pipe, "flux"), wanted, "the next picture")
     assert decided(pipe) == [REST]
@@ -171,7 +175,7 @@ def test_errors_anywhere_end_the_picture() -> None:
         with pytest.raises(StopError):
             draw(pipe, "sd3")
         vars(owner).pop(name) if before is None else vars(owner).update({name: before})
-        assert cached(pipe.transformer).bytes == 0, name
+        assert find_transformer_cache(pipe.transformer).memory_bytes == 0, name
         same(draw(pipe, "sd3"), wanted, f"after an error in {name}")
     assert pipe.scheduler.step is step
 

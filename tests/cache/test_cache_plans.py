@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ditile.cache.cached import cached
+from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.hooks.generation import Generation
 from ditile.plan.plan import Plan
@@ -125,7 +125,7 @@ def at_the_decode() -> None:
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         alive = [one for one in gc.get_objects() if isinstance(one, Generation)]
-        held.append((len(alive), cached(pipe.transformer).bytes))
+        held.append((len(alive), find_transformer_cache(pipe.transformer).memory_bytes))
         return decode(*args, **kwargs)
 
     pipe.vae.decode = seen

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ditile.cache.cached import Alone
-from ditile.cache.difference import Difference, ratio
-from ditile.cache.judge import WHOLE, Call, Judge, Unit, units_of
-from ditile.cache.rules import Limits, Record, Rules, Verdict, relaxed
-from ditile.hooks.protocols import Moment
+from ditile.cache.cached import SingleRankAgreement
+from ditile.cache.difference import Difference, compute_relative_difference
+from ditile.cache.judge import WHOLE_BATCH, CacheCall, SkipJudge, Unit, split_into_units
+from ditile.cache.rules import CacheLimits, DecisionRecord, RuleVerdict, SkipRules, relax_threshold
+from ditile.hooks.protocols import CallPosition
 
 STEPS = 19
 
@@ -28,22 +28,22 @@ class Run(NamedTuple):
     """What became of a sequence of differences."""
 
     skipped: list[int]
-    record: Record
+    record: DecisionRecord
 
 
-def drive(limits: Limits, differences: Sequence[float], mask: Sequence[int] | None = None) -> Run:
+def drive(limits: CacheLimits, differences: Sequence[float], mask: Sequence[int] | None = None) -> Run:
     """Asks the rules at each step, and tells them what was decided."""
-    rules, record = Rules(limits, None if mask is None else tuple(mask)), Record()
+    rules, record = SkipRules(limits, None if mask is None else tuple(mask)), DecisionRecord()
     for step, difference in enumerate(differences):
-        verdict = rules.before(step, record)
-        found = difference if verdict is Verdict.MEASURE else None
-        skipped = verdict is Verdict.SKIP or (found is not None and rules.skips(found, record))
-        rules.note(step, record, skipped=skipped, difference=found)
+        verdict = rules.decide_without_difference(step, record)
+        found = difference if verdict is RuleVerdict.MEASURE else None
+        skipped = verdict is RuleVerdict.SKIP or (found is not None and rules.should_skip_step(found, record))
+        rules.record_decision(step, record, skipped=skipped, difference=found)
     return Run(record.skipped, record)
 
 
-def limits(**changes: Any) -> Limits:
-    return Limits(**{"threshold": 0.5, **changes})
+def limits(**changes: Any) -> CacheLimits:
+    return CacheLimits(**{"threshold": 0.5, **changes})
 
 
 def left_out(changes: dict[str, Any], differences: Sequence[float] = (0.1,) * STEPS, mask: Any = None) -> list[int]:
@@ -97,8 +97,11 @@ def test_the_threshold() -> None:
     for threshold, wanted in ((0.0, 0), (1.0, STEPS - 1), (7.0, STEPS - 1)):
         skipped, record = drive(limits(threshold=threshold), [0.9] * STEPS)
         assert len(skipped) == wanted and record.differences == {}
-    assert Rules(limits(threshold=0.0)).never and not Rules(limits(threshold=1e-12)).never
-    assert Rules(limits(threshold=0.0), (1, 0)).never and not Rules(limits(threshold=0.0, static=True), (1, 0)).never
+    assert SkipRules(limits(threshold=0.0)).never_skips and not SkipRules(limits(threshold=1e-12)).never_skips
+    assert (
+        SkipRules(limits(threshold=0.0), (1, 0)).never_skips
+        and not SkipRules(limits(threshold=0.0, static=True), (1, 0)).never_skips
+    )
 
 
 def test_numbers_that_are_none() -> None:
@@ -131,9 +134,9 @@ def test_the_first_rule_that_knows_wins() -> None:
 
 
 @st.composite
-def settings_of_a_run(draw: Any) -> tuple[Limits, list[float], list[int] | None]:
+def settings_of_a_run(draw: Any) -> tuple[CacheLimits, list[float], list[int] | None]:
     steps = draw(st.integers(1, 24))
-    made = Limits(
+    made = CacheLimits(
         threshold=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])), max_warmup_steps=draw(st.integers(0, 8)),
         warmup_interval=draw(st.integers(1, 4)), max_cached_steps=draw(st.integers(-1, 6)),
         max_continuous_cached_steps=draw(st.integers(-1, 3)), budget=draw(st.sampled_from([None, 0.0, 0.3, 1.0])),
@@ -144,7 +147,9 @@ def settings_of_a_run(draw: Any) -> tuple[Limits, list[float], list[int] | None]
     return made, differences, mask
 
 
-def why_computed(made: Limits, differences: list[float], mask: list[int] | None, skipped: list[int], step: int) -> Any:
+def why_computed(
+    made: CacheLimits, differences: list[float], mask: list[int] | None, skipped: list[int], step: int
+) -> Any:
     """Every reason in the documentation to compute a step, given the steps that were left out before it."""
     before = [s for s in skipped if s < step]
     computed = [s for s in range(step) if s not in before]
@@ -165,7 +170,7 @@ def why_computed(made: Limits, differences: list[float], mask: list[int] | None,
 
 
 @given(settings_of_a_run())
-def test_a_step_is_computed_where_there_is_a_reason_and_only_there(run: tuple[Limits, list[float], Any]) -> None:
+def test_a_step_is_computed_where_there_is_a_reason_and_only_there(run: tuple[CacheLimits, list[float], Any]) -> None:
     """Both ways, for all rules together."""
     made, differences, mask = run
     skipped = drive(made, differences, mask).skipped
@@ -177,31 +182,35 @@ def test_a_step_is_computed_where_there_is_a_reason_and_only_there(run: tuple[Li
 def test_the_dynamic_threshold_follows_the_first_five_differences() -> None:
     """1.25 times their mean, above the threshold that was set and below the highest that may be."""
     five = [0.1, 0.08, 0.12, 0.1, 0.1]
-    assert relaxed(0.08, five, 1.25, 0.16) == pytest.approx(0.125)
-    assert relaxed(0.08, [*five, 9.0], 1.25, 0.16) == pytest.approx(0.125), "later ones do not count"
-    assert relaxed(0.08, five[:4], 1.25, 0.16) == 0.08, "not measured yet"
-    assert relaxed(0.08, [0.2] * 5, 1.25, 0.16) == 0.08, "the step changed too much to be relaxed about"
-    assert relaxed(0.08, [0.01] * 5, 1.25, 0.16) == 0.08, "it never falls"
-    assert relaxed(0.08, [0.1, 0.0, 0.0, 0.1, 0.1], 1.25, 0.16) == pytest.approx(0.125), "blocks that did not change"
-    assert relaxed(0.08, [0.0] * 5, 1.25, 0.16) == 0.08
+    assert relax_threshold(0.08, five, 1.25, 0.16) == pytest.approx(0.125)
+    assert relax_threshold(0.08, [*five, 9.0], 1.25, 0.16) == pytest.approx(0.125), "later ones do not count"
+    assert relax_threshold(0.08, five[:4], 1.25, 0.16) == 0.08, "not measured yet"
+    assert relax_threshold(0.08, [0.2] * 5, 1.25, 0.16) == 0.08, "the step changed too much to be relaxed about"
+    assert relax_threshold(0.08, [0.01] * 5, 1.25, 0.16) == 0.08, "it never falls"
+    assert relax_threshold(0.08, [0.1, 0.0, 0.0, 0.1, 0.1], 1.25, 0.16) == pytest.approx(0.125), (
+        "blocks that did not change"
+    )
+    assert relax_threshold(0.08, [0.0] * 5, 1.25, 0.16) == 0.08
 
 
 @given(st.floats(0, 1), st.lists(st.floats(0, 2), max_size=9), st.floats(0, 3), st.floats(0, 2))
 def test_the_dynamic_threshold_is_bounded(base: float, found: list[float], factor: float, most: float) -> None:
-    assert base <= relaxed(base, found, factor, most) <= max(base, most)
+    assert base <= relax_threshold(base, found, factor, most) <= max(base, most)
 
 
 @given(st.integers(1, 12), st.none() | st.integers(1, 6), st.sampled_from(["row", "image", "batch"]))
 def test_units_share_out_the_rows(rows: int, images: int | None, couple: str) -> None:
     """Every row is in exactly one unit; an image has one in each branch of guidance, and they decide together."""
-    units = units_of(rows, images, couple)
-    covered = [row for unit in units for row in range(rows)[unit.rows]]
+    units = split_into_units(rows, images, couple)
+    covered = [row for unit in units for row in range(rows)[unit.batch_slice]]
     assert sorted(covered) == list(range(rows))
     assert [unit.place for unit in units] == list(range(len(units))) and all(u.among == len(units) for u in units)
     if couple == "image" and images and images > 1 and rows % images == 0:
-        assert [list(range(rows)[unit.rows]) for unit in units] == [list(range(k, rows, images)) for k in range(images)]
+        assert [list(range(rows)[unit.batch_slice]) for unit in units] == [
+            list(range(k, rows, images)) for k in range(images)
+        ]
     elif couple != "row":
-        assert units == [WHOLE]
+        assert units == [WHOLE_BATCH]
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -213,42 +222,65 @@ def test_the_difference_is_that_of_the_means() -> None:
     before, now = noise(2, 6, 8), noise(2, 6, 8, seed=1)
     wanted = float((now - before).abs().mean() / before.abs().mean())
     measure = Difference()
-    assert ratio(*map(float, measure.sums(before, now))) == pytest.approx(wanted, rel=1e-6)
-    parts = [measure.sums(before[:, k : k + 2], now[:, k : k + 2]) for k in (0, 2, 4)]
-    assert ratio(*(float(sum(of_each)) for of_each in zip(*parts, strict=True))) == pytest.approx(wanted, rel=1e-6)
-    half = measure.sums(before.half(), now)  # what is kept may be of a smaller type
-    assert ratio(*map(float, half)) == pytest.approx(wanted, rel=1e-2)
+    assert compute_relative_difference(*map(float, measure.sum_change_and_size(before, now))) == pytest.approx(
+        wanted, rel=1e-6
+    )
+    parts = [measure.sum_change_and_size(before[:, k : k + 2], now[:, k : k + 2]) for k in (0, 2, 4)]
+    assert compute_relative_difference(*(float(sum(of_each)) for of_each in zip(*parts, strict=True))) == pytest.approx(
+        wanted, rel=1e-6
+    )
+    half = measure.sum_change_and_size(before.half(), now)  # what is kept may be of a smaller type
+    assert compute_relative_difference(*map(float, half)) == pytest.approx(wanted, rel=1e-2)
     long = torch.ones(1, 70000, 1, dtype=torch.float16)
-    assert [*map(float, measure.sums(long, long * 2))] == [70000, 70000], "sums of halves must not overflow"
+    assert [*map(float, measure.sum_change_and_size(long, long * 2))] == [70000, 70000], (
+        "sums of halves must not overflow"
+    )
 
 
 def test_the_difference_of_some_tokens_or_channels() -> None:
     before = torch.ones(1, 4, 2)
     now = before * torch.tensor([1.0, 1.1, 1.5, 3.0])[None, :, None]
-    assert ratio(*map(float, Difference().sums(before, now))) == pytest.approx(2.6 / 4)
-    assert ratio(*map(float, Difference(important=0.3).sums(before, now))) == pytest.approx(2.5 / 2)
-    assert ratio(*map(float, Difference(important=9.0).sums(before, now))) == 0, "no token changed that much"
+    assert compute_relative_difference(*map(float, Difference().sum_change_and_size(before, now))) == pytest.approx(
+        2.6 / 4
+    )
+    assert compute_relative_difference(
+        *map(float, Difference(important=0.3).sum_change_and_size(before, now))
+    ) == pytest.approx(2.5 / 2)
+    assert compute_relative_difference(*map(float, Difference(important=9.0).sum_change_and_size(before, now))) == 0, (
+        "no token changed that much"
+    )
     sparse = torch.zeros(1, 4, 4)
     sparse[..., 1] = 5.0
-    assert ratio(*map(float, Difference(every=2).sums(torch.ones(1, 4, 4), 1 + sparse))) == 0
-    assert ratio(*map(float, Difference(every=1).sums(torch.ones(1, 4, 4), 1 + sparse))) == pytest.approx(1.25)
+    assert (
+        compute_relative_difference(
+            *map(float, Difference(every=2).sum_change_and_size(torch.ones(1, 4, 4), 1 + sparse))
+        )
+        == 0
+    )
+    assert compute_relative_difference(
+        *map(float, Difference(every=1).sum_change_and_size(torch.ones(1, 4, 4), 1 + sparse))
+    ) == pytest.approx(1.25)
 
 
 def test_a_ratio_to_nothing() -> None:
     """Nothing that stays nothing did not change; nothing that becomes something did, beyond any threshold."""
-    assert ratio(0.0, 0.0) == 0 and ratio(1e-9, 0.0) == math.inf and math.isnan(ratio(math.nan, 1.0))
+    assert (
+        compute_relative_difference(0.0, 0.0) == 0
+        and compute_relative_difference(1e-9, 0.0) == math.inf
+        and math.isnan(compute_relative_difference(math.nan, 1.0))
+    )
 
 
-def judge(threshold: float = 0.5, **how: Any) -> Judge:
-    return Judge(Rules(limits(threshold=threshold)), Difference(), **how)
+def judge(threshold: float = 0.5, **how: Any) -> SkipJudge:
+    return SkipJudge(SkipRules(limits(threshold=threshold)), Difference(), **how)
 
 
-def decide(one: Judge, probe: Tensor, step: int, *, images: int | None = None, **moment: Any) -> list[bool]:
+def decide(one: SkipJudge, probe: Tensor, step: int, *, images: int | None = None, **moment: Any) -> list[bool]:
     """One call of a model, and what is remembered of it."""
-    at = Moment(step, images=images, **moment)
-    call = Call(at, step, units_of(len(probe), images, "image"), len(probe))
-    skips = one.judge(probe, call, Alone())
-    one.learn(probe, call, skips)
+    at = CallPosition(step, images=images, **moment)
+    call = CacheCall(at, step, split_into_units(len(probe), images, "image"), len(probe))
+    skips = one.decide_skips(probe, call, SingleRankAgreement())
+    one.store_probes(probe, call, skips)
     return skips
 
 
@@ -261,7 +293,7 @@ def test_images_are_decided_on_apart() -> None:
     assert decide(one, now, 1, images=2) == [True, False]
     assert decide(one, now, 2, images=2) == [True, True], "the second was renewed, the first is what it was"
     assert decide(one, probe, 3, images=2) == [True, False], "and is compared with its own last computed step"
-    assert [record.skipped for _, _, _, record in one.records()] == [[1, 2, 3], [2]]
+    assert [record.skipped for _, _, _, record in one.iterate_records()] == [[1, 2, 3], [2]]
 
 
 def test_a_step_that_was_left_out_is_not_compared_with() -> None:
@@ -288,7 +320,7 @@ def test_branches_may_share_the_difference_of_the_first() -> None:
 
 def test_a_patch_without_budget_holds_up_those_beside_it() -> None:
     """A failure would mean that a patch which has spent its budget is left out because another one has not."""
-    one = Judge(Rules(limits(threshold=0.8, budget=0.5)), Difference())
+    one = SkipJudge(SkipRules(limits(threshold=0.8, budget=0.5)), Difference())
     probe, both = torch.ones(1, 4, 2), {"patches": (0, 1), "sizes": lambda: [2, 2]}
     assert decide(one, probe, 0, **both) == [False]
     assert decide(one, probe[:, :2] * 1.4, 1, patches=(0,)) == [True], "0.4 of 0.5 are spent"
@@ -315,14 +347,14 @@ def test_what_is_kept() -> None:
     whole, half, probe = judge(), judge(dtype=torch.bfloat16), noise(4, 3, 2)
     for one in (whole, half):
         decide(one, probe, 0), decide(one, probe, 1, images=2)
-    assert whole.bytes == 4 * probe.numel() and half.bytes == 2 * probe.numel()
+    assert whole.memory_bytes == 4 * probe.numel() and half.memory_bytes == 2 * probe.numel()
 
 
 def test_units_of_single_rows() -> None:
     one = judge()
-    call = Call(Moment(0), 0, units_of(3, None, "row"), 3)
+    call = CacheCall(CallPosition(0), 0, split_into_units(3, None, "row"), 3)
     assert call.units[2] == Unit(2, 3, slice(2, 3))
     probe = torch.ones(3, 2, 2)
-    one.learn(probe, call, one.judge(probe, call, Alone()))
+    one.store_probes(probe, call, one.decide_skips(probe, call, SingleRankAgreement()))
     now = probe * torch.tensor([1.0, 7.0, 1.2])[:, None, None]
-    assert one.judge(now, call._replace(step=1), Alone()) == [True, False, True]
+    assert one.decide_skips(now, call._replace(step=1), SingleRankAgreement()) == [True, False, True]

@@ -19,8 +19,8 @@ from diffusers import (
 
 import ditile
 from ditile import DBCacheConfig
-from ditile.cache.cached import cached
-from ditile.cache.step_mask import preset
+from ditile.cache.cached import find_transformer_cache
+from ditile.cache.step_mask import build_preset_mask
 from ditile.errors import ModelError, StateError
 from ditile.runner import caching
 from tests.families import FAMILIES, TEXT, noise
@@ -65,7 +65,7 @@ def test_schedulers_that_are_set_later(name: str) -> None:
         assert type(pipe.scheduler).__name__ == kind
         got = draw(pipe, name)
         assert skipped(pipe) == [list(range(SPARE, steps))], kind
-        assert cached(pipe.transformer).bytes == 0
+        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
         assert not {"step", "set_timesteps"} & vars(before).keys(), f"{type(before).__name__} is not used any more"
         same(draw(pipe, name), got, f"{kind}, the second call")
         ditile.disable_cache(pipe)
@@ -141,11 +141,11 @@ def test_image_to_image(name: str) -> None:
     assert report.steps == 10 and len(report.differences) == 10 - SPARE
     ditile.enable_cache(pipe, CACHE)
     different(picture(), plain)
-    assert skipped(pipe) == [list(range(SPARE, 10))] and cached(pipe.transformer).bytes == 0
+    assert skipped(pipe) == [list(range(SPARE, 10))] and find_transformer_cache(pipe.transformer).memory_bytes == 0
     mask = CACHE.reset(steps_computation_mask="ultra", steps_computation_policy="static")
     ditile.enable_cache(pipe, mask)
     picture()
-    assert skipped(pipe) == [[step for step, computes in enumerate(preset("ultra", 10)) if not computes]]
+    assert skipped(pipe) == [[step for step, computes in enumerate(build_preset_mask("ultra", 10)) if not computes]]
 
 
 class Late(Denoising):  # type: ignore[misc]
@@ -172,7 +172,7 @@ def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
     ditile.enable_cache(pipe, CACHE)
     got = pipe(latents, inputs)
     different(got, plain)
-    assert skipped(pipe) == [[2, 3]] * 2 and cached(model).bytes == 0
+    assert skipped(pipe) == [[2, 3]] * 2 and find_transformer_cache(model).memory_bytes == 0
     pipe(latents * 2, inputs, skip=4)
     same(pipe(latents, inputs), got)
 
@@ -218,7 +218,7 @@ def test_pictures_of_few_steps(steps: int) -> None:
         ditile.enable_cache(pipe, config)
         draw(pipe, "flux", num_inference_steps=steps)
         assert all(step < steps for branch in skipped(pipe) for step in branch)
-        assert cached(pipe.transformer).bytes == 0
+        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
 
 
 def test_a_model_that_another_pipeline_runs_is_refused() -> None:

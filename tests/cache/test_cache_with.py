@@ -21,7 +21,7 @@ from torch import nn
 
 import ditile
 from ditile import BlockAdapter, DBCacheConfig, DBPruneConfig, ParallelismConfig, ParamsModifier, Plan
-from ditile.cache.cached import cached
+from ditile.cache.cached import find_transformer_cache
 from ditile.errors import StateError
 from ditile.runner import caching
 from tests.cache.hand import by_hand
@@ -243,7 +243,11 @@ def test_transformers_in_turns_have_a_warmup_each() -> None:
     got = frames(pipe, call)
     different(got, plain)
     assert skipped(pipe) == [list(range(SPARE, steps[0]))] * 2 + [list(range(SPARE, steps[1]))] * 2
-    assert cached(pipe.transformer).bytes == cached(pipe.transformer_2).bytes == 0
+    assert (
+        find_transformer_cache(pipe.transformer).memory_bytes
+        == find_transformer_cache(pipe.transformer_2).memory_bytes
+        == 0
+    )
     same(frames(pipe, call), got)
     both = [pipe.transformer, pipe.transformer_2]
     modifiers = [[ParamsModifier(cache_config=DBCacheConfig(max_warmup_steps=warmup))] for warmup in (1, 3)]
@@ -341,10 +345,10 @@ def stopped(name: str, how: str) -> list[Any]:
     if how == "raises":
         with pytest.raises(KeyError):
             draw(runner, name, **call)
-        assert cached(pipe.transformer).bytes == 0
+        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
         return [seen]
     picture = draw(runner, name, **call)
-    assert cached(pipe.transformer).bytes == 0 and 5 <= len(seen) < 9
+    assert find_transformer_cache(pipe.transformer).memory_bytes == 0 and 5 <= len(seen) < 9
     same(draw(runner, name, num_inference_steps=9), wanted, "the next picture")
     return [picture, seen]
 

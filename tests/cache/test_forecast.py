@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.config import DMDCalibratorConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.dmd import DMD, even_run, products
-from ditile.cache.forecast import FoCa, Forecast, Reuse, TaylorSeer, forecast
+from ditile.cache.dmd import DMD, compute_gram_matrix, count_even_steps
+from ditile.cache.forecast import FoCa, Forecaster, Reuse, TaylorSeer, build_forecaster
 from ditile.errors import StateError
 
 SHAPE = (2, 3, 5)
-MAKERS: dict[str, Callable[..., Forecast]] = {
+MAKERS: dict[str, Callable[..., Forecaster]] = {
     "reuse": lambda dtype=None: Reuse(dtype),
     "taylor1": lambda dtype=None: TaylorSeer(1, dtype),
     "taylor2": lambda dtype=None: TaylorSeer(2, dtype),
@@ -43,10 +43,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fed(
-    one: Forecast, truth: Callable[[int], Tensor], steps: list[int], dtype: torch.dtype = torch.float32
-) -> Forecast:
+    one: Forecaster, truth: Callable[[int], Tensor], steps: list[int], dtype: torch.dtype = torch.float32
+) -> Forecaster:
     for step in steps:
-        one.add(step, truth(step).to(dtype))
+        one.add_computed_step(step, truth(step).to(dtype))
     return one
 
 
@@ -62,7 +62,7 @@ def test_taylorseer_continues_a_polynomial_of_its_degree(order: int, steps: list
     one = fed(TaylorSeer(order), lambda step: polynomial(coefficients, step), steps)
     wanted = polynomial(coefficients, steps[-1] + ahead)
     amplified = (1 + ahead) ** order * 4**order  # of the rounding of the values, by extrapolation
-    assert close(one.at(steps[-1] + ahead), wanted, amplified * float(coefficients.abs().max()) * 10)
+    assert close(one.forecast_value(steps[-1] + ahead), wanted, amplified * float(coefficients.abs().max()) * 10)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -75,7 +75,9 @@ def test_a_line_is_continued_whatever_the_gaps(name: str, steps: list[int], ahea
     one = fed(LINES[name](), lambda step: polynomial(coefficients, step), steps)
     wanted = polynomial(coefficients, steps[-1] + ahead)
     loose = 3e-4 if name == "dmd" else 3e-6  # the eigenvalue 1 is double, and found to the root of the rounding
-    assert close(one.at(steps[-1] + ahead), wanted, 20 * (1 + ahead) * float(coefficients.abs().max()), loose)
+    assert close(
+        one.forecast_value(steps[-1] + ahead), wanted, 20 * (1 + ahead) * float(coefficients.abs().max()), loose
+    )
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -84,26 +86,26 @@ def test_the_slope_is_there_with_two_points(name: str) -> None:
     for count in (2, 3):
         one = fed(LINES[name](), lambda t: torch.full((3,), 10.0 + 2 * t), list(range(count)))
         for ahead in (1, 2, 3, 4):
-            assert one.at(count - 1 + ahead).tolist() == pytest.approx([10.0 + 2 * (count - 1 + ahead)] * 3)
+            assert one.forecast_value(count - 1 + ahead).tolist() == pytest.approx([10.0 + 2 * (count - 1 + ahead)] * 3)
 
 
 def test_a_reach_ends_a_line_at_its_share_of_the_last_gap() -> None:
     """A failure means that a line through the first steps of a picture carries it off, or that it ends too early."""
     one = fed(TaylorSeer(1, reach=0.5), lambda t: torch.tensor([10.0 + 2 * t]), [0, 4])
-    assert [one.at(t).item() for t in (5, 6, 7, 30)] == pytest.approx([20.0, 22.0, 22.0, 22.0])
+    assert [one.forecast_value(t).item() for t in (5, 6, 7, 30)] == pytest.approx([20.0, 22.0, 22.0, 22.0])
     far, near = TaylorSeer(2, reach=1.0), TaylorSeer(2)
     for each in (far, near):
         fed(each, lambda t: torch.tensor([float(t * t)]), [0, 1, 3])
-    assert [far.at(t).item() for t in (4, 5, 9)] == pytest.approx([16.0, 25.0, 25.0])
-    assert near.at(9).item() == pytest.approx(81.0)
-    assert fed(TaylorSeer(1, reach=0.0), lambda t: torch.tensor([2.0 * t]), [0, 1]).at(5).item() == 2.0
+    assert [far.forecast_value(t).item() for t in (4, 5, 9)] == pytest.approx([16.0, 25.0, 25.0])
+    assert near.forecast_value(9).item() == pytest.approx(81.0)
+    assert fed(TaylorSeer(1, reach=0.0), lambda t: torch.tensor([2.0 * t]), [0, 1]).forecast_value(5).item() == 2.0
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_gap_after_dense_steps(name: str) -> None:
     """Steps 0 to 3, then 8, of 10 + 2t: the peer's forecast of 9, 10, 11 was 33.8, 43.8, 56."""
     one = fed(LINES[name](), lambda t: torch.tensor([10.0 + 2 * t]), [0, 1, 2, 3, 8])
-    assert [one.at(t).item() for t in (9, 10, 11)] == pytest.approx([28.0, 30.0, 32.0])
+    assert [one.forecast_value(t).item() for t in (9, 10, 11)] == pytest.approx([28.0, 30.0, 32.0])
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -112,16 +114,16 @@ def test_a_gap_after_dense_steps(name: str) -> None:
 def test_a_computed_step_is_what_it_was(name: str, steps: list[int], seed: int) -> None:
     """With nothing ahead a forecast is the last value, for any sequence."""
     one = fed(MAKERS[name](), lambda step: random(*SHAPE, seed=seed * 100 + step), steps)
-    assert close(one.at(steps[-1]), random(*SHAPE, seed=seed * 100 + steps[-1]), 10.0)
+    assert close(one.forecast_value(steps[-1]), random(*SHAPE, seed=seed * 100 + steps[-1]), 10.0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_value_is_reused_and_a_constant_stays(name: str) -> None:
     value = random(*SHAPE)
     one = fed(MAKERS[name](), lambda step: value, [3])
-    assert one.at(9).equal(value)
+    assert one.forecast_value(9).equal(value)
     fed(one, lambda step: value, [4, 5, 6, 7, 8])
-    assert close(one.at(20), value, 10.0)
+    assert close(one.forecast_value(20), value, 10.0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -131,10 +133,10 @@ def test_asking_changes_nothing(name: str) -> None:
     for step in (0, 1, 2, 3, 7, 11, 15, 19):
         value = random(*SHAPE, seed=step)
         for one in (asked, quiet):
-            one.add(step, value)
-        asked.at(step + 1)
-        asked.at(step + 3)
-        assert asked.at(step + 2).equal(quiet.at(step + 2))
+            one.add_computed_step(step, value)
+        asked.forecast_value(step + 1)
+        asked.forecast_value(step + 3)
+        assert asked.forecast_value(step + 2).equal(quiet.forecast_value(step + 2))
 
 
 def test_foca_lies_between_the_line_and_the_parabola() -> None:
@@ -143,8 +145,8 @@ def test_foca_lies_between_the_line_and_the_parabola() -> None:
     for ahead in (1, 2, 6, 100):
         line, parabola = 16 + 6.0 * ahead, float((4 + ahead) ** 2)
         ratio = ahead / 2
-        assert one.at(4 + ahead).item() == pytest.approx(line + 2 * ahead * (1 + ratio / (2 * (1 + ratio))))
-        assert line < one.at(4 + ahead).item() < parabola
+        assert one.forecast_value(4 + ahead).item() == pytest.approx(line + 2 * ahead * (1 + ratio / (2 * (1 + ratio))))
+        assert line < one.forecast_value(4 + ahead).item() < parabola
 
 
 RATES: list[tuple[complex, ...]] = [
@@ -170,7 +172,7 @@ def test_dmd_continues_sums_of_exponentials(rates: tuple[complex, ...], spaced: 
     steps = [first + gap * k for k in range(count)]
     one = fed(DMD(), truth, steps)
     for ahead in (1, 2, 5):
-        assert close(one.at(steps[-1] + ahead), truth(steps[-1] + ahead), 10.0, 1e-4)
+        assert close(one.forecast_value(steps[-1] + ahead), truth(steps[-1] + ahead), 10.0, 1e-4)
 
 
 def test_dmd_beats_the_line_on_a_decay() -> None:
@@ -182,7 +184,7 @@ def test_dmd_beats_the_line_on_a_decay() -> None:
         return directions[0] + directions[1] * 0.8**step
 
     errors = [
-        float((fed(one, truth, steps).at(far) - truth(far)).abs().mean())
+        float((fed(one, truth, steps).forecast_value(far) - truth(far)).abs().mean())
         for one in (DMD(), TaylorSeer(1), TaylorSeer(2))
     ]
     assert errors[0] < 0.01 * min(errors[1:])
@@ -193,20 +195,20 @@ def test_dmd_beats_the_line_on_a_decay() -> None:
     [([3], 1), ([3, 9], 2), ([0, 1, 2, 3], 4), ([0, 1, 2, 6, 10], 3), ([0, 4, 5, 6, 7], 4), ([0, 1, 3], 2)],
 )
 def test_the_evenly_spaced_run(steps: list[int], run: int) -> None:
-    assert even_run(steps) == run
+    assert count_even_steps(steps) == run
 
 
 def test_dmd_is_a_line_through_uneven_snapshots() -> None:
     truth = {step: random(*SHAPE, seed=step) for step in (0, 1, 2, 4, 5, 8)}
     one, line = fed(DMD(), truth.__getitem__, [*truth]), fed(TaylorSeer(1), truth.__getitem__, [*truth])
-    assert close(one.at(11), line.at(11), 10.0)
+    assert close(one.forecast_value(11), line.forecast_value(11), 10.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan, 1e-38, 1e38])
 def test_dmd_survives_what_cannot_be_fitted(bad: float) -> None:
     """Zero, infinite or huge snapshots: the last one is returned, not a NaN of our own making."""
     one = fed(DMD(), lambda step: torch.full(SHAPE, bad), [0, 1, 2, 3, 4])
-    assert one.at(6).allclose(torch.full(SHAPE, bad), equal_nan=True)
+    assert one.forecast_value(6).allclose(torch.full(SHAPE, bad), equal_nan=True)
 
 
 def test_dmd_sums_over_the_ranks_that_hold_parts() -> None:
@@ -217,12 +219,12 @@ def test_dmd_sums_over_the_ranks_that_hold_parts() -> None:
         return directions[0] + directions[1] * 0.8**step
 
     whole = fed(DMD(), truth, [0, 1, 2, 3])
-    grams = [products([truth(step).chunk(2, dim=1)[rank] for step in range(4)]) for rank in (0, 1)]
+    grams = [compute_gram_matrix([truth(step).chunk(2, dim=1)[rank] for step in range(4)]) for rank in (0, 1)]
     halves = [
         fed(DMD(total=lambda own: sum(grams)), lambda step, rank=rank: truth(step).chunk(2, dim=1)[rank], [0, 1, 2, 3])  # type: ignore[misc, arg-type, return-value]
         for rank in (0, 1)
     ]
-    assert close(torch.cat([half.at(6) for half in halves], dim=1), whole.at(6), 10.0)
+    assert close(torch.cat([half.forecast_value(6) for half in halves], dim=1), whole.forecast_value(6), 10.0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -232,10 +234,10 @@ def test_types(name: str, value: torch.dtype, store: torch.dtype | None) -> None
     """A forecast has the type of the values; snapshots have that of the store; both round a line to their last bit."""
     coefficients = random(2, *SHAPE)
     one = fed(MAKERS[name](store), lambda step: polynomial(coefficients, step), [0, 2, 4, 6, 8], value)
-    found, kept = one.at(10), store or value
+    found, kept = one.forecast_value(10), store or value
     assert found.dtype is value
     tensors = {"reuse": 1, "taylor1": 2, "taylor2": 3, "foca": 3, "dmd": 5}[name]
-    assert one.bytes == tensors * math.prod(SHAPE) * kept.itemsize
+    assert one.memory_bytes == tensors * math.prod(SHAPE) * kept.itemsize
     if name in ("taylor1", "foca"):
         eps = max(torch.finfo(value).eps, torch.finfo(kept).eps)
         assert close(found, polynomial(coefficients, 10), 6 * float(coefficients.abs().max()), 2 * eps)
@@ -245,12 +247,12 @@ def test_types(name: str, value: torch.dtype, store: torch.dtype | None) -> None
 def test_out_of_order(name: str) -> None:
     one = MAKERS[name]()
     with pytest.raises(StateError, match="nothing was added"):
-        one.at(3)
-    assert one.bytes == 0
-    one.add(3, random(2))
+        one.forecast_value(3)
+    assert one.memory_bytes == 0
+    one.add_computed_step(3, random(2))
     for step in (3, 1):
         with pytest.raises(StateError, match="after step 3"):
-            one.add(step, random(2))
+            one.add_computed_step(step, random(2))
 
 
 def test_values_are_not_written_to() -> None:
@@ -258,17 +260,19 @@ def test_values_are_not_written_to() -> None:
     copies = [value.clone() for value in values]
     for make in MAKERS.values():
         one = fed(make(), values.__getitem__, list(range(6)))
-        one.at(7)
-        one.at(8)
+        one.forecast_value(7)
+        one.forecast_value(8)
         assert all(a.equal(b) for a, b in zip(values, copies, strict=True))
 
 
 def test_what_a_config_makes() -> None:
     taylor = TaylorSeerCalibratorConfig(taylorseer_order=2, enable_encoder_calibrator=False)
-    assert isinstance(forecast(taylor, "image"), TaylorSeer) and isinstance(forecast(taylor, "text"), Reuse)
-    assert isinstance(forecast(None, "image"), Reuse)
-    assert isinstance(forecast(FoCaCalibratorConfig(), "text"), FoCa)
-    assert isinstance(forecast(DMDCalibratorConfig(dmd_rank=0), "image"), DMD)
-    half = forecast(taylor, "image", store_dtype="bfloat16")
-    half.add(0, random(8))
-    assert half.bytes == 16
+    assert isinstance(build_forecaster(taylor, "image"), TaylorSeer) and isinstance(
+        build_forecaster(taylor, "text"), Reuse
+    )
+    assert isinstance(build_forecaster(None, "image"), Reuse)
+    assert isinstance(build_forecaster(FoCaCalibratorConfig(), "text"), FoCa)
+    assert isinstance(build_forecaster(DMDCalibratorConfig(dmd_rank=0), "image"), DMD)
+    half = build_forecaster(taylor, "image", store_dtype="bfloat16")
+    half.add_computed_step(0, random(8))
+    assert half.memory_bytes == 16

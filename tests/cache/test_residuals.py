@@ -7,21 +7,23 @@ import torch
 from torch import Tensor
 
 from ditile.cache.forecast import Reuse
-from ditile.cache.judge import WHOLE, Call
+from ditile.cache.judge import WHOLE_BATCH, CacheCall
 from ditile.cache.residuals import Residuals
-from ditile.hooks.protocols import Moment
+from ditile.hooks.protocols import CallPosition
 
 
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("start", [None, torch.full((1, 3, 2), 2.0)], ids=["no start", "start"])
 def test_tokens_that_are_written_in_place_are_not_what_is_remembered(hidden: bool, start: Tensor | None) -> None:
     """A failure would mean pictures that drift with each step that is left out."""
-    kept, call = Residuals(lambda stream: Reuse(), hidden=hidden), Call(Moment(0), 0, [WHOLE], 1)
+    kept, call = Residuals(lambda stream: Reuse(), hidden=hidden), CacheCall(CallPosition(0), 0, [WHOLE_BATCH], 1)
     out = torch.full((1, 3, 2), 5.0)
-    kept.keep("image", call, start, out, [False])
+    kept.store_residuals("image", call, start, out, [False])
     out.add_(1.0)
     later = call._replace(step=1)
-    behind = kept.behind("image", later, start)
+    behind = kept.forecast_tokens("image", later, start)
     assert torch.equal(behind, torch.full((1, 3, 2), 5.0))
     behind.add_(1.0)
-    assert torch.equal(kept.behind("image", later, start), torch.full((1, 3, 2), 5.0)), "nor is what is handed out"
+    assert torch.equal(kept.forecast_tokens("image", later, start), torch.full((1, 3, 2), 5.0)), (
+        "nor is what is handed out"
+    )

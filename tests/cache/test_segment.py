@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.cache.cached import Alone
+from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.forecast import Reuse
-from ditile.cache.hooks import Slot
-from ditile.cache.judge import Call, units_of
+from ditile.cache.hooks import CacheHook
+from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.residuals import Residuals
 from ditile.cache.segment import Segment
-from ditile.hooks.protocols import Moment
+from ditile.hooks.protocols import CallPosition
 from ditile.plan.spec import Flow
 
 BLOCKS, IMAGES = 5, 3
@@ -50,15 +50,15 @@ class Operators(TorchDispatchMode):
 def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> None:
     """A failure means that every block waits for the GPU, as a copy from pageable memory does: 57 a step in FLUX."""
     blocks = [Block() for _ in range(BLOCKS)]
-    slots = [Slot(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
+    slots = [CacheHook(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
     for slot in slots:
-        slot.install()
+        slot.install_hook()
     segment = Segment(slots, Residuals(lambda stream: Reuse()))
-    units = units_of(2 * IMAGES, IMAGES, "image")
+    units = split_into_units(2 * IMAGES, IMAGES, "image")
     tokens, temb = torch.zeros(2 * IMAGES, 4, 8, device=device), torch.ones(2 * IMAGES, device=device)
 
     def step(number: int, skips: list[bool]) -> Tensor:
-        segment.begin(Call(Moment(number), number, units, 2 * IMAGES), skips, Alone())
+        segment.apply_decision(CacheCall(CallPosition(number), number, units, 2 * IMAGES), skips, SingleRankAgreement())
         x = tokens
         for block in blocks:
             x = block(x, temb * (number + 1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditile.cache.step_mask import PRESETS, preset, read, resolve, steps_mask
+from ditile.cache.step_mask import PRESET_BINS, build_preset_mask, parse_step_mask, resolve_step_mask, steps_mask
 from ditile.errors import ModelError
 
 PUBLISHED = {
@@ -38,7 +38,7 @@ def test_presets_keep_their_shape_at_any_count(steps: int) -> None:
     """Regression: cutting 28 steps to 20 from behind left a hole of 15 steps in ultra, and of 11 in fast."""
     counts = []
     for name, published in PUBLISHED.items():
-        mask = preset(name, steps)
+        mask = build_preset_mask(name, steps)
         assert len(mask) == steps and set(mask) <= {0, 1}
         assert mask[0] == mask[-1] == 1
         first = text(mask).partition("0")[0]
@@ -52,9 +52,9 @@ def test_presets_keep_their_shape_at_any_count(steps: int) -> None:
 
 
 def test_some_masks_by_eye() -> None:
-    assert text(preset("ultra", 20)) == "11100100000100010001"
-    assert text(preset("fast", 20)) == "11110100100100100001"
-    assert text(preset("ultra", 50)) == "11111101001000100000100000010000001000000100000001"
+    assert text(build_preset_mask("ultra", 20)) == "11100100000100010001"
+    assert text(build_preset_mask("fast", 20)) == "11110100100100100001"
+    assert text(build_preset_mask("ultra", 50)) == "11111101001000100000100000010000001000000100000001"
 
 
 def test_bins_interleave_and_the_last_step_computes() -> None:
@@ -100,23 +100,23 @@ def test_what_is_no_mask(kwargs: dict[str, object], says: str) -> None:
 
 
 def test_the_mask_of_a_generation() -> None:
-    assert resolve(None, 28) is None
-    assert resolve("slow", 28) == preset("slow", 28)
-    assert resolve((1, 1, 0, 1), 3) == (1, 1, 0)
-    assert resolve([1, 0], None) == (1, 0)
+    assert resolve_step_mask(None, 28) is None
+    assert resolve_step_mask("slow", 28) == build_preset_mask("slow", 28)
+    assert resolve_step_mask((1, 1, 0, 1), 3) == (1, 1, 0)
+    assert resolve_step_mask([1, 0], None) == (1, 0)
     with pytest.raises(ModelError, match="set num_inference_steps"):
-        resolve("slow", None)
+        resolve_step_mask("slow", None)
     with pytest.raises(ModelError, match="has 2 steps and the generation 5"):
-        resolve((1, 0), 5)
+        resolve_step_mask((1, 0), 5)
 
 
 def test_masks_on_a_command_line() -> None:
-    assert read("ultra") == "ultra"
-    assert read("6,1,1,1,1/1,2,5,5,5") == tuple(steps_mask([6, 1, 1, 1, 1], [1, 2, 5, 5, 5]))
+    assert parse_step_mask("ultra") == "ultra"
+    assert parse_step_mask("6,1,1,1,1/1,2,5,5,5") == tuple(steps_mask([6, 1, 1, 1, 1], [1, 2, 5, 5, 5]))
     for wrong in ("ultr", "1,2", "1,x/2", "1/", "1/2,3"):
         with pytest.raises(ModelError):
-            read(wrong)
+            parse_step_mask(wrong)
 
 
 def test_presets_are_ordered_from_slow_to_fast() -> None:
-    assert list(PRESETS) == list(PUBLISHED)
+    assert list(PRESET_BINS) == list(PUBLISHED)

@@ -17,9 +17,9 @@ import torch
 import ditile as ditile_package
 from ditile import Plan
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.report import ContextReport, Decisions, of_ranks
+from ditile.cache.report import ContextReport, Decisions, merge_rank_reports
 from ditile.cli import generate, main
-from ditile.cli.outcome import left_out
+from ditile.cli.outcome import summarize_cache_reports
 from tests import tiny
 from tests.cli.test_cli import ditile, opened, refused
 from tests.pool import Pool
@@ -97,7 +97,9 @@ def test_weights_memory_and_time(
     """--perf draws four times, and the picture is that of one time."""
     calls: list[float] = []
     summed = generate.medians
-    monkeypatch.setattr(generate, "medians", lambda reports: calls.append(len(reports)) or summed(reports))
+    monkeypatch.setattr(
+        generate, "compute_median_reports", lambda reports: calls.append(len(reports)) or summed(reports)
+    )
     words = ("-q", "--quantize-type", "int8_weight_only")
     facts = drawn(capsys, model, *CACHE, *words, "--track-memory", "--perf", "--out", "a.png")
     assert calls == [3] and len(facts["measured_seconds"]) == 3
@@ -216,7 +218,7 @@ def test_reports_of_ranks_are_those_of_all_images() -> None:
         for half in range(2)
         for stage in range(2)
     ]
-    merged = of_ranks(found)
+    merged = merge_rank_reports(found)
     assert [each.stage for each in merged] == [0, 1]
     assert [(d.unit, d.branch, d.skipped) for d in merged[0].decisions] == [
         (0, 0, [4]), (0, 1, [4]), (1, 0, [5]), (1, 1, [5]),
@@ -227,6 +229,6 @@ def test_reports_of_ranks_are_those_of_all_images() -> None:
 def test_two_models_with_lists_of_one_name_stay_apart() -> None:
     """As of Wan 2.2, over two calls."""
     calls = [[report(Decisions(0, 0, 0, [4, 5], [])), report(Decisions(0, 0, 0, [k], []))] for k in (2, 3)]
-    first, second = left_out(calls)
+    first, second = summarize_cache_reports(calls)
     assert (first["cached_steps"], second["cached_steps"]) == ([[4, 5], [4, 5]], [[2], [3]])
     assert first["steps"] == 12 and first["blocks_saved"] == pytest.approx(2 * second["blocks_saved"])

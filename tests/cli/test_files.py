@@ -14,8 +14,8 @@ from ditile.cli import files
 
 def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    files.write(path, b"old")
-    files.write_json(path, {"a": [1, "\u00e9"]})
+    files.write_atomically(path, b"old")
+    files.write_json_file(path, {"a": [1, "\u00e9"]})
     assert json.loads(path.read_text("utf-8")) == {"a": [1, "\u00e9"]}
     assert list(tmp_path.iterdir()) == [path]
 
@@ -25,12 +25,12 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.mkdir()
     with pytest.raises(OSError, match="rows.json"):
-        files.write(path, "new")
+        files.write_atomically(path, "new")
     assert list(tmp_path.iterdir()) == [path]
     assert path.is_dir()
     absent = tmp_path / "absent" / "rows.json"
     with pytest.raises(FileNotFoundError) as failed:
-        files.write(absent, "new")
+        files.write_atomically(absent, "new")
     assert failed.value.filename == str(absent), "a user is told of a file that he never named"
 
 
@@ -40,11 +40,11 @@ def test_two_writers_of_a_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.M
 
     def late(part: Path, name: Path) -> None:
         monkeypatch.setattr(os, "replace", replace)
-        files.write(path, "of the other")
+        files.write_atomically(path, "of the other")
         replace(part, name)
 
     monkeypatch.setattr(os, "replace", late)
-    files.write(path, "of the one")
+    files.write_atomically(path, "of the one")
     assert path.read_text() == "of the one" and list(tmp_path.iterdir()) == [path]
 
 
@@ -61,9 +61,9 @@ def test_no_link_is_followed_that_somebody_has_put_there(
         monkeypatch.setattr(secrets, "token_hex", lambda count: token)
         (tmp_path / f".ditile-{os.getpid()}-{token}.part").symlink_to(own)
         with pytest.raises(FileExistsError, match="rows.json"):
-            files.write(path, "new")
+            files.write_atomically(path, "new")
     else:
-        files.write(path, "new")
+        files.write_atomically(path, "new")
         assert path.read_text() == "new" and not path.is_symlink()
     assert own.read_text() == "own"
 
@@ -72,12 +72,12 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
     """A failure means that `--out /dev/null`, as root, takes the machine's /dev/null away."""
     path, link, pipe = tmp_path / "rows.json", tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(path)
-    files.write(link, "new")
+    files.write_atomically(link, "new")
     assert link.is_symlink() and path.read_text() == "new"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        files.write(pipe, "rows")
+        files.write_atomically(pipe, "rows")
         assert os.read(reader, 9) == b"rows" and pipe.is_fifo()
     finally:
         os.close(reader)

@@ -18,9 +18,9 @@ from PIL import Image
 import ditile
 from ditile import ModelError, Plan
 from ditile.cli import generate, main
-from ditile.cli.dry_run import report
-from ditile.cli.options import Generate
-from ditile.cli.pipelines import refusals
+from ditile.cli.dry_run import describe_dry_run
+from ditile.cli.options import GenerateOptions
+from ditile.cli.pipelines import convert_value_errors
 from ditile.runner.load import ASSETS
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
@@ -74,8 +74,8 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
 
 def test_two_calls_of_a_step_are_two_cells() -> None:
     """True guidance asks for two predictions, which follow each other on every stage."""
-    wanted = Generate(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
-    text = report(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None})
+    wanted = GenerateOptions(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
+    text = describe_dry_run(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None})
     assert text.splitlines()[-2:] == [
         "stage 0  |====..00110011.|",
         "stage 1  |..====.00110011|",
@@ -116,7 +116,7 @@ def test_a_picture_that_cannot_be_written_in_the_end() -> None:
     if not os.path.isdir("/proc"):
         pytest.skip("this system has no /proc")
     with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
-        generate._write(Image.new("RGB", (8, 8)), "/proc/a.png", {})
+        generate._write_picture(Image.new("RGB", (8, 8)), "/proc/a.png", {})
     assert "\n" not in str(caught.value)
 
 
@@ -144,7 +144,7 @@ assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "importe
 
 
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
-    return generate.arguments(pipe, Generate(prompt="a circle", height=height, width=width), {})
+    return generate.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
 
 
 def test_a_size_is_checked_where_a_token_is_known() -> None:
@@ -179,7 +179,7 @@ def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
     """A failure: a bug, of which the traceback is wanted, is told as if the user had made it."""
     pipe = tiny.stable_diffusion()
     for bug in (lambda: int("x"), lambda: pipe.image_processor.postprocess("x")):
-        with pytest.raises(ValueError) as caught, refusals(pipe):
+        with pytest.raises(ValueError) as caught, convert_value_errors(pipe):
             bug()
         assert not isinstance(caught.value, ModelError)
 

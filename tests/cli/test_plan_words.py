@@ -15,9 +15,9 @@ from ditile import plan_for
 from ditile.cli.main import main
 from ditile.errors import PlanError
 from ditile.planner.budget import FILE
-from ditile.planner.hardware import joined, profile
+from ditile.planner.hardware import add_interlink, load_profile
 from ditile.planner.profile import Curve, Profile
-from ditile.planner.question import Ask
+from ditile.planner.question import PlanQuestion
 from tests.pool import Pool
 
 PROMPT = ("generate", "a red circle", "--dry-run")
@@ -27,7 +27,7 @@ PROMPT = ("generate", "a red circle", "--dry-run")
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
     """This machine, as if it were eight slow GPUs on fast links."""
     slow = Curve((1.0,), (1e9,))
-    found = dataclasses.replace(profile("l40-pcie"), matmul=slow, attention=slow)
+    found = dataclasses.replace(load_profile("l40-pcie"), matmul=slow, attention=slow)
     path = tmp_path / "machine.json"
     path.write_text(found.to_json())
     monkeypatch.setenv("DITILE_PROFILE", str(path))
@@ -56,7 +56,7 @@ def test_the_choice_is_said_once(
     plan = plan_for(height=256, width=256)
     shown = capsys.readouterr()
     assert shown.err.startswith(f"planned: {plan} (predicted ") and shown.err.count("\n") == 1 and not shown.out
-    assert plan == plan_for(Ask().model, height=256, width=256)
+    assert plan == plan_for(PlanQuestion().model, height=256, width=256)
     picked, said = plan_for(min_psnr=30), capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"picked: {picked}, no cache (") and len(said) == 2
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -70,9 +70,9 @@ def test_the_choice_is_said_once(
 
 def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean a plan for three of four ranks, and one that waits for ever."""
-    from ditile.planner.answer import answer
+    from ditile.planner.answer import answer_question
 
-    found = answer(Ask(devices=3), all_devices=True).found
+    found = answer_question(PlanQuestion(devices=3), all_devices=True).result
     assert found.prices and all(price.plan.world == 3 for price in found.prices)
 
 
@@ -82,7 +82,7 @@ def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("DITILE_PROFILE", profiles[rank])
         patch.setenv("LOCAL_RANK", str(local[rank]))
-        patch.setattr("ditile.distributed.mesh.part", lambda: None)  # the pool has yet to use the group
+        patch.setattr("ditile.distributed.mesh.leave_process_group", lambda: None)  # the pool has yet to use the group
         patch.setattr("ditile.distributed.rank0.part", lambda: None)
         return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
 
@@ -93,7 +93,7 @@ def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: P
     plans = {}
     for rate in ("400Gbit", "1Mbit"):
         path = tmp_path / f"{rate}.json"
-        path.write_text(joined(measured, rate).to_json())
+        path.write_text(add_interlink(measured, rate).to_json())
         words = (str(path), str(tmp_path / "none.json")), (0, 0), "--plan", "auto"
         (code, first, _), (other_code, second, _) = pool.run(on_a_host, 2, *words)
         assert (code, other_code) == (0, 0)

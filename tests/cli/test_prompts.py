@@ -114,18 +114,18 @@ def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines over two replicas: a batch of two with a generator each, and one of one."""
-    from ditile.cli.options import Generate
-    from ditile.cli.prompts import Line
+    from ditile.cli.options import GenerateOptions
+    from ditile.cli.prompts import PromptLine
     from ditile.plan.plan import Plan
 
-    lines = [Line(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
-    wanted, base = Generate(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
-    call = generate._of_lines(base, lines[:2], wanted, Plan(data=2))
+    lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
+    wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
+    call = generate._build_lines_call(base, lines[:2], wanted, Plan(data=2))
     assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
     assert [g.initial_seed() for g in call["generator"]] == [0, 1]
-    short = generate._of_lines(base, lines[2:], wanted, Plan(data=2))
+    short = generate._build_lines_call(base, lines[2:], wanted, Plan(data=2))
     assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
-    alone = generate._of_lines(base, lines[2:], wanted, Plan())
+    alone = generate._build_lines_call(base, lines[2:], wanted, Plan())
     assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
 
 
@@ -138,13 +138,13 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
             raise OSError("no space")
 
     image = Image.new("RGB", (8, 8))
-    png.save(image, Path("a.png"), {"prompt": "first"})
+    png.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
-        png.save(image, Path("a.png"), {"prompt": "second"})
-    assert png.texts(Path("a.png"))["prompt"] == "first"
+        png.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
+    assert png.read_png_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
-    assert png.texts(Path("nothing.png")) == png.texts(Path("prompts.txt")) == {}
+    assert png.read_png_texts(Path("nothing.png")) == png.read_png_texts(Path("prompts.txt")) == {}
 
 
 def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,14 +162,16 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
 @pytest.mark.parametrize("family", ["flux", "sd3"])
 def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     """A failure would mean that image k of several is not the image of its seed."""
-    from ditile.cli.options import Generate
+    from ditile.cli.options import GenerateOptions
 
     Image.new("RGB", (32, 32), "red").save("in.png")
     pipe = generate.image_to_image(getattr(tiny, family)())
-    wanted = Generate(prompt="a red circle", image="in.png", num_images=2)
+    wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
-    both = pipe(**call, **generate._objects(wanted, [5, 6]), output_type="np").images
+    both = pipe(**call, **generate._build_object_arguments(wanted, [5, 6]), output_type="np").images
     for image, seed in zip(both, (5, 6), strict=True):
-        alone = pipe(**call, **generate._objects(replace(wanted, num_images=1), [seed]), output_type="np").images[0]
+        alone = pipe(
+            **call, **generate._build_object_arguments(replace(wanted, num_images=1), [seed]), output_type="np"
+        ).images[0]
         assert np.abs(image - alone).max() < 1e-4, seed
     assert np.abs(both[0] - both[1]).max() > 1e-2

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile.cli import main, verify
-from ditile.cli.options import Proof
-from ditile.cli.verdict import Check, Verdict, as_table
-from ditile.cli.verify import prove
-from ditile.distributed.launch import PATIENCE
+from ditile.cli.options import VerifyOptions
+from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
+from ditile.cli.verify import run_plan_checks
+from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.errors import JoinError, StateError
 from ditile.plan import cost
 from ditile.plan.plan import Plan
@@ -39,7 +39,9 @@ NAMES = [
 
 
 def proven(name: str, plan: dict[str, Any]) -> tuple[list[Check], str]:
-    return prove(lambda _: MAKE[name](), lambda _: call_of(name, height=40, width=56), Plan(**plan), STEPS, "cpu")
+    return run_plan_checks(
+        lambda _: MAKE[name](), lambda _: call_of(name, height=40, width=56), Plan(**plan), STEPS, "cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def of_half(plan: dict[str, Any]) -> list[Check]:
         pipe.transformer.register_forward_hook(lambda _, args, out: tuple(x.float() for x in out))
         return pipe
 
-    return prove(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
+    return run_plan_checks(make, lambda _: call | {"generator": torch.Generator()}, Plan(**plan), STEPS, "cpu")[0]
 
 
 def halved(given: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def test_latents_that_are_finer_than_the_model(pool: Pool) -> None:
     """A failure: a plan is crossed for what the model's own type rounds."""
     for checks in pool.run(of_half, 2, {"ring": 2}):
         assert checks[0].ok and "(rounding: 5e-02)" in checks[0].says, checks[0]
-        assert float(checks[0].says.split()[2]) > verify.ROUNDING[torch.float32]
+        assert float(checks[0].says.split()[2]) > verify.ROUNDING_BY_DTYPE[torch.float32]
 
 
 def of_video() -> list[Check]:
@@ -101,13 +103,15 @@ def of_video() -> list[Check]:
 
     call = planned.wan_pipeline()[1]
     seed = torch.Generator().manual_seed
-    return prove(make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu")[0]
+    return run_plan_checks(
+        make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu"
+    )[0]
 
 
 def test_frames_are_proven_too(pool: Pool) -> None:
     """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
     for checks in pool.run(of_video, 2):
-        assert Verdict("a video", checks).ok and checks[0].says == "bit for bit", checks
+        assert PlanVerdict("a video", checks).is_proven and checks[0].says == "bit for bit", checks
 
 
 def test_branches_of_true_guidance_are_proven(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -120,10 +124,10 @@ def test_branches_of_true_guidance_are_proven(capsys: pytest.CaptureFixture[str]
 
 
 def test_guidance_is_passed_on() -> None:
-    proof = Proof(guidance=3.0, true_cfg=2.0)
-    wanted = verify._wanted(proof)
+    proof = VerifyOptions(guidance=3.0, true_cfg=2.0)
+    wanted = verify._convert_to_generate_options(proof)
     assert (wanted.guidance, wanted.true_cfg) == (3.0, 2.0)
-    assert (Proof().guidance, Proof().true_cfg) == (None, None)
+    assert (VerifyOptions().guidance, VerifyOptions().true_cfg) == (None, None)
 
 
 def test_a_size_that_the_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pyt
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it loads first"))
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
-        verify.verify(Proof(threads=1), Plan(pipefusion=2))
+        verify.verify_plan(VerifyOptions(threads=1), Plan(pipefusion=2))
 
 
 def awaited(fails: bool) -> float:
@@ -157,7 +161,7 @@ def awaited(fails: bool) -> float:
         limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         barrier(group)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError), verify._awaited():
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError), verify._wait_for_slowest_rank():
         patch.setattr(dist, "barrier", noted)
         if fails and dist.get_rank() == 0:
             raise ZeroDivisionError
@@ -166,22 +170,22 @@ def awaited(fails: bool) -> float:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_others_wait_for_the_first_as_long_as_it_takes(pool: Pool, fails: bool) -> None:
-    assert pool.run(awaited, 2, fails) == [PATIENCE.total_seconds()] * 2
+    assert pool.run(awaited, 2, fails) == [PEER_TIMEOUT.total_seconds()] * 2
 
 
 def test_one_rank_is_proven_too(pool: Pool) -> None:
     ((checks, _),) = pool.run(proven, 1, "flux", {"patches": 3})
-    assert Verdict("one", checks).ok and "reads, on 1 rank" in checks[2].says
+    assert PlanVerdict("one", checks).is_proven and "reads, on 1 rank" in checks[2].says
 
 
 def test_what_a_compiler_traced_is_no_memory() -> None:
     """Stand-ins of tensors, whose sizes may be symbols, stay where torch.compile keeps its guards."""
     here: Any = SimpleNamespace(devices=["cpu"], mesh=SimpleNamespace(rank=0))
-    before, example = verify._held(here), torch.zeros(5, 7)
+    before, example = verify._measure_tensor_bytes(here), torch.zeros(5, 7)
     torch._dynamo.mark_dynamic(example, 0)
     traced = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(example)
     assert isinstance(traced.untyped_storage().nbytes(), torch.SymInt)
-    assert verify._held(here) == before + example.nbytes
+    assert verify._measure_tensor_bytes(here) == before + example.nbytes
 
 
 def broken(what: str) -> list[Check]:
@@ -197,22 +201,22 @@ def broken(what: str) -> list[Check]:
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if what == "bytes":
-            patch.setattr(cost, "sent", lambda job, rank: {"activations": 1})
+            patch.setattr(cost, "count_traffic_bytes", lambda job, rank: {"activations": 1})
         if what == "memory" and rank == 1:
             kept: list[torch.Tensor] = []
-            stock = Runner._run
+            stock = Runner._run_pipeline
 
             def leaking(self: Runner, *args: Any) -> Any:
                 kept.append(torch.zeros(1000))
                 return stock(self, *args)
 
-            patch.setattr(Runner, "_run", leaking)
+            patch.setattr(Runner, "_run_pipeline", leaking)
         if what == "seed":
             seeds = iter(range(100))
             call = lambda _: call_of("flux", seed=next(seeds))  # noqa: E731
         else:
             call = lambda _: call_of("flux")  # noqa: E731
-        return prove(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
+        return run_plan_checks(make, call, Plan(pipefusion=2), STEPS, "cpu")[0]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +239,11 @@ def test_the_verdict_is_a_table_and_an_exit_code(
 ) -> None:
     ticked, crossed = Check("this", True, "so"), Check("that", False, "not so")
     for checks, code, word in (([ticked], 0, "✓ │ proven"), ([ticked, crossed], 1, "✗ │ not proven")):
-        verdict = Verdict("a plan", checks)
-        monkeypatch.setattr(verify, "verify", lambda proof, plan, verdict=verdict: verdict)
+        verdict = PlanVerdict("a plan", checks)
+        monkeypatch.setattr(verify, "verify_plan", lambda proof, plan, verdict=verdict: verdict)
         assert main.main(["verify"]) == code
         out = capsys.readouterr().out
-        assert word in out and "a plan" in out and as_table(verdict).row_count == len(checks) + 1
+        assert word in out and "a plan" in out and build_verdict_table(verdict).row_count == len(checks) + 1
 
 
 def test_keys_of_another_age_are_a_plan_that_is_not_proven(
@@ -248,6 +252,6 @@ def test_keys_of_another_age_are_a_plan_that_is_not_proven(
     def fail(*_: Any) -> None:
         raise StateError("blocks.0 reads keys of ages (2,)")
 
-    monkeypatch.setattr(verify, "verify", fail)
+    monkeypatch.setattr(verify, "verify_plan", fail)
     assert main.main(["verify"]) == 1
     assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"

@@ -208,7 +208,7 @@ def in_order(*, eager: bool) -> Iterator[Order]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (ditile.distributed.mesh, ditile.distributed.transport):
             patch.setattr(module, "dist", order)
-        patch.setattr(ditile.distributed.gloo, "new_group", order.new_group)
+        patch.setattr(ditile.distributed.gloo, "make_group_on_one_loop", order.new_group)
         patch.setattr(ditile.distributed.mesh, "has_one_queue", lambda: eager)
         yield order
     order.end()

@@ -14,7 +14,7 @@ from ditile.distributed import env
 def test_only_complaints_of_an_import_are_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A failure means that a user reads a dozen lines about kernels, or misses a warning that concerns him."""
     for _ in range(2):
-        env.hush_torchao()
+        env.silence_torchao()
     logger = logging.getLogger(name)
     logger.warning(env.TORCHAO[name] + " and so on", *["one"] * env.TORCHAO[name].count("%s"))
     logger.warning("weights were skipped")
@@ -23,7 +23,7 @@ def test_only_complaints_of_an_import_are_left_out(name: str, caplog: pytest.Log
 
 def test_what_is_said_while_connecting_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
     """torch 2.9's gloo prints on standard output. A failure means that `--json -` is no JSON there."""
-    with pytest.raises(ZeroDivisionError), env.connecting():
+    with pytest.raises(ZeroDivisionError), env.redirect_native_stdout():
         os.write(1, b"connected\n")
         raise ZeroDivisionError
     os.write(1, b"{}\n")

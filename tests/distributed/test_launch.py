@@ -23,7 +23,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from ditile.distributed.launch import launch
-from ditile.distributed.supervise import Limits
+from ditile.distributed.supervise import LaunchLimits
 from ditile.errors import PlanError, RankError, StateError
 
 pytestmark = pytest.mark.alone
@@ -156,9 +156,9 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1: no sign of life") as caught:
-        launch(kill_one, 2, (signal.SIGSTOP, str(tmp_path / "stamp")), limits=Limits(silence=3))
+        launch(kill_one, 2, (signal.SIGSTOP, str(tmp_path / "stamp")), limits=LaunchLimits(silence=3))
     assert "in kill_one" in caught.value.traceback.split("rank 1:")[0]
-    assert Limits().silence + 5 <= 15, "the limit by default"
+    assert LaunchLimits().silence + 5 <= 15, "the limit by default"
 
 
 def leave(code: int) -> Any:

@@ -22,11 +22,11 @@ from ditile.cache import agreement
 from ditile.cli.main import main
 from ditile.distributed import backend as gpus
 from ditile.distributed import env, gloo, transport
-from ditile.distributed.launch import PATIENCE
-from ditile.distributed.launch import _join as join_launched
-from ditile.distributed.mesh import Communicators, build, join, line, pick_device
+from ditile.distributed.launch import PEER_TIMEOUT
+from ditile.distributed.launch import _set_up_process_group as join_launched
+from ditile.distributed.mesh import Communicators, build_mesh, join_process_group, make_subgroup, pick_device
 from ditile.errors import PlanError, StateError
-from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, lines
+from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
 from tests.pool import Pool
 
@@ -35,24 +35,33 @@ SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
 
 def test_sixteen_ranks() -> None:
     """A failure means that ranks that should share an image, a branch or a stage do not."""
-    assert lines(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
-    assert lines(SIXTEEN, ["pipefusion"]) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert lines(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
-    assert lines(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
-    assert lines(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
+    assert list_subgroups(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
+    assert list_subgroups(SIXTEEN, ["pipefusion"]) == [
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+        (8, 10),
+        (9, 11),
+        (12, 14),
+        (13, 15),
+    ]
+    assert list_subgroups(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+    assert list_subgroups(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
+    assert list_subgroups(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
 
 
 @given(st.lists(st.integers(1, 3), min_size=5, max_size=5), st.sets(st.sampled_from(AXES)))
 def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
     """Every rank is on exactly one line along any axes, and lines are as long as their degrees."""
     plan = Plan(data=sizes[0], pipefusion=sizes[1], ring=sizes[2], ulysses=sizes[3], tensor=sizes[4])
-    found = lines(plan, sorted(names))
+    found = list_subgroups(plan, sorted(names))
     assert sorted(rank for line in found for rank in line) == list(range(plan.world))
     assert len({len(line) for line in found}) == 1
 
 
 def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
-    mesh = build(plan)
+    mesh = build_mesh(plan)
     axes = {name: (mesh[name].ranks, mesh[name].index) for name in AXES}
     return axes | {
         "sequence": (mesh.sequence.ranks, mesh.sequence.index),
@@ -75,7 +84,7 @@ def test_groups(pool: Pool, plan: Plan) -> None:
     for rank, axes in enumerate(pool.run(place, plan.world, plan)):
         for name, (ranks, index) in axes.items():
             names = {"sequence": SEQUENCE, "image": IMAGE}.get(name, (name,))
-            assert ranks in lines(plan, names)
+            assert ranks in list_subgroups(plan, names)
             assert ranks[index] == rank
 
 
@@ -83,9 +92,9 @@ def of_the_only_axis(gpus: bool) -> tuple[bool, list[str]]:
     """Whether it is the group of all ranks, and the backends of all groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpus)
-        mesh = build(Plan(ulysses=2))
+        mesh = build_mesh(Plan(ulysses=2))
         backends = [dist.get_backend(group) for group in (mesh["ulysses"].group, mesh.control, mesh.everyone)]
-        mesh.close()
+        mesh.close_groups()
     return mesh["ulysses"].group is dist.group.WORLD, backends
 
 
@@ -94,25 +103,27 @@ def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None
     """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
     asks NCCL for two ranks on one GPU."""
     for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
-        assert is_world and backends == ["gloo", gloo.NAME, gloo.NAME]
+        assert is_world and backends == ["gloo", gloo.BACKEND_NAME, gloo.BACKEND_NAME]
 
 
 def made(plan: Plan) -> list[tuple[int, ...]]:
     """The groups that a mesh has made here, for all its ranks."""
     groups, asked = Communicators(), []
     with pytest.MonkeyPatch.context() as patch:
-        new = gloo.new_group
-        patch.setattr(gloo, "new_group", lambda ranks, *also: asked.append(tuple(ranks)) or new(ranks, *also))
-        mesh = build(plan, groups)
+        new = gloo.make_group_on_one_loop
+        patch.setattr(
+            gloo, "make_group_on_one_loop", lambda ranks, *also: asked.append(tuple(ranks)) or new(ranks, *also)
+        )
+        mesh = build_mesh(plan, groups)
     mesh.shared = False
-    mesh.close()
+    mesh.close_groups()
     return asked
 
 
 def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
     """On all ranks in one order. A failure means more threads than are needed, or ranks that wait for each other."""
     plan = Plan(cfg=2, ulysses=2)
-    pairs, everyone = lines(plan, ["cfg"]) + lines(plan, ["ulysses"]), (0, 1, 2, 3)
+    pairs, everyone = list_subgroups(plan, ["cfg"]) + list_subgroups(plan, ["ulysses"]), (0, 1, 2, 3)
     for asked in pool.run(made, plan.world, plan):
         assert asked == [*pairs, everyone, everyone, everyone], "both axes, image, control, everyone"
 
@@ -153,11 +164,13 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
         here.rank = number
         current[number] = "cpu"
         if starter == "torchrun":
-            join(env.Torchrun(number, len(ranks), local_rank), 90)
+            join_process_group(env.Torchrun(number, len(ranks), local_rank), 90)
         else:
             join_launched(number, len(ranks), 1, str(tmp_path))
 
-    monkeypatch.setattr(env, "connecting", nullcontext)  # the descriptors of a process are those of all its threads
+    monkeypatch.setattr(
+        env, "redirect_native_stdout", nullcontext
+    )  # the descriptors of a process are those of all its threads
     monkeypatch.setitem(join_launched.__globals__, "keep_to_own_cores", lambda *_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(gpus.socket, "gethostname", lambda: here.host)
@@ -171,7 +184,7 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
     monkeypatch.setattr(dist, "init_process_group", connected)
     with ThreadPoolExecutor(len(ranks)) as threads, caplog.at_level("WARNING", "ditile"):
         list(threads.map(rank, range(len(ranks)), timeout=20))
-    limit = 90 if starter == "torchrun" else PATIENCE.total_seconds()  # `launch` ends those that stall
+    limit = 90 if starter == "torchrun" else PEER_TIMEOUT.total_seconds()  # `launch` ends those that stall
     assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), limit))
     assert " ".join(current[number] for number in range(len(ranks))) == devices
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ([warning] if warning else [])
@@ -188,7 +201,7 @@ def test_a_script_may_leave_out_the_local_variables(
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", **given}.items():
         monkeypatch.setenv(name, value)
-    assert env.torchrun() == (3, 4, local_rank)
+    assert env.read_torchrun_place() == (3, 4, local_rank)
 
 
 def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +230,13 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: happened.append(str(device)))
-    monkeypatch.setattr(runner, "compose", made)
+    monkeypatch.setattr(runner, "compose_strategies", made)
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(), device="cuda:1")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(gloo, "new_group", made)
+    monkeypatch.setattr(gloo, "make_group_on_one_loop", made)
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
@@ -248,26 +261,26 @@ def peers(plans: list[Plan]) -> list[list[tuple[str, int]]]:
     """For each plan the messages in which its mesh connects."""
     found, cpu = [], torch.device("cpu")
     for plan in plans:
-        mesh = build(plan)
+        mesh = build_mesh(plan)
         with batches() as sent:
-            mesh.connect(plan, cpu)
+            mesh.connect_groups(plan, cpu)
         found.append(sent)
         with batches() as sent, pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport, "is_on_gpu", lambda device, group: False)
-            mesh.connect(plan, cpu)
+            mesh.connect_groups(plan, cpu)
         assert not sent, "gloo has no connections to make"
         assert not mesh.traffic.bytes
-        mesh.close()
+        mesh.close_groups()
     return found
 
 
 def peers_of_decisions() -> list[tuple[str, int]]:
     """The messages in which the groups of caches connect."""
     plan = Plan(pipefusion=2)
-    mesh = build(plan)
+    mesh = build_mesh(plan)
     with batches() as sent:
-        agreement.Groups.of(plan, mesh, torch.device("cpu"))
-    mesh.close()
+        agreement.AgreementGroups.create_groups(plan, mesh, torch.device("cpu"))
+    mesh.close_groups()
     return sent
 
 
@@ -315,12 +328,12 @@ def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
 def timeouts() -> list[datetime.timedelta]:
     """Of the group of all ranks, and of every group that a mesh and a cache have made."""
     plan = Plan(cfg=2, ulysses=2)
-    mesh = build(plan)
+    mesh = build_mesh(plan)
     made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
-    made.append(line("decisions", ("cfg",), plan, mesh, backend="gloo"))
+    made.append(make_subgroup("decisions", ("cfg",), plan, mesh, backend="gloo"))
     every: list[Any] = [dist.group.WORLD, *made]
     found = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
-    mesh.close()
+    mesh.close_groups()
     return found
 
 
@@ -338,14 +351,14 @@ def test_axes_are_the_degrees() -> None:
 def shared(plans: list[Plan]) -> tuple[int, int, bool]:
     """Threads that two meshes of own groups add, and those of two with groups in common; whether these outlive one."""
     before = threads()
-    apart = [build(plan) for plan in plans]
+    apart = [build_mesh(plan) for plan in plans]
     own = threads() - before
     for mesh in apart:
-        mesh.close()
+        mesh.close_groups()
     groups, before = Communicators(), threads()
-    together = [build(plan, groups) for plan in plans]
+    together = [build_mesh(plan, groups) for plan in plans]
     fewer = threads() - before
-    together[0].close()
+    together[0].close_groups()
     total = torch.ones(1)
     dist.all_reduce(total, group=together[1].everyone)
     return own, fewer, together[0].everyone is together[1].everyone and total.item() == 2
@@ -373,7 +386,7 @@ def test_ranks_that_cannot_connect_say_what_to_set(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StateError, match="rank 1 of 2 cannot connect .* set GLOO_SOCKET_IFNAME") as caught:
-        build(Plan(pipefusion=2))
+        build_mesh(Plan(pipefusion=2))
     assert "\n" not in str(caught.value)
     for command in ("verify", "generate a-circle"):
         assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command

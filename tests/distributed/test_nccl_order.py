@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ditile.cache.config import DBCacheConfig
-from ditile.distributed.transport import Traffic, Wire
+from ditile.distributed.transport import PeerChannel, Traffic
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
 from tests.distributed.nccl import in_order
@@ -77,11 +77,11 @@ def cross(ordered: bool) -> float:
     with in_order(eager=False) if ordered else nullcontext():
         group, rank = dist.group.WORLD, dist.get_rank()
         assert group is not None
-        wire, number = Wire(group, 1 - rank, "test", Traffic()), torch.full((1,), float(rank))
-        wire.post(None, (1,), number)
-        got = None if rank == 0 else wire.take(None)
-        wire.send(number)
-        return float(wire.take(None) if got is None else got)
+        wire, number = PeerChannel(group, 1 - rank, "test", Traffic()), torch.full((1,), float(rank))
+        wire.post_receive(None, (1,), number)
+        got = None if rank == 0 else wire.receive_message(None)
+        wire.send_tensor(number)
+        return float(wire.receive_message(None) if got is None else got)
 
 
 def test_a_hang_is_found(pool: Pool) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed.trace import Event, Trace, Wait, waited, write_chrome
+from ditile.distributed.trace import GenerationTrace, TraceEvent, TraceWait, sum_waits_by_step, write_chrome_trace
 from ditile.errors import StateError
-from ditile.plan.schedule import Kind, Schedule
+from ditile.plan.schedule import OpKind, Schedule
 from tests import tiny
 from tests.pool import Pool
 
@@ -53,7 +53,7 @@ def shown(slices: list[dict[str, Any]], kind: str) -> list[tuple[int, int | None
 def test_complete(slices: list[list[dict[str, Any]]], kind: str) -> None:
     """Each stage shows each op of its program once and in order. A failure means that the picture of a run lies."""
     for stage, of_stage in enumerate(slices):
-        wanted = [op for op in SCHEDULE.program(stage) if op.kind is Kind(kind)]
+        wanted = [op for op in SCHEDULE.iter_program(stage) if op.kind is OpKind(kind)]
         assert shown(of_stage, kind) == [(op.step, op.patch, op.branch) for op in wanted]
 
 
@@ -87,11 +87,11 @@ def test_steps_overlap(slices: list[list[dict[str, Any]]]) -> None:
 
 def test_off_records_nothing() -> None:
     """A trace that is off costs nothing and keeps nothing."""
-    trace = Trace()
-    with trace.span("compute", 0, None), trace.waiting("ring"):
-        trace.mark()
-    assert trace.events() == [] == trace.waits() and trace.waited() == ([], {})
-    assert trace.waiting("ring") is trace.waiting("tensor"), "not even an object is made"
+    trace = GenerationTrace()
+    with trace.record_span("compute", 0, None), trace.record_wait("ring"):
+        trace.mark_step()
+    assert trace.list_events() == [] == trace.list_waits() and trace.measure_waits() == ([], {})
+    assert trace.record_wait("ring") is trace.record_wait("tensor"), "not even an object is made"
 
 
 def test_waits_by_hand() -> None:
@@ -100,14 +100,18 @@ def test_waits_by_hand() -> None:
     A failure means that the share of exposed communication of every method is wrong.
     """
     waits = [
-        Wait("ring", 0.0, 1.5),  # half a second of step 0
-        Wait("ring", 2.5, 4.0),  # half a second of step 0, one of step 1
-        Wait("control", 3.5, 4.5),  # half of it is ring's already
-        Wait("ring", 4.0, 4.25),  # all of it is control's already
-        Wait("result", 5.5, 9.0),
+        TraceWait("ring", 0.0, 1.5),  # half a second of step 0
+        TraceWait("ring", 2.5, 4.0),  # half a second of step 0, one of step 1
+        TraceWait("control", 3.5, 4.5),  # half of it is ring's already
+        TraceWait("ring", 4.0, 4.25),  # all of it is control's already
+        TraceWait("result", 5.5, 9.0),
     ]
-    assert waited(waits[::-1], [1.0, 3.0, 6.0]) == {"ring": [1.0, 1.0], "control": [0.0, 0.5], "result": [0.0, 0.5]}
-    assert waited(waits, []) == {} == waited([], [1.0, 3.0])
+    assert sum_waits_by_step(waits[::-1], [1.0, 3.0, 6.0]) == {
+        "ring": [1.0, 1.0],
+        "control": [0.0, 0.5],
+        "result": [0.0, 0.5],
+    }
+    assert sum_waits_by_step(waits, []) == {} == sum_waits_by_step([], [1.0, 3.0])
 
 
 def test_a_rank_that_waits_for_another_says_for_what(pool: Pool) -> None:
@@ -138,8 +142,8 @@ def waiting(plan: str) -> dict[str, Any]:
 
 def test_chrome_by_hand(tmp_path: Path) -> None:
     """Seconds of a clock that began at any time become microseconds from the first event."""
-    events = [[Event("compute", 0, None, 0, 5.0, 5.5)], [Event("receive", 1, 2, 1, 5.25, 5.25)]]
-    write_chrome(tmp_path / "trace.json", events)
+    events = [[TraceEvent("compute", 0, None, 0, 5.0, 5.5)], [TraceEvent("receive", 1, 2, 1, 5.25, 5.25)]]
+    write_chrome_trace(tmp_path / "trace.json", events)
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"]
     assert slices == [("compute", 0, 0.0, 5e5), ("receive p2", 1, 2.5e5, 0.0)]

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from ditile.cli.bench import across, runs
-from ditile.cli.bench.cells import ONE_RANK, Cell
-from ditile.cli.bench.links import check_allowed, two_hosts
+from ditile.cli.bench.cells import ONE_RANK, BenchCell
+from ditile.cli.bench.links import check_namespace_rights, create_two_hosts
 from ditile.cli.bench.options import Workload
-from ditile.cli.bench.session import Task
+from ditile.cli.bench.session import BenchTask
 from ditile.errors import ModelError, PlanError, RankError
 
 BYTES = 250_000
@@ -58,7 +58,7 @@ def hosts_left() -> list[str]:
 def allowed() -> Iterator[None]:
     """Skips where no namespace can be made, or no link slowed down; asserts that nothing is left behind."""
     try:
-        check_allowed()
+        check_namespace_rights()
     except PlanError as error:
         pytest.skip(str(error))
     space = f"probe-{os.getpid()}"
@@ -76,7 +76,7 @@ def allowed() -> Iterator[None]:
 def test_a_link_has_its_rate_both_ways_and_goes() -> None:
     """250 KB there and back at 4 Mbit/s: a second, less what the buckets hold. A failure means that figures over links
     are of no link, or that the machine keeps what was made for them."""
-    with two_hosts("4mbit") as (one, other):
+    with create_two_hosts("4mbit") as (one, other):
         assert len(hosts_left()) == 2
         words = [sys.executable, "-c", ECHO, str(BYTES), one.address]
         with subprocess.Popen([*one.prefix, *words, "serve"], stdout=subprocess.PIPE, text=True) as server:
@@ -90,24 +90,24 @@ def test_a_link_has_its_rate_both_ways_and_goes() -> None:
 
 def test_hosts_go_when_what_ran_on_them_fails() -> None:
     """A failure means that the next run finds names that are taken."""
-    with pytest.raises(ValueError, match="in between"), two_hosts(None):
+    with pytest.raises(ValueError, match="in between"), create_two_hosts(None):
         raise ValueError("in between")
     assert hosts_left() == []
 
 
-def task(out: Path, model: str) -> Task:
+def task(out: Path, model: str) -> BenchTask:
     """One round of one plan: 16 tokens, one step."""
-    cell = Cell("ulysses=2", link="100mbit", height=64, width=64)
-    keys = {one: runs.key_of({"model": model}, one) for one in (cell, cell.one_rank)}
+    cell = BenchCell("ulysses=2", link="100mbit", height=64, width=64)
+    keys = {one: runs.make_run_key({"model": model}, one) for one in (cell, cell.one_rank_baseline)}
     work = Workload(model=model, steps=1, height=64, width=64, stall_timeout=60)
-    return Task(work=work, todo=[(cell, 1)], keys=keys, bounds={}, out=str(out), threads=1, cores=None)
+    return BenchTask(work=work, todo=[(cell, 1)], keys=keys, bounds={}, out=str(out), threads=1, cores=None)
 
 
 def test_a_session_across_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A real one, of a model that is hardly there. A failure means that `ditile bench --links` measures nothing, or
     that what libraries say while they are imported stands between its bars."""
-    across.measure_across(task(tmp_path, "random-pixart blocks=1 heads=1"), "100mbit")
-    plain, linked = runs.rows(runs.read(str(tmp_path)))
+    across.measure_across_link(task(tmp_path, "random-pixart blocks=1 heads=1"), "100mbit")
+    plain, linked = runs.summarize_runs(runs.read_runs(str(tmp_path)))
     assert (plain["plan"], linked["plan"], linked["link"], linked["world"]) == (ONE_RANK, "ulysses=2", "100mbit", 2)
     assert min(linked["bytes_sent"]) > 0 and linked["ratio"] > 0
     said = capfd.readouterr().err
@@ -137,4 +137,4 @@ def test_a_rank_that_fails_ends_the_other_and_is_heard(
     monkeypatch.setattr(across.sys, "executable", str(script))
     monkeypatch.setattr(across, "PATIENCE", 0.2)
     with pytest.raises(error, match=says):
-        across.measure_across(task(tmp_path, "none"), "100mbit")
+        across.measure_across_link(task(tmp_path, "none"), "100mbit")

@@ -13,10 +13,10 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.hooks.feed_forward import fuse_gelu
+from ditile.hooks.feed_forward import fuse_linear_gelu
 from ditile.plan.plan import Plan
 from ditile.planner.profile import FUSED, Curve
-from ditile.planner.search import pricer_of
+from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
 from tests.planner.test_planner import EVEN, SMALL, call, subject
 from tests.pool import Pool
@@ -85,12 +85,12 @@ def test_they_are_one_where_they_may(stack: ExitStack, kind: str) -> None:
     block, x = BLOCKS[kind](), torch.randn(2, 9, WIDTH)
     wanted = block(x)
     with ExitStack() as inner:
-        fuse_gelu(inner, block, CPU, never)
+        fuse_linear_gelu(inner, block, CPU, never)
         out, kernels = counted(block, x)
         assert kernels == (0, 1)
         assert torch.equal(out, wanted), "in a step that must be exact the picture is that of one rank, bit for bit"
     with ExitStack() as inner:
-        fuse_gelu(inner, block, CPU, always)
+        fuse_linear_gelu(inner, block, CPU, always)
         out, kernels = counted(block, x)
         assert kernels == (1, 0)
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
@@ -122,7 +122,7 @@ def test_others_stay_two(stack: ExitStack, change: Callable[[Any], None]) -> Non
     block = Single()
     change(block)
     x = torch.randn(2, 9, WIDTH, dtype=next(block.parameters()).dtype)
-    fuse_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, always)
     assert counted(block, x)[1] == (0, 1)
 
 
@@ -140,14 +140,14 @@ def test_a_layer_that_is_wrapped_in_mid_run_stays_two(stack: ExitStack) -> None:
     block: Any = Single()
     x = torch.randn(2, 9, WIDTH)
     wanted = nn.functional.gelu(block.proj_mlp(x) + 1.0, approximate="tanh")
-    fuse_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, always)
     block.proj_mlp = Wrapped(block.proj_mlp)
     assert torch.equal(block(x), wanted)
 
 
 def test_other_devices_keep_both(stack: ExitStack) -> None:
     block = Single()
-    fuse_gelu(stack, block, torch.device("meta"), always)
+    fuse_linear_gelu(stack, block, torch.device("meta"), always)
     assert "forward" not in vars(block.proj_mlp)
 
 
@@ -166,7 +166,7 @@ def test_without_onednn_both_stay(
     """A failure: on a Mac, whose torch has no such kernel, every stale step ends in an error."""
     block = Single()
     without(monkeypatch)
-    fuse_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, always)
     assert counted(block, torch.randn(2, 9, WIDTH))[1] == (0, 1)
 
 
@@ -209,11 +209,13 @@ def test_a_price_has_it_fused_where_it_runs() -> None:
     one, still, gelu = subject("shapes-pixart"), Curve((1.0,), (1e18,)), Curve((1.0,), (1e9,))
     curves = {"pointwise": still, "norm": still, "gelu": gelu, FUSED: Curve((1.0,), (4e9,))}
     profile = dataclasses.replace(EVEN, matmul=still, attention=still, pointwise=curves)
-    shape, pricer = one.shape(call("shapes-pixart", **SMALL)), pricer_of(one, SMALL, profile)
-    alone = pricer.latency(one.job(Plan(), shape))
+    shape, pricer = one.make_call_shape(call("shapes-pixart", **SMALL)), make_pricer(one, SMALL, profile)
+    alone = pricer.predict_latency(one.make_plan_job(Plan(), shape))
     for text, share in (("patches=1 warmup=0", 1), ("patches=4 warmup=8", 1), ("patches=4 warmup=2", (2 + 6 / 4) / 8)):
-        assert pricer.latency(one.job(Plan.parse(text), shape)) / alone == pytest.approx(share, rel=0.02), text
-    apart = pricer_of(one, SMALL, dataclasses.replace(profile, pointwise={**curves, FUSED: Curve((1.0,), (1e9,))}))
+        assert pricer.predict_latency(one.make_plan_job(Plan.parse(text), shape)) / alone == pytest.approx(
+            share, rel=0.02
+        ), text
+    apart = make_pricer(one, SMALL, dataclasses.replace(profile, pointwise={**curves, FUSED: Curve((1.0,), (1e9,))}))
     for text in ("ulysses=2", "ring=2"):
-        job = one.job(Plan.parse(text), shape)
-        assert pricer.latency(job) < apart.latency(job) / 2, text
+        job = one.make_plan_job(Plan.parse(text), shape)
+        assert pricer.predict_latency(job) < apart.predict_latency(job) / 2, text

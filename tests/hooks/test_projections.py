@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ditile.hooks.block_hooks import Seats
-from ditile.hooks.fused import project_at_once
-from ditile.models.registry import spec_of
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.fused import fuse_projections
+from ditile.models.registry import require_model_spec
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.runner.cases import MAKE, run
@@ -70,7 +70,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> None:
 def test_each_stream_takes_one_product_and_both_are_undone(attention: Any, stack: ExitStack) -> None:
     x, y = tokens(), tokens()
     expected, names = projected(attention, x, y), list(attention.state_dict())
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     with Products() as products:
         same(projected(attention, x, y), expected)
         same(projected(attention, y, x), projected(attention, y, x))
@@ -84,12 +84,12 @@ def test_each_stream_takes_one_product_and_both_are_undone(attention: Any, stack
 
 def test_weights_are_laid_once_and_held_once(attention: Any, stack: ExitStack) -> None:
     triple = (attention.to_q, attention.to_k, attention.to_v)
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     before = [linear.weight.data_ptr() for linear in triple]
     assert [at - before[0] for at in before] == [0, 4 * WIDTH**2, 8 * WIDTH**2]
     assert attention.to_q.weight.untyped_storage().nbytes() == 12 * WIDTH**2
     stack.close()
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     assert [linear.weight.data_ptr() for linear in triple] == before
 
 
@@ -110,7 +110,7 @@ def test_a_weight_that_changes_meanwhile_is_the_one_that_counts(
     attention: Any, stack: ExitStack, change: Callable[[Any], None]
 ) -> None:
     x, y = tokens(), tokens()
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     before = projected(attention, x, y)
     change(attention)
     after = projected(attention, x, y)
@@ -122,7 +122,7 @@ def test_a_weight_that_changes_meanwhile_is_the_one_that_counts(
 def test_other_tokens_are_projected_by_themselves(attention: Any, stack: ExitStack) -> None:
     x, y = tokens(), tokens()
     k, v = attention.to_k(y), attention.to_v(x)
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     attention.to_q(x)
     torch.testing.assert_close(attention.to_k(y), k)
     torch.testing.assert_close(attention.to_v(x), v)
@@ -130,7 +130,7 @@ def test_other_tokens_are_projected_by_themselves(attention: Any, stack: ExitSta
 
 
 def test_gradients_reach_each_weight(attention: Any, stack: ExitStack) -> None:
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     with torch.enable_grad():
         x = tokens()
         sum(linear(x).sum() for linear in (attention.to_q, attention.to_k, attention.to_v)).backward()
@@ -172,7 +172,7 @@ def test_layers_that_are_not_plain_are_left_alone(
 ) -> None:
     change(attention)
     before = [dict(vars(linear)) for linear in (attention.to_q, attention.to_k, attention.to_v)]
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     assert [dict(vars(linear)) for linear in (attention.to_q, attention.to_k, attention.to_v)] == before
     assert "forward" in vars(attention.add_q_proj), "the other stream is as it was"
 
@@ -183,7 +183,9 @@ def test_a_runner_makes_them_at_once(name: str) -> None:
     pipe = MAKE[name]()
     runner = parallelize(pipe, Plan(patches=2, warmup=0))
     layers = [
-        layer for seat in Seats(pipe.transformer, spec_of(pipe.transformer)).chain for _, layer in seat.attentions()
+        layer
+        for seat in TransformerHooks(pipe.transformer, require_model_spec(pipe.transformer)).chain
+        for _, layer in seat.list_attentions()
     ]
     own = {id(getattr(layer, part).weight) for layer in layers for part in ("to_q", "to_k", "to_v")}
     for drawn, wanted in ((pipe, own), (runner, set())):
@@ -194,7 +196,7 @@ def test_a_runner_makes_them_at_once(name: str) -> None:
 
 def test_they_are_saved_as_ever(attention: Any, stack: ExitStack, tmp_path: Path) -> None:
     expected = {name: x.clone() for name, x in attention.state_dict().items()}
-    project_at_once(stack, [("attn", attention)], CPU)
+    fuse_projections(stack, [("attn", attention)], CPU)
     save_file(attention.state_dict(), tmp_path / "saved.safetensors")
     saved = load_file(tmp_path / "saved.safetensors")
     assert saved.keys() == expected.keys()

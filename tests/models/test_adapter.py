@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
-from ditile.models.adapter import BlockAdapter, PatchFunctor, block_lists_of, resolve
-from ditile.models.block_lists import block_lists
-from ditile.models.patterns import ForwardPattern, pattern_of
+from ditile.models.adapter import BlockAdapter, PatchFunctor, find_pipeline_block_lists, resolve_adapter
+from ditile.models.block_lists import find_block_lists
+from ditile.models.patterns import ForwardPattern, find_flow_pattern
 from ditile.plan.spec import Flow
 from tests import tiny
 from tests.more_families import EVERY
@@ -71,19 +71,19 @@ def pipe_of(name: str, *transformers: str) -> Any:
 
 
 def names(adapter: BlockAdapter) -> list[list[str]]:
-    return [[each.name for each in adapted.lists] for adapted in resolve(adapter)]
+    return [[each.name for each in adapted.lists] for adapted in resolve_adapter(adapter)]
 
 
 def test_patterns_are_flows_and_back() -> None:
     assert len(ForwardPattern) == 6
     for pattern in ForwardPattern:
-        assert pattern_of(pattern.flow) is pattern
+        assert find_flow_pattern(pattern.flow) is pattern
     assert P1.flow == Flow(("text", "image"))
     assert (P3.takes, P3.gives) == (("hidden_states",), ("hidden_states",))
     assert (P5.takes, P5.gives) == (("hidden_states",), ("encoder_hidden_states", "hidden_states"))
-    assert pattern_of(Flow(("image", "text"), "img", "txt")) is P0
+    assert find_flow_pattern(Flow(("image", "text"), "img", "txt")) is P0
     with pytest.raises(ModelError, match="no pattern returns"):
-        pattern_of(Flow(("text",)))
+        find_flow_pattern(Flow(("text",)))
 
 
 def test_the_snippet_of_flux_runs_and_names_the_right_pattern() -> None:
@@ -96,15 +96,15 @@ def test_the_snippet_of_flux_runs_and_names_the_right_pattern() -> None:
         forward_pattern=[P1, P3],
     )
     with pytest.warns(UserWarning, match=r"single_transformer_blocks: .*ForwardPattern.Pattern_1 is used"):
-        (adapted,) = resolve(adapter)
-    assert adapted.lists == block_lists(pipe.transformer)
+        (adapted,) = resolve_adapter(adapter)
+    assert adapted.lists == find_block_lists(pipe.transformer)
     assert (adapted.params_modifiers, adapted.has_separate_cfg) == ([], None)
 
 
 def test_the_snippet_of_wan_runs() -> None:
     pipe = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
     modifiers = [object(), object()]
-    high, low = resolve(
+    high, low = resolve_adapter(
         BlockAdapter(
             pipe=pipe,
             transformer=[pipe.transformer, pipe.transformer_2],
@@ -116,12 +116,12 @@ def test_the_snippet_of_wan_runs() -> None:
     )
     assert (high.transformer, low.transformer) == (pipe.transformer, pipe.transformer_2)
     assert [each.params_modifiers for each in (high, low)] == [[modifiers[0]], [modifiers[1]]]
-    assert high.lists == block_lists(pipe.transformer) and high.has_separate_cfg
+    assert high.lists == find_block_lists(pipe.transformer) and high.has_separate_cfg
     assert low.lists[0].blocks == tuple(pipe.transformer_2.blocks)
 
 
 def test_the_snippet_of_auto_runs() -> None:
-    (found,) = resolve(
+    (found,) = resolve_adapter(
         BlockAdapter(
             pipe=pipe_of("WanTransformer3DModel"),
             auto=True,
@@ -144,8 +144,8 @@ def test_merged_lists_are_those_that_own_the_blocks() -> None:
         dummy_blocks_names=["single_transformer_blocks"],
         forward_pattern=P1,
     )
-    (adapted,) = resolve(adapter)
-    assert adapted.lists == block_lists(model)
+    (adapted,) = resolve_adapter(adapter)
+    assert adapted.lists == find_block_lists(model)
 
 
 def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
@@ -161,9 +161,9 @@ def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
     assert names(BlockAdapter(transformer=model, dummy_blocks_names=["transformer_blocks"])) == [both[0][1:]]
     pair = [model, EVERY["HunyuanVideoTransformer3DModel"].on_meta()]
     nested = [[each.transformer_blocks, each.single_transformer_blocks] for each in pair]
-    two = resolve(BlockAdapter(transformer=pair, blocks=nested, params_modifiers=[["a", "b"], ["c", "d"]]))
+    two = resolve_adapter(BlockAdapter(transformer=pair, blocks=nested, params_modifiers=[["a", "b"], ["c", "d"]]))
     assert [each.params_modifiers for each in two] == [["a", "b"], ["c", "d"]]
-    (one,) = resolve(BlockAdapter(transformer=model, blocks=lists, params_modifiers="a"))
+    (one,) = resolve_adapter(BlockAdapter(transformer=model, blocks=lists, params_modifiers="a"))
     assert one.params_modifiers == ["a", "a"]
 
 
@@ -178,16 +178,16 @@ def test_a_transformer_of_the_user_is_searched() -> None:
     assert names(BlockAdapter(transformer=User(Vague), auto=True, allow_suffixes=["Block"], **suffixes)) == [["blocks"]]
     for wrong in ({"allow_prefixes": ["joint"]}, {"forward_pattern": P1}, {"allow_suffixes": ["Flux"], **suffixes}):
         with pytest.raises(ModelError, match=r"auto=True finds no list of User .*layers \(Pattern_2\), blocks"):
-            resolve(BlockAdapter(transformer=model, auto=True, **wrong))
+            resolve_adapter(BlockAdapter(transformer=model, auto=True, **wrong))
 
 
 def test_what_the_source_leaves_open_the_pattern_says() -> None:
     model = Opaque(Vague)
     with pytest.raises(ModelError, match=r"Opaque.layers: it cannot be told .*forward_pattern="):
-        resolve(BlockAdapter(transformer=model, blocks=model.layers))
-    (adapted,) = resolve(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P0))
+        resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers))
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P0))
     assert adapted.lists[0].flow == Flow(("image", "text"), "img", "txt")
-    (adapted,) = resolve(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P4))
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P4))
     assert adapted.lists[0].flow == Flow(("image", "text"), "img", None)
 
 
@@ -196,19 +196,21 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
     given: dict[str, Any] = {"transformer": model, "blocks": model.transformer_blocks}
     right = Flow(("text", "image"))
     with pytest.warns(UserWarning, match=re.escape("Pattern_0 (hidden_states, encoder_hidden_states -> hidden_states")):
-        (adapted,) = resolve(BlockAdapter(**given, forward_pattern=P0))
+        (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0))
     assert adapted.lists[0].flow == right
     with pytest.raises(ModelError, match="give ForwardPattern.Pattern_1, or check_forward_pattern=False"):
-        resolve(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=True))
-    (adapted,) = resolve(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=False))
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=True))
+    (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=False))
     assert adapted.lists[0].flow == Flow(("image", "text"))
     with pytest.raises(ModelError, match="or check_num_outputs=False"):
-        resolve(BlockAdapter(**given, forward_pattern=P2, check_forward_pattern=False, check_num_outputs=True))
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P2, check_forward_pattern=False, check_num_outputs=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(BlockAdapter(**given, forward_pattern=P1, check_forward_pattern=True, check_num_outputs=True))
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P1, check_forward_pattern=True, check_num_outputs=True))
         model = EVERY["WanTransformer3DModel"].on_meta()
-        resolve(BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=P3))  # the same for a cache
+        resolve_adapter(
+            BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=P3)
+        )  # the same for a cache
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
 )
 def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
-        resolve(BlockAdapter(**fields))
+        resolve_adapter(BlockAdapter(**fields))
     assert "\n" not in str(caught.value)
 
 
@@ -247,7 +249,7 @@ def test_unknown_fields_are_an_error_and_the_check_can_wait() -> None:
         BlockAdapter(transformer=User(), blocks_policy="mean")
     adapter = BlockAdapter(transformer=User(), blocks_policy="mean", skip_post_init=True)
     with pytest.raises(ModelError, match="blocks_policy"):
-        resolve(adapter)
+        resolve_adapter(adapter)
 
 
 class Patch(PatchFunctor):
@@ -263,35 +265,35 @@ class Copy(PatchFunctor):
 
 def test_a_functor_edits_the_instance_and_is_undone() -> None:
     model = User()
-    (adapted,) = resolve(BlockAdapter(transformer=model, patch_functor=Patch()))
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, patch_functor=Patch()))
     assert (model.added, model.layers[0].training) == (1, "changed")
     adapted.undo()
     assert not hasattr(model, "added") and model.layers[0].training is True
     with pytest.raises(ModelError, match="Copy.apply returned another module"):
-        resolve(BlockAdapter(transformer=model, patch_functor=Copy()))
+        resolve_adapter(BlockAdapter(transformer=model, patch_functor=Copy()))
 
 
 def test_transformers_of_a_pipeline_are_found() -> None:
     wan = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
-    assert [each.transformer for each in block_lists_of(wan)] == [wan.transformer, wan.transformer_2]
-    assert [each.transformer for each in block_lists_of(wan.transformer)] == [wan.transformer]
+    assert [each.transformer for each in find_pipeline_block_lists(wan)] == [wan.transformer, wan.transformer_2]
+    assert [each.transformer for each in find_pipeline_block_lists(wan.transformer)] == [wan.transformer]
     wan.transformer_2 = None
-    assert len(block_lists_of(wan)) == 1
+    assert len(find_pipeline_block_lists(wan)) == 1
     prior = pipe_of("PriorTransformer", "prior")
-    assert block_lists_of(prior)[0].lists == block_lists(prior.prior)
+    assert find_pipeline_block_lists(prior)[0].lists == find_block_lists(prior.prior)
     flux = tiny.flux()
-    assert block_lists_of(flux)[0].lists == block_lists(flux.transformer)
+    assert find_pipeline_block_lists(flux)[0].lists == find_block_lists(flux.transformer)
     with pytest.raises(ModelError, match="has no transformer"):
-        block_lists_of(tiny.stable_diffusion())
+        find_pipeline_block_lists(tiny.stable_diffusion())
 
 
 def test_compiled_and_peft_transformers_are_looked_through() -> None:
     peft = pytest.importorskip("peft")
     model = User()
     compiled = torch.compile(model, backend="eager")
-    (adapted,) = resolve(BlockAdapter(SimpleNamespace(transformer=compiled), compiled, model.blocks))
+    (adapted,) = resolve_adapter(BlockAdapter(SimpleNamespace(transformer=compiled), compiled, model.blocks))
     assert adapted.transformer is model
     wrapped = peft.get_peft_model(User(), peft.LoraConfig(target_modules=["linear"]))
-    (adapted,) = block_lists_of(SimpleNamespace(transformer=wrapped))
+    (adapted,) = find_pipeline_block_lists(SimpleNamespace(transformer=wrapped))
     assert adapted.transformer is wrapped.get_base_model()
     assert [each.name for each in adapted.lists] == ["layers", "blocks"]

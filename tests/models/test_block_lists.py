@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.models.block_lists import (
-    block_lists,
-    discovered,
-    row_of_model,
+    discover_block_lists,
+    find_block_lists,
+    find_model_entry,
+    map_pipeline_components,
     supported_pipelines,
-    transformers_of_pipelines,
 )
-from ditile.models.block_table import TABLE, class_of, row_of
-from ditile.models.source import calls_of, flow_of, inner
+from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class, find_table_entry
+from ditile.models.source import infer_block_flow, read_block_calls, unwrap_module
 from ditile.plan.spec import BlockList, Flow
 from tests.families import Family
 from tests.more_families import EVERY
 
 SPECS = {"FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"}
-LISTED = sorted(name for name in EVERY if name in SPECS or not TABLE[name].refusal)
-REFUSED = sorted(name for name, row in TABLE.items() if row.refusal)
+LISTED = sorted(name for name in EVERY if name in SPECS or not TRANSFORMER_TABLE[name].refusal)
+REFUSED = sorted(name for name, row in TRANSFORMER_TABLE.items() if row.refusal)
 RUN = sorted(name for name in LISTED if EVERY[name].inputs)
 
 UNTOLD = {
@@ -53,13 +53,13 @@ CHANGED = {
 
 
 def test_every_row_has_a_tiny_transformer() -> None:
-    assert set(EVERY) == {*TABLE, *SPECS}
+    assert set(EVERY) == {*TRANSFORMER_TABLE, *SPECS}
     assert len(RUN) >= 50
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_the_lists_are_there_and_their_blocks_have_the_parameters(name: str) -> None:
-    lists = block_lists(EVERY[name].on_meta())
+    lists = find_block_lists(EVERY[name].on_meta())
     assert lists
     for each in lists:
         assert len(each.blocks) >= 1
@@ -73,10 +73,10 @@ def test_the_lists_are_there_and_their_blocks_have_the_parameters(name: str) -> 
 def test_the_source_says_the_same(name: str) -> None:
     """A failure means that the table is wrong, or that diffusers has changed."""
     model = EVERY[name].on_meta()
-    calls = calls_of(model)
+    calls = read_block_calls(model)
     same = all(
-        flow_of(block, calls.get(each.name.split(".")[0])) == each.flow
-        for each in block_lists(model)
+        infer_block_flow(block, calls.get(each.name.split(".")[0])) == each.flow
+        for each in find_block_lists(model)
         for block in each.blocks
     )
     assert same == (name not in UNTOLD), UNTOLD.get(name)
@@ -86,7 +86,7 @@ def test_the_source_says_the_same(name: str) -> None:
 def test_discovery_finds_the_same(name: str) -> None:
     model = EVERY[name].on_meta()
     try:
-        same = discovered(model) == block_lists(model)
+        same = discover_block_lists(model) == find_block_lists(model)
     except ModelError as error:
         assert "forward_pattern" in str(error)
         same = False
@@ -99,7 +99,7 @@ def test_blocks_do_what_their_flow_says(name: str) -> None:
     """Each block runs once, in order; it returns what the flow says, and the next block of the list is given that."""
     family = EVERY[name]
     model = family.make()
-    lists = block_lists(model)
+    lists = find_block_lists(model)
     seen = run(model, lists, family)
     assert [block for block, _, _ in seen] == [block for each in lists for block in each.blocks]
     for each in lists:
@@ -117,18 +117,18 @@ def test_blocks_do_what_their_flow_says(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_skipped_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f"{name}: .*run it without a cache"):
-        block_lists(EVERY[name].on_meta())
+        find_block_lists(EVERY[name].on_meta())
 
 
 def test_blocks_that_decode_are_left_out() -> None:
     model = EVERY["MotifVideoTransformer3DModel"].on_meta()
-    assert [len(each.blocks) for each in block_lists(model)] == [2, 2]
+    assert [len(each.blocks) for each in find_block_lists(model)] == [2, 2]
     assert len(model.single_transformer_blocks) == 4
 
 
 def test_mirrored_blocks_are_marked() -> None:
-    assert row_of_model(EVERY["HunyuanDiT2DModel"].on_meta()).mirrored
-    assert not row_of_model(EVERY["WanTransformer3DModel"].on_meta()).mirrored
+    assert find_model_entry(EVERY["HunyuanDiT2DModel"].on_meta()).mirrored
+    assert not find_model_entry(EVERY["WanTransformer3DModel"].on_meta()).mirrored
 
 
 class FluxTransformer2DModelOfMine(nn.Module):
@@ -232,45 +232,45 @@ class Turns(User):
 
 
 def test_a_class_is_known_by_its_bases_and_not_by_its_name() -> None:
-    assert row_of(WanTransformer3DModel) is TABLE["WanTransformer3DModel"]
-    assert row_of(FluxTransformer2DModelOfMine) is None
-    assert [each.flow for each in block_lists(FluxTransformer2DModelOfMine())] == [Flow(text=None)]
-    assert row_of(type("WanTransformer3DModel", (nn.Module,), {})) is None
-    lists = block_lists(Subclass(**EVERY["FluxTransformer2DModel"].config))
+    assert find_table_entry(WanTransformer3DModel) is TRANSFORMER_TABLE["WanTransformer3DModel"]
+    assert find_table_entry(FluxTransformer2DModelOfMine) is None
+    assert [each.flow for each in find_block_lists(FluxTransformer2DModelOfMine())] == [Flow(text=None)]
+    assert find_table_entry(type("WanTransformer3DModel", (nn.Module,), {})) is None
+    lists = find_block_lists(Subclass(**EVERY["FluxTransformer2DModel"].config))
     assert [each.name for each in lists] == ["transformer_blocks", "single_transformer_blocks"]
 
 
 def test_lists_of_an_unknown_transformer_are_found_in_order() -> None:
     model = User()
-    double, single = block_lists(model)
+    double, single = find_block_lists(model)
     assert double == BlockList("layers", tuple(model.layers), Flow(("text", "image"), "x", "context"))
     assert single == BlockList("single", tuple(model.single), Flow(("image",), "hidden_states", None))
 
 
 def test_the_caller_says_what_the_block_leaves_open() -> None:
-    (found,) = block_lists(Told(Vague))
+    (found,) = find_block_lists(Told(Vague))
     assert found.flow == Flow(("text", "image"), "img", "txt")
 
 
 def test_what_cannot_be_told_is_asked_for() -> None:
     with pytest.raises(ModelError, match=r"Untold.layers: the source of Vague does not say .*forward_pattern="):
-        block_lists(Untold(Vague))
+        find_block_lists(Untold(Vague))
     with pytest.raises(ModelError, match="no ModuleList that its forward runs its tokens through"):
-        block_lists(Outside())
+        find_block_lists(Outside())
     with pytest.raises(ModelError, match="in turns"):
-        block_lists(Turns())
+        find_block_lists(Turns())
     with pytest.raises(ModelError, match="Linear has no ModuleList"):
-        block_lists(nn.Linear(2, 2))
+        find_block_lists(nn.Linear(2, 2))
 
 
 def test_compiled_transformers_and_blocks_are_looked_through() -> None:
     model = User()
     compiled = torch.compile(model, backend="eager")
-    assert inner(compiled) is model
-    assert block_lists(compiled) == block_lists(model)
-    flows = [each.flow for each in block_lists(model)]
+    assert unwrap_module(compiled) is model
+    assert find_block_lists(compiled) == find_block_lists(model)
+    flows = [each.flow for each in find_block_lists(model)]
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    assert [each.flow for each in block_lists(model)] == flows
+    assert [each.flow for each in find_block_lists(model)] == flows
 
 
 def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> None:
@@ -278,8 +278,8 @@ def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> 
     assert count == len(names) == len(set(names)) > 130
     assert {"FluxPipeline", "WanPipeline", "QwenImageEditPipeline", "AmusedPipeline", "ShapEPipeline"} <= set(names)
     assert not {"LattePipeline", "AnyFlowFARPipeline", "StableDiffusionPipeline"} & set(names)
-    classes = {name for name in dir(diffusers) if "Transformer" in name and class_of(name)}
-    with_one = {name for name, models in transformers_of_pipelines().items() if models & classes}
+    classes = {name for name in dir(diffusers) if "Transformer" in name and find_diffusers_class(name)}
+    with_one = {name for name, models in map_pipeline_components().items() if models & classes}
     assert with_one - set(names) == {name for name in UNSUPPORTED if hasattr(diffusers, name)}
 
 

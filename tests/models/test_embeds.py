@@ -33,7 +33,7 @@ def _with_a_lora() -> PatchEmbed:
 
 
 CASES = {
-    "linear": (embeds.linear, nn.Linear(4, 24).double(), (2, 48, 4)),
+    "linear": (embeds.linear_embed, nn.Linear(4, 24).double(), (2, 48, 4)),
     "its own size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 16)),
     "another size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 12)),
     "cropped positions": (embeds.patch_embed, _patch_embed(pos_embed_max_size=12), (1, 4, 16, 12)),

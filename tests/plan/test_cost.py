@@ -11,7 +11,7 @@ import pytest
 
 from ditile.plan import cost
 from ditile.plan.plan import Plan
-from ditile.plan.units import amount
+from ditile.plan.units import format_bytes
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
 
@@ -54,7 +54,14 @@ def counted(name: str, plans: list[dict[str, Any]]) -> list[tuple[dict[str, int]
             job, rank = runner.job(), runner.mesh.rank
             assert job is not None
             sent = {kind: size for kind, size in runner.report.sent.items() if size and kind != "control"}
-            found.append((sent, cost.sent(job, rank), runner.report.key_bytes, cost.key_bytes(job, rank)))
+            found.append(
+                (
+                    sent,
+                    cost.count_traffic_bytes(job, rank),
+                    runner.report.key_bytes,
+                    cost.count_key_store_bytes(job, rank),
+                )
+            )
     return found
 
 
@@ -74,7 +81,7 @@ def shown(name: str, plan: dict[str, Any]) -> tuple[str, list[dict[str, int]]]:
         of_ranks = range(Plan(**plan).world)
         job = runner.job()
         assert job is not None
-        return str(runner), [cost.sent_in_step(job, rank, STEPS - 2) for rank in of_ranks]
+        return str(runner), [cost.count_traffic_in_step(job, rank, STEPS - 2) for rank in of_ranks]
 
 
 def test_the_table_has_a_row_for_every_rank_and_kind(pool: Pool) -> None:
@@ -86,4 +93,4 @@ def test_the_table_has_a_row_for_every_rank_and_kind(pool: Pool) -> None:
         for of_rank in sent:
             assert set(of_rank) == {"ulysses", "activations"} or set(of_rank) == {"ulysses", "prediction", "latents"}
             for kind, size in of_rank.items():
-                assert f"{kind} {amount(size)}" in text
+                assert f"{kind} {format_bytes(size)}" in text

@@ -8,26 +8,33 @@ from typing import Literal
 
 import pytest
 
-from ditile.plan.flags import add_arguments, collect, flag, integers, normalise, option
+from ditile.plan.flags import (
+    add_arguments,
+    collect_arguments,
+    define_option,
+    format_flag,
+    normalise_flags,
+    parse_integers,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    what: str = option("", "a thing", positional=True)
-    num_steps: int = option(20, "steps")
-    scale: float | None = option(None, "scale")
-    kind: Literal["a", "b"] = option("a", "kind", choices=("a", "b"))
-    parts: tuple[int, ...] | None = option(None, "parts", example="7,7,8")
-    sizes: tuple[int, ...] | None = option(None, "sizes", example="256,512")
-    dry: bool = option(False, "only look")
-    sure: bool | None = option(None, "force or forbid")
-    until: int | Literal["auto"] = option(1, "how long", metavar="W")
+    what: str = define_option("", "a thing", positional=True)
+    num_steps: int = define_option(20, "steps")
+    scale: float | None = define_option(None, "scale")
+    kind: Literal["a", "b"] = define_option("a", "kind", choices=("a", "b"))
+    parts: tuple[int, ...] | None = define_option(None, "parts", example="7,7,8")
+    sizes: tuple[int, ...] | None = define_option(None, "sizes", example="256,512")
+    dry: bool = define_option(False, "only look")
+    sure: bool | None = define_option(None, "force or forbid")
+    until: int | Literal["auto"] = define_option(1, "how long", metavar="W")
 
 
 def read(*words: str) -> dict[str, object]:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser, Options, title="options")
-    return collect(Options, parser.parse_args(normalise(list(words))))
+    return collect_arguments(Options, parser.parse_args(normalise_flags(list(words))))
 
 
 def test_every_kind_of_field_is_read() -> None:
@@ -43,9 +50,9 @@ def test_what_is_not_given_is_left_to_the_dataclass() -> None:
 
 
 def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
-    assert normalise(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
+    assert normalise_flags(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
     assert read("x", "--num_steps", "4")["num_steps"] == 4
-    assert flag("num_steps") == "--num-steps"
+    assert format_flag("num_steps") == "--num-steps"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,6 @@ def test_help_shows_docs_and_defaults() -> None:
 
 
 def test_integers() -> None:
-    assert integers("7,7,8") == (7, 7, 8)
+    assert parse_integers("7,7,8") == (7, 7, 8)
     with pytest.raises(ValueError):
-        integers("7,,8")
+        parse_integers("7,,8")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditile.errors import PlanError
-from ditile.plan.layout import Grid, Joint, Layout, Part, Split, cut_rows, joined, share
+from ditile.plan.layout import Grid, Joint, Layout, Split, TokenShard, balance_patch_rows, merge_ranges, pick_even_chunk
 
 
 @st.composite
@@ -18,7 +18,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     patches = draw(st.integers(1, 8))
     grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 7])))
     joint: Joint = draw(st.sampled_from(["none", "text_first", "image_first"]))
-    return Layout.of(grid, patches, 0 if joint == "none" else draw(st.integers(1, 300)), joint)
+    return Layout.cut_into_patches(grid, patches, 0 if joint == "none" else draw(st.integers(1, 300)), joint)
 
 
 @pytest.mark.parametrize(
@@ -38,19 +38,19 @@ def layouts(draw: st.DrawFn) -> Layout:
 )
 def test_rows_by_hand(rows: int, patches: int, text_rows: float, wanted: list[int]) -> None:
     """Worked out on paper. A failure changes every picture that is drawn with patches."""
-    assert cut_rows(rows, patches, text_rows) == wanted
+    assert balance_patch_rows(rows, patches, text_rows) == wanted
 
 
 @settings(deadline=None)
 @given(layouts())
 def test_patches_partition_the_image(layout: Layout) -> None:
     """No row is lost, doubled or empty; tokens and latents are cut at the same rows."""
-    grid, patches = layout.grid, range(layout.patches)
-    assert sum(layout.rows(p) for p in patches) == grid.rows
-    assert min(layout.rows(p) for p in patches) >= 1
-    tokens = [token for p in patches for token in range(layout.tokens(p).start, layout.tokens(p).stop)]
-    assert tokens == list(range(layout.image))
-    units = [unit for p in patches for unit in range(layout.latents(p).start, layout.latents(p).stop)]
+    grid, patches = layout.grid, range(layout.num_patches)
+    assert sum(layout.count_rows(p) for p in patches) == grid.rows
+    assert min(layout.count_rows(p) for p in patches) >= 1
+    tokens = [token for p in patches for token in range(layout.locate_tokens(p).start, layout.locate_tokens(p).stop)]
+    assert tokens == list(range(layout.image_tokens))
+    units = [unit for p in patches for unit in range(layout.locate_latents(p).start, layout.locate_latents(p).stop)]
     assert units == list(range(grid.rows * grid.units_per_row))
 
 
@@ -60,16 +60,16 @@ def test_patches_are_balanced(layout: Layout) -> None:
     """Patches behind the first differ by one row at most, and the first, with its text, from them by no more than that
     or by what it cannot help: it must have a row, however long the text, and leave one to each other patch.
     """
-    others = [layout.rows(p) for p in range(1, layout.patches)]
+    others = [layout.count_rows(p) for p in range(1, layout.num_patches)]
     if not others:
         return
     assert max(others) - min(others) <= 1
     assert others == sorted(others, reverse=True)
-    work = layout.rows(0) + layout.text / layout.grid.tokens_per_row
-    share = (layout.grid.rows + layout.text / layout.grid.tokens_per_row) / layout.patches
-    assert abs(work - share) <= 0.5 + 1e-9 or layout.rows(0) == 1 or max(others) == 1
+    work = layout.count_rows(0) + layout.text / layout.grid.tokens_per_row
+    share = (layout.grid.rows + layout.text / layout.grid.tokens_per_row) / layout.num_patches
+    assert abs(work - share) <= 0.5 + 1e-9 or layout.count_rows(0) == 1 or max(others) == 1
     if layout.text == 0:
-        assert max(others) - 1 <= layout.rows(0) <= max(others) + 1
+        assert max(others) - 1 <= layout.count_rows(0) <= max(others) + 1
 
 
 @settings(deadline=None)
@@ -77,18 +77,18 @@ def test_patches_are_balanced(layout: Layout) -> None:
 def test_text_rides_with_the_first_patch(layout: Layout) -> None:
     """The messages of a step add up to the image, and to the text once where there is joint attention."""
     text = layout.text if layout.joint != "none" else 0
-    assert sum(layout.message(p) for p in range(layout.patches)) == layout.image + text
+    assert sum(layout.count_message_tokens(p) for p in range(layout.num_patches)) == layout.image_tokens + text
     joint = layout.joint != "none"
-    carries = [layout.carries_text(p) for p in range(layout.patches)]
-    assert carries == [joint, *[False] * (layout.patches - 1)]
+    carries = [layout.carries_text(p) for p in range(layout.num_patches)]
+    assert carries == [joint, *[False] * (layout.num_patches - 1)]
     assert layout.carries_text(None) == joint
 
 
 def test_text_makes_the_first_patch_smaller() -> None:
     """1024 pixels and 512 tokens of text: the first patch has 10 rows of 64 and the text, which is 8 rows more."""
-    layout = Layout.of(Grid(64, 64, 64), 4, 512, "text_first")
-    assert [layout.message(p) for p in range(4)] == [18 * 64] * 4
-    assert [layout.rows(p) for p in range(4)] == [10, 18, 18, 18]
+    layout = Layout.cut_into_patches(Grid(64, 64, 64), 4, 512, "text_first")
+    assert [layout.count_message_tokens(p) for p in range(4)] == [18 * 64] * 4
+    assert [layout.count_rows(p) for p in range(4)] == [10, 18, 18, 18]
 
 
 # How ranks share out a patch
@@ -100,23 +100,23 @@ def splits(draw: st.DrawFn) -> tuple[Layout, Split]:
     layout = draw(layouts())
     fewest = min(layout.rows(p) for p in range(layout.patches)) * layout.grid.tokens_per_row
     if draw(st.booleans()):
-        whole = Layout.of(layout.grid, 1, layout.text, layout.joint)
+        whole = Layout.cut_into_patches(layout.grid, 1, layout.text, layout.joint)
         distrifusion = draw(st.integers(1, min(8, layout.grid.rows)))
         return whole, Split(1, distrifusion, draw(st.integers(1, min(4, layout.grid.tokens_per_row))))
     ring = draw(st.integers(1, min(4, fewest)))
     return layout, Split(ring, 1, draw(st.integers(1, min(4, fewest // ring))))
 
 
-def places(layout: Layout, parts: Iterable[Part]) -> list[int]:
+def places(layout: Layout, parts: Iterable[TokenShard]) -> list[int]:
     """Where the tokens of ranks are in the sequence of joint attention, in their order."""
-    return [token for part in parts for run in layout.runs(part, joint=True) for token in run]
+    return [token for part in parts for run in layout.locate_in_sequence(part, joint=True) for token in run]
 
 
 @given(st.integers(0, 100), st.integers(0, 300), st.integers(1, 20))
 def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
     """A failure means that a rank expects another length than the one that sends it."""
     run = range(start, start + length)
-    shares = [share(run, ranks, rank) for rank in range(ranks)]
+    shares = [pick_even_chunk(run, ranks, rank) for rank in range(ranks)]
     assert [item for each in shares for item in each] == list(run)
     sizes = [len(each) for each in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -126,7 +126,7 @@ def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
 def test_joined_runs_are_the_same_items(pairs: list[tuple[int, int]]) -> None:
     """A failure means that keys are written to other places than they came from."""
     runs = [range(start, start + length) for start, length in pairs]
-    found = joined(runs)
+    found = merge_ranges(runs)
     assert [item for run in found for item in run] == [item for run in runs for item in run]
     assert all(found) and all(a.stop != b.start for a, b in itertools.pairwise(found))
 
@@ -139,11 +139,11 @@ def test_every_token_is_on_one_rank(split: tuple[Layout, Split]) -> None:
     A failure means a token that is lost, or computed and stored by two.
     """
     layout, how = split
-    for patch in (None, *range(layout.patches)):
-        parts = how.parts(layout, patch)
-        assert len(parts) == how.ranks
+    for patch in (None, *range(layout.num_patches)):
+        parts = how.shard_tokens(layout, patch)
+        assert len(parts) == how.num_ranks
         image = [token for part in parts for run in part.image for token in run]
-        span = slice(0, layout.image) if patch is None else layout.tokens(patch)
+        span = slice(0, layout.image_tokens) if patch is None else layout.locate_tokens(patch)
         assert sorted(image) == list(range(span.start, span.stop))
         text = [token for part in parts for token in part.text]
         wanted = list(range(layout.text if layout.carries_text(patch) else 0))
@@ -159,8 +159,8 @@ def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Sp
     hybrid), or that a sender and a receiver disagree on a size.
     """
     layout, how = split
-    of_patches = [how.parts(layout, patch) for patch in range(layout.patches)]
-    for rank, part in enumerate(how.parts(layout, None)):
+    of_patches = [how.shard_tokens(layout, patch) for patch in range(layout.num_patches)]
+    for rank, part in enumerate(how.shard_tokens(layout, None)):
         mine = [parts[rank] for parts in of_patches]
         assert part.text == mine[0].text and not any(p.text for p in mine[1:])
         image = [token for run in part.image for token in run]
@@ -169,7 +169,7 @@ def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Sp
     for patch, parts in enumerate(of_patches):
         sent = sum(len(part.text) + part.image_tokens for part in parts)
         again = layout.text * (how.distrifusion - 1) if layout.carries_text(patch) else 0
-        assert sent - again == layout.message(patch)
+        assert sent - again == layout.count_message_tokens(patch)
 
 
 @settings(deadline=None)
@@ -179,14 +179,16 @@ def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
     layout, how = split
     text = layout.text if layout.joint != "none" else 0
     if how.distrifusion == 1 and layout.joint != "none":
-        assert sorted(places(layout, how.parts(layout, None))) == list(range(layout.image + text))
-    for part in how.parts(layout, None):
-        assert layout.runs(part, joint=False) == part.image
+        assert sorted(places(layout, how.shard_tokens(layout, None))) == list(range(layout.image_tokens + text))
+    for part in how.shard_tokens(layout, None):
+        assert layout.locate_in_sequence(part, joint=False) == part.image
         if layout.joint == "none":
             continue
-        runs = layout.runs(part, joint=True)
+        runs = layout.locate_in_sequence(part, joint=True)
         words = [
-            run for run in runs if (run.start < text if layout.joint == "text_first" else run.start >= layout.image)
+            run
+            for run in runs
+            if (run.start < text if layout.joint == "text_first" else run.start >= layout.image_tokens)
         ]
         assert sum(map(len, words)) == len(part.text)
         assert sum(map(len, runs)) == len(part.text) + part.image_tokens
@@ -196,6 +198,6 @@ def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
 
 def test_too_many_ranks_for_a_patch() -> None:
     """Ten tokens for twelve ranks. A failure means a rank without tokens, which no kernel takes."""
-    layout = Layout.of(Grid(4, 5, 1), 2, 3, "text_first")
+    layout = Layout.cut_into_patches(Grid(4, 5, 1), 2, 3, "text_first")
     with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
-        Split(3, 1, 4).parts(layout, 1)
+        Split(3, 1, 4).shard_tokens(layout, 1)

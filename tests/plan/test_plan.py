@@ -230,6 +230,6 @@ def test_what_is_left_is_little(plan: Plan) -> None:
     ],
 )
 def test_advice_where_warmup_and_fill_eat_the_gain(plan: Plan, steps: int, says: str | None) -> None:
-    advice = plan.advice(Schedule.of(plan, steps).bound())
+    advice = plan.advice(Schedule.from_plan(plan, steps).bound_speedup())
     assert (advice is None) == (says is None)
     assert says is None or (says in advice and "\n" not in advice)

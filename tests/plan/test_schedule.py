@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditile.plan.plan import WARMUP_MODES
-from ditile.plan.schedule import RECEIVES, Kind, Micro, Op, Schedule, Span, simulate
+from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, Schedule, Span, simulate_schedule
 
 UP_TO_8 = range(1, 9)
 
@@ -31,7 +31,7 @@ def schedules(draw: st.DrawFn, most: int = 5) -> Schedule:
     adaptive = draw(st.booleans())
     again = draw(st.frozensets(st.integers(0, steps))) if adaptive else frozenset()
     return Schedule(
-        stages, patches, steps, draw(st.integers(0, steps)), mode=mode, crew=crew, rows=draw(numbers),
+        stages, patches, steps, draw(st.integers(0, steps)), mode=mode, warmup_group_size=crew, batch=draw(numbers),
         adaptive=adaptive, again=again,
     )  # fmt: skip
 
@@ -52,16 +52,16 @@ def test_makespan_is_the_bound(stages: int) -> None:
             schedule = Schedule(stages, patches, steps, warmup)
             busy, is_async = min(stages, patches), steps > warmup and patches > 1
             wanted = warmup + (steps - warmup) / busy + (busy - 1) / (stages * patches) * is_async
-            assert schedule.makespan() == pytest.approx(wanted if patches > 1 else steps), schedule
-            assert end(simulate(schedule)) == pytest.approx(schedule.makespan()), schedule
-            assert schedule.bound() == pytest.approx(steps / schedule.makespan())
+            assert schedule.compute_makespan() == pytest.approx(wanted if patches > 1 else steps), schedule
+            assert end(simulate_schedule(schedule)) == pytest.approx(schedule.compute_makespan()), schedule
+            assert schedule.bound_speedup() == pytest.approx(steps / schedule.compute_makespan())
 
 
 @settings(deadline=None, max_examples=300)
 @given(schedules(), st.integers(1, 3))
 def test_makespan_in_every_mode(schedule: Schedule, calls: int) -> None:
     """Pieces of unequal size, crews, several calls, and steps that are synchronous again in mid-run."""
-    assert end(simulate(schedule, calls=calls)) == pytest.approx(schedule.makespan(calls))
+    assert end(simulate_schedule(schedule, calls=calls)) == pytest.approx(schedule.compute_makespan(calls))
 
 
 def test_bounds_by_hand() -> None:
@@ -70,11 +70,11 @@ def test_bounds_by_hand() -> None:
     Serial: 1 + 19 / 2 + 1 / 8 = 10.625. In two pieces the synchronous step takes 3 / 4, with a crew of two 1 / 2.
     """
     base = {"stages": 2, "patches": 4, "steps": 20, "warmup": 1, "rows": 2}
-    assert Schedule(**base).bound() == pytest.approx(20 / 10.625)
-    assert Schedule(**base, mode="pipelined").bound() == pytest.approx(20 / 10.375)
-    assert round(Schedule(**base, mode="pipelined").bound(), 2) == 1.93
-    assert Schedule(**base, mode="sequence", crew=2).bound() == pytest.approx(20 / 10.125)
-    assert Schedule(**base, mode="separate", crew=1).bound() == pytest.approx(20 / 10.625)
+    assert Schedule(**base).bound_speedup() == pytest.approx(20 / 10.625)
+    assert Schedule(**base, mode="pipelined").bound_speedup() == pytest.approx(20 / 10.375)
+    assert round(Schedule(**base, mode="pipelined").bound_speedup(), 2) == 1.93
+    assert Schedule(**base, mode="sequence", warmup_group_size=2).bound_speedup() == pytest.approx(20 / 10.125)
+    assert Schedule(**base, mode="separate", warmup_group_size=1).bound_speedup() == pytest.approx(20 / 10.625)
 
 
 @pytest.mark.parametrize("calls", [2, 3])
@@ -82,14 +82,14 @@ def test_more_calls_take_no_longer(calls: int) -> None:
     """Branches of a step follow each other through the stages. A failure means that they wait for each other."""
     for stages, patches, warmup in itertools.product(range(1, 5), range(1, 5), range(4)):
         schedule = Schedule(stages, patches, 3, warmup)
-        assert end(simulate(schedule, calls=calls)) <= schedule.makespan() + 1e-9, schedule
+        assert end(simulate_schedule(schedule, calls=calls)) <= schedule.compute_makespan() + 1e-9, schedule
 
 
 def test_useful_share_is_the_papers() -> None:
     """Without warmup and with M >= N, the stages compute M S / (M S + N - 1) of the time (arXiv 2405.14430)."""
     for stages, steps in itertools.product(UP_TO_8, UP_TO_8):
         for patches in range(max(stages, 2), 9):
-            spans = simulate(Schedule(stages, patches, steps, 0))
+            spans = simulate_schedule(Schedule(stages, patches, steps, 0))
             useful = sum(span.end - span.start for span in spans) / (stages * end(spans))
             assert useful == pytest.approx(patches * steps / (patches * steps + stages - 1))
 
@@ -102,21 +102,21 @@ def test_no_deadlock_in_any_order(schedule: Schedule, calls: int, random: object
     Sends never wait for the receiver, as in the executor. A failure means that ranks would hang, or that one would take
     a message for another.
     """
-    programs = [deque(schedule.program(stage, calls)) for stage in range(schedule.stages)]
-    wires: dict[tuple[Kind, int | None, int | None], deque[Op]] = defaultdict(deque)
+    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
+    wires: dict[tuple[OpKind, int | None, int | None], deque[Op]] = defaultdict(deque)
 
     def is_ready(stage: int) -> bool:
         program = programs[stage]
-        if not program or program[0].kind not in RECEIVES:
+        if not program or program[0].kind not in SEND_OF_RECEIVE:
             return bool(program)
-        return bool(wires[RECEIVES[program[0].kind], program[0].peer, stage])
+        return bool(wires[SEND_OF_RECEIVE[program[0].kind], program[0].peer, stage])
 
     while ready := [stage for stage in range(schedule.stages) if is_ready(stage)]:
         op = programs[stage := random.choice(ready)].popleft()  # type: ignore[attr-defined]
-        if op.kind in RECEIVES.values():
+        if op.kind in SEND_OF_RECEIVE.values():
             wires[op.kind, stage, op.peer].append(op)
-        elif op.kind in RECEIVES:
-            message = wires[RECEIVES[op.kind], op.peer, stage].popleft()
+        elif op.kind in SEND_OF_RECEIVE:
+            message = wires[SEND_OF_RECEIVE[op.kind], op.peer, stage].popleft()
             assert name(message) == name(op), f"stage {stage} expects {op} and gets {message}"
     assert not any(programs), f"stages wait at {[program[0] if program else None for program in programs]}"
     assert not any(wires.values()), "messages that nobody takes"
@@ -126,20 +126,20 @@ def test_no_deadlock_in_any_order(schedule: Schedule, calls: int, random: object
 @given(schedules(), st.integers(1, 3))
 def test_simulation_ends(schedule: Schedule, calls: int) -> None:
     """`simulate` raises if stages wait for each other; it runs every op of every stage once, in order."""
-    spans = simulate(schedule, calls=calls)
+    spans = simulate_schedule(schedule, calls=calls)
     for stage in range(schedule.stages):
         mine = [span for span in spans if span.stage == stage]
-        assert [span.op for span in mine] == list(schedule.program(stage, calls))
+        assert [span.op for span in mine] == list(schedule.iter_program(stage, calls))
         assert all(before.end <= after.start for before, after in itertools.pairwise(mine))
 
 
 def name(op: Op) -> tuple[int, int, int, int | None]:
     """What tells a message from others on its wire."""
-    return op.step, op.branch, op.piece, op.patch
+    return op.step, op.branch, op.micro_batch, op.patch
 
 
-def messages(schedule: Schedule, stage: int, kind: Kind, calls: int) -> list[tuple[int, int, int, int | None]]:
-    return [name(op) for op in schedule.program(stage, calls) if op.kind is kind]
+def messages(schedule: Schedule, stage: int, kind: OpKind, calls: int) -> list[tuple[int, int, int, int | None]]:
+    return [name(op) for op in schedule.iter_program(stage, calls) if op.kind is kind]
 
 
 @settings(deadline=None)
@@ -152,15 +152,15 @@ def test_the_wire_carries_the_same_in_every_mode(schedule: Schedule, calls: int)
     """
     first, last = 0, schedule.stages - 1
     for stage in range(last):
-        sent = messages(schedule, stage, Kind.SEND, calls)
-        assert sent == messages(schedule, stage + 1, Kind.RECEIVE, calls)
+        sent = messages(schedule, stage, OpKind.SEND, calls)
+        assert sent == messages(schedule, stage + 1, OpKind.RECEIVE, calls)
         for step, branch in itertools.product(range(schedule.steps), range(calls)):
-            micro = schedule.micros(step)[0]
-            pieces = 0 if schedule.crew_of(micro) else len(schedule.pieces(micro))
+            micro = schedule.list_micro_steps(step)[0]
+            pieces = 0 if schedule.select_warmup_group(micro) else len(schedule.split_micro_batches(micro))
             wanted = list(range(schedule.patches)) * pieces
             assert [m[3] for m in sent if m[:2] == (step, branch)] == wanted
-    returned = messages(schedule, last, Kind.RETURN, calls)
-    assert returned == messages(schedule, first, Kind.TAKE, calls)
+    returned = messages(schedule, last, OpKind.SEND_STEPPED_PATCH, calls)
+    assert returned == messages(schedule, first, OpKind.RECEIVE_STEPPED_PATCH, calls)
     steps = range(schedule.steps - 1) if schedule.stages > 1 else range(0)
     assert returned == [(step, 0, 0, patch) for step in steps for patch in range(schedule.patches)]
 
@@ -172,9 +172,9 @@ def test_what_is_certain_is_certain(schedule: Schedule, step: int, calls: int) -
 
     A failure means that a receive is posted for a message that is never sent, or that has another shape.
     """
-    certain = range(min(schedule.certain(step, calls) + 1, schedule.steps))
+    certain = range(min(schedule.find_last_certain_step(step, calls) + 1, schedule.steps))
     flipped = replace(schedule, again=schedule.again ^ {step + 1}) if schedule.adaptive else schedule
-    for stage, kind in itertools.product(range(schedule.stages), (Kind.RECEIVE, Kind.TAKE)):
+    for stage, kind in itertools.product(range(schedule.stages), (OpKind.RECEIVE, OpKind.RECEIVE_STEPPED_PATCH)):
         of_stage = [messages(s, stage, kind, calls) for s in (schedule, flipped)]
         one, other = ([m for m in found if m[0] in certain] for found in of_stage)
         assert one == other
@@ -185,9 +185,11 @@ def test_a_crew_hands_over() -> None:
 
     A failure means that a stage would read keys that it never got, or that the last one steps without a prediction.
     """
-    schedule = Schedule(3, 2, 2, 1, mode="separate", crew=2)
+    schedule = Schedule(3, 2, 2, 1, mode="separate", warmup_group_size=2)
     shown = [
-        " ".join(f"{op.kind.value}{op.branch}" for op in schedule.step_ops(stage, 0, 2) if op.kind is not Kind.STEP)
+        " ".join(
+            f"{op.kind.value}{op.branch}" for op in schedule.iter_step_ops(stage, 0, 2) if op.kind is not OpKind.STEP
+        )
         for stage in range(3)
     ]
     assert shown == [
@@ -200,8 +202,8 @@ def test_a_crew_hands_over() -> None:
 class Impatient(Schedule):
     """Stage 0 wants the patches of the step that it has not begun."""
 
-    def before(self, stage: int, micro: Micro) -> Iterator[Op]:
-        for op in super().before(stage, micro):
+    def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
+        for op in super().iter_ops_before_call(stage, micro):
             yield op._replace(step=micro.step)
 
 
@@ -209,7 +211,7 @@ def test_a_deadlock_is_found() -> None:
     """A failure means that the tests above would find no deadlock either."""
     for stages, patches in ((2, 2), (3, 4), (4, 2)):
         with pytest.raises(RuntimeError, match="deadlock"):
-            simulate(Impatient(stages, patches, 3, 1))
+            simulate_schedule(Impatient(stages, patches, 3, 1))
 
 
 @settings(deadline=None)
@@ -218,8 +220,8 @@ def test_ages(schedule: Schedule) -> None:
     """Keys are fresh or one step old; the fresh area grows within a step (figure 4); a synchronous one is all fresh."""
     for step in range(schedule.steps):
         fresh_before = 0
-        for micro in schedule.micros(step):
-            ages = schedule.ages(micro)
+        for micro in schedule.list_micro_steps(step):
+            ages = schedule.compute_key_ages(micro)
             assert set(ages) <= {0, 1}
             assert len(ages) == schedule.patches
             fresh = ages.count(0)
@@ -228,8 +230,8 @@ def test_ages(schedule: Schedule) -> None:
             assert fresh == schedule.patches or (micro.patch is not None and fresh == micro.patch + 1)
             fresh_before = fresh
         assert fresh_before == schedule.patches, "a step ends with everything fresh"
-        if schedule.synchronous(step):
-            assert schedule.micros(step) == [Micro(step, None)]
+        if schedule.is_synchronous(step):
+            assert schedule.list_micro_steps(step) == [MicroStep(step, None)]
 
 
 @settings(deadline=None)
@@ -241,13 +243,13 @@ def test_ages_agree_with_time(schedule: Schedule, calls: int) -> None:
     failure means that the ages assert something that no order of work can give.
     """
     when: dict[tuple[int, int, int, int], Span] = {}
-    spans = simulate(schedule, calls=calls)
-    computed = [span for span in spans if span.op.kind is Kind.COMPUTE]
-    for span in [*computed, *(span for span in spans if span.op.kind is Kind.KEEP)]:
-        for patch in schedule.patches_of(Micro(span.op.step, span.op.patch)):
+    spans = simulate_schedule(schedule, calls=calls)
+    computed = [span for span in spans if span.op.kind is OpKind.COMPUTE]
+    for span in [*computed, *(span for span in spans if span.op.kind is OpKind.RECEIVE_KEYS)]:
+        for patch in schedule.list_patches(MicroStep(span.op.step, span.op.patch)):
             when[span.stage, span.op.branch, span.op.step, patch] = span
     for span in computed:
-        for patch, age in enumerate(schedule.ages(Micro(span.op.step, span.op.patch))):
+        for patch, age in enumerate(schedule.compute_key_ages(MicroStep(span.op.step, span.op.patch))):
             source = when.get((span.stage, span.op.branch, span.op.step - age, patch))
             if source is None:
                 assert span.op.step == 0 and age == 1, "only the first step may read what was never written"
@@ -270,5 +272,5 @@ def test_two_stages_by_hand() -> None:
     first = "compute send0 send1 take0 compute0 send0 take1 compute1 send1"
     last = "receive0 receive1 compute step0 return0 step1 return1 receive0 compute0 step0 receive1 compute1 step1"
     for stage, wanted in enumerate((first, last)):
-        shown = (f"{op.kind.value}{'' if op.patch is None else op.patch}" for op in schedule.program(stage))
+        shown = (f"{op.kind.value}{'' if op.patch is None else op.patch}" for op in schedule.iter_program(stage))
         assert " ".join(shown) == wanted

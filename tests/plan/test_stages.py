@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.blocks import measure
 from ditile import Plan
-from ditile.hooks.block_hooks import Seats
+from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
-from ditile.parallel.pipefusion.block_costs import Costs, counted, divide
-from ditile.plan.stages import cut, loads
+from ditile.parallel.pipefusion.block_costs import BlockCosts, count_block_costs, divide_blocks
+from ditile.plan.stages import compute_stage_loads, cut_stages
 from tests import tiny
 
 
@@ -43,7 +43,7 @@ def fits(costs: list[float], stages: int, most: float) -> bool:
 def test_balanced_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
     """Against brute force. A failure means that a stage is slower than it must be, and so is every picture."""
     stages = data.draw(st.integers(1, len(costs)))
-    found = cut(costs, stages)
+    found = cut_stages(costs, stages)
     assert [block for stage in found for block in stage] == list(range(len(costs)))
     assert len(found) == stages and all(found)
     assert worst(costs, found) == min(worst(costs, other) for other in every_cut(len(costs), stages))
@@ -56,21 +56,23 @@ def test_speeds_and_ends_count(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=stages, max_size=stages))
     ends = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
-    slowest = max(loads(costs, cut(costs, stages, None, speeds, ends), speeds, ends))
-    assert slowest == min(max(loads(costs, other, speeds, ends)) for other in every_cut(len(costs), stages))
+    slowest = max(compute_stage_loads(costs, cut_stages(costs, stages, None, speeds, ends), speeds, ends))
+    assert slowest == min(
+        max(compute_stage_loads(costs, other, speeds, ends)) for other in every_cut(len(costs), stages)
+    )
 
 
 def test_a_slow_device_gets_fewer_blocks() -> None:
     """By hand: 10 equal blocks, the second device half as fast; then a head that costs as much as two blocks."""
-    assert cut([1.0] * 10, 3, None, (1, 0.5, 1)) == [range(4), range(4, 6), range(6, 10)]
-    assert cut([1.0] * 7, 3, None, None, (0.0, 2.0)) == [range(3), range(3, 6), range(6, 7)]
+    assert cut_stages([1.0] * 10, 3, None, (1, 0.5, 1)) == [range(4), range(4, 6), range(6, 10)]
+    assert cut_stages([1.0] * 7, 3, None, None, (0.0, 2.0)) == [range(3), range(3, 6), range(6, 7)]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8, 57])
 def test_flux(stages: int) -> None:
     """19 double blocks at 1.2 and 38 single ones at 1: no cut into as many stages has a cheaper costliest stage."""
     costs = [1.2] * 19 + [1.0] * 38
-    found = cut(costs, stages)
+    found = cut_stages(costs, stages)
     assert [block for stage in found for block in stage] == list(range(57))
     cheapest = worst(costs, found)
     assert fits(costs, stages, cheapest + 1e-6)
@@ -80,55 +82,55 @@ def test_flux(stages: int) -> None:
 def test_flux_over_eight_by_hand() -> None:
     """60.8 in all, 7.6 for each of 8 at best. 6 double blocks are 7.2, 7 would be 8.4, and 8 single ones are 8."""
     costs = [1.2] * 19 + [1.0] * 38
-    assert worst(costs, cut(costs, 8)) == pytest.approx(8.0)
+    assert worst(costs, cut_stages(costs, 8)) == pytest.approx(8.0)
 
 
 def test_by_hand() -> None:
     """The numbers given are the numbers of blocks."""
-    assert cut([1.0] * 6, 3, (1, 2, 3)) == [range(1), range(1, 3), range(3, 6)]
+    assert cut_stages([1.0] * 6, 3, (1, 2, 3)) == [range(1), range(1, 3), range(3, 6)]
 
 
 def test_extremes() -> None:
     """One stage has all blocks; as many stages as blocks have one each."""
-    assert cut([1.0, 5.0, 1.0], 1) == [range(3)]
-    assert cut([1.0, 5.0, 1.0], 3) == [range(1), range(1, 2), range(2, 3)]
+    assert cut_stages([1.0, 5.0, 1.0], 1) == [range(3)]
+    assert cut_stages([1.0, 5.0, 1.0], 3) == [range(1), range(1, 2), range(2, 3)]
 
 
 @pytest.fixture(scope="module")
-def real_flux() -> Seats:
+def real_flux() -> TransformerHooks:
     """FLUX.1-dev at its real widths in bf16, without weights."""
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True)
-    return Seats(transformer.to(torch.bfloat16), registry.spec_of(transformer))
+    return TransformerHooks(transformer.to(torch.bfloat16), registry.require_model_spec(transformer))
 
 
-def imbalance(costs: Costs, stages: list[range]) -> float:
-    of_stage = loads(costs.blocks, stages, None, (costs.first, costs.last))
+def imbalance(costs: BlockCosts, stages: list[range]) -> float:
+    of_stage = compute_stage_loads(costs.blocks, stages, None, (costs.first, costs.last))
     return max(of_stage) * len(stages) / sum(of_stage)
 
 
-def test_real_flux_over_eight_is_balanced(real_flux: Seats) -> None:
+def test_real_flux_over_eight_is_balanced(real_flux: TransformerHooks) -> None:
     """At most 1.05 of the mean, by what a GPU takes for 8 patches; blocks cut evenly by number would be at 1.2.
 
     A failure means that the slowest stage holds up all others by more than 5 %.
     """
-    costs = counted(real_flux, 8, 256)
-    assert imbalance(costs, divide(real_flux, Plan(pipefusion=8))) < 1.05
-    by_number = cut([1.0] * 57, 8)
+    costs = count_block_costs(real_flux, 8, 256)
+    assert imbalance(costs, divide_blocks(real_flux, Plan(pipefusion=8))) < 1.05
+    by_number = cut_stages([1.0] * 57, 8)
     assert imbalance(costs, by_number) > 1.15
 
 
-def test_counted_by_hand(real_flux: Seats) -> None:
+def test_counted_by_hand(real_flux: TransformerHooks) -> None:
     """One patch and no ridge: both kinds of block meet 12 C^2 weights with each of 4096 + 512 tokens.
 
     With 8 patches and a ridge of 256, the text's half of a double block takes 512 + 7 * 256 tokens' time.
     """
     width, tokens = 3072, 4096 + 512
     attention = 2 * width * tokens**2
-    costs = counted(real_flux, 1, 1)
+    costs = count_block_costs(real_flux, 1, 1)
     assert costs.blocks[0] == costs.blocks[-1] == 12 * width**2 * tokens + attention
     assert costs.first == costs.last == 64 * width * 4096
-    costs = counted(real_flux, 8, 256)
+    costs = count_block_costs(real_flux, 8, 256)
     assert costs.blocks[0] == pytest.approx(12 * width**2 * (4096 + 512 + 7 * 256) + attention, rel=0.04)
     assert costs.blocks[-1] == pytest.approx(12 * width**2 * tokens + attention, rel=0.02)
 
@@ -136,21 +138,23 @@ def test_counted_by_hand(real_flux: Seats) -> None:
 def test_hollow_blocks_count_too() -> None:
     """A rank that read its own blocks alone counts as one that read all. A failure means that ranks cut differently."""
     pipe = tiny.flux()
-    seats = Seats(pipe.transformer, registry.spec_of(pipe.transformer))
+    seats = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
     plan = Plan(pipefusion=3, patches=2)
-    whole = divide(seats, plan)
-    seats.hollow(whole[1], keep=False)
-    assert divide(seats, plan) == whole
-    assert counted(seats, 2, 32) == counted(Seats(tiny.flux().transformer, seats.spec), 2, 32)
+    whole = divide_blocks(seats, plan)
+    seats.empty_other_blocks(whole[1], keep=False)
+    assert divide_blocks(seats, plan) == whole
+    assert count_block_costs(seats, 2, 32) == count_block_costs(
+        TransformerHooks(tiny.flux().transformer, seats.spec), 2, 32
+    )
 
 
 def test_what_is_remembered_costs_nothing() -> None:
     """PixArt's keys of the text are constant, its last block is as the others; SD3's last block has less text."""
     pixart, sd3 = tiny.pixart().transformer, tiny.sd3(dual=()).transformer
-    costs = counted(Seats(pixart, registry.spec_of(pixart)), 1, 1)
+    costs = count_block_costs(TransformerHooks(pixart, registry.require_model_spec(pixart)), 1, 1)
     tokens, width = 16 * 16, tiny.WIDTH
     assert set(costs.blocks) == {14 * width**2 * tokens + 2 * width * tokens**2}
-    costs = counted(Seats(sd3, registry.spec_of(sd3)), 1, 1)
+    costs = count_block_costs(TransformerHooks(sd3, registry.require_model_spec(sd3)), 1, 1)
     assert costs.blocks[0] == costs.blocks[1] > costs.blocks[-1]
 
 
@@ -160,6 +164,8 @@ def test_measured_on_this_device(family: str) -> None:
     pipe = tiny.FAMILIES[family]()
     before = pipe(**tiny.arguments(family)).images
     costs = measure(pipe, 2, tiny.arguments(family))
-    assert len(costs.blocks) == len(Seats(pipe.transformer, registry.spec_of(pipe.transformer)).chain)
+    assert len(costs.blocks) == len(
+        TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer)).chain
+    )
     assert min(*costs.blocks, costs.first, costs.last) > 0
     assert torch.equal(pipe(**tiny.arguments(family)).images, before)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from ditile.cli import calibrate as command
 from ditile.cli import calibrate_calls as calls
 from ditile.cli.main import main
-from ditile.cli.options import Calibrate
+from ditile.cli.options import CalibrateOptions
 from ditile.errors import PlanError
 from ditile.planner import calibrate
 from ditile.planner.calibrate import MESSAGES, Bench
-from ditile.planner.fit import Shared, fitted, started
-from ditile.planner.hardware import profile
+from ditile.planner.fit import SharedCall, fit_collectives, fit_kernel_costs
+from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Link, Profile
 from tests.pool import Pool
 
@@ -30,8 +30,8 @@ def test_what_calls_cost_besides_their_work_is_found(slower: float, kernel_s: fl
     """A failure means that every latency on this machine is predicted with the wrong share for each kernel."""
     counts = ((0.1, 1e4), (0.2, 1e4), (0.5, 2e4), (0.9, 3e4))
     calls = [(slower * known + kernels * kernel_s, known, kernels) for known, kernels in counts]
-    before = profile("l40-pcie")
-    found = fitted(before, calls)
+    before = load_profile("l40-pcie")
+    found = fit_kernel_costs(before, calls)
     assert found.kernel_s == pytest.approx(kernel_s, rel=1e-3, abs=1e-12)
     for name in ("matmul", "attention"):
         assert getattr(found, name).at(64, 512) == pytest.approx(getattr(before, name).at(64, 512) / slower, rel=1e-3)
@@ -39,9 +39,9 @@ def test_what_calls_cost_besides_their_work_is_found(slower: float, kernel_s: fl
 
 def test_a_rate_is_never_faster_than_its_curve() -> None:
     """Calls faster than their kernels, or with less than none for each, are noise."""
-    before = profile("l40-pcie")
-    assert fitted(before, [(0.5, 1.0, 10.0), (0.9, 2.0, 10.0)]).matmul == before.matmul
-    assert fitted(before, [(1.0, 1.0, 1e4), (3.0, 2.0, 1e4)]).kernel_s == 0
+    before = load_profile("l40-pcie")
+    assert fit_kernel_costs(before, [(0.5, 1.0, 10.0), (0.9, 2.0, 10.0)]).matmul == before.matmul
+    assert fit_kernel_costs(before, [(1.0, 1.0, 1e4), (3.0, 2.0, 1e4)]).kernel_s == 0
 
 
 def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "WIDTHS", (128, 512, 1 << 20))
     done: list[int] = []
     bench = Bench(torch.device("cpu"), torch.float32, lambda: done.append(1))
-    curve = calibrate.matmul(bench)
+    curve = calibrate.measure_matmul(bench)
     assert len(done) == 2 and all(math.isfinite(rate) and rate > 1e6 for row in curve.rates for rate in row)
     assert all(row[2] == row[1] for row in curve.rates) and curve.rates[1][1] > curve.rates[0][0]
 
@@ -58,7 +58,7 @@ def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def _joined() -> Link:
     with pytest.MonkeyPatch.context() as patch:
         _shrink(patch)
-        return calibrate.link(Bench(torch.device("cpu"), torch.float32))
+        return calibrate.measure_link(Bench(torch.device("cpu"), torch.float32))
 
 
 def test_links_are_of_these_ranks(pool: Pool) -> None:
@@ -71,29 +71,29 @@ def test_links_are_of_these_ranks(pool: Pool) -> None:
 def test_what_exchanges_take_is_read_off_shared_calls() -> None:
     """Known work and so many exchanges a call; a sum may start more slowly. A failure would mean that plans which
     exchange in every block are predicted too fast."""
-    before = dataclasses.replace(profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9, call_s=1.0))
-    calls = [Shared(2.0 + 0.3 * 1.5 + 0.003 * n, known=2.0, sending=0.3, exchanges=n) for n in (100, 400)]
-    sums = [Shared(1.0 + 0.1 * m + 0.005 * 50, known=1.0, sending=0.1 * m, exchanges=50) for m in (1, 4)]
-    link = started(before, calls, sums).link
+    before = dataclasses.replace(load_profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9, call_s=1.0))
+    calls = [SharedCall(2.0 + 0.3 * 1.5 + 0.003 * n, known=2.0, sending=0.3, exchanges=n) for n in (100, 400)]
+    sums = [SharedCall(1.0 + 0.1 * m + 0.005 * 50, known=1.0, sending=0.1 * m, exchanges=50) for m in (1, 4)]
+    link = fit_collectives(before, calls, sums).link
     for call in calls:
         priced = call.known + call.sending / link.collective + call.exchanges * link.call_s
         assert priced == pytest.approx(call.took, rel=0.03)
     assert link.call_s == pytest.approx(0.003, rel=0.15) and 1 / 1.5 < link.collective < 0.9
     assert link.sum_s == pytest.approx(0.005) and link.reduce == pytest.approx(1.0)
-    assert started(before, [], []).link == before.link
-    faster = started(before, [Shared(1.0, known=2.0, sending=0.1, exchanges=5)], []).link
+    assert fit_collectives(before, [], []).link == before.link
+    faster = fit_collectives(before, [SharedCall(1.0, known=2.0, sending=0.1, exchanges=5)], []).link
     assert faster.call_s == 0.0 and faster.collective == 1.0
-    once = started(before, [Shared(1.2, known=1.0, sending=0.1, exchanges=50)], []).link
+    once = fit_collectives(before, [SharedCall(1.2, known=1.0, sending=0.1, exchanges=50)], []).link
     assert once.call_s * 50 + 0.1 / once.collective == pytest.approx(0.2)
 
 
 def test_a_disturbed_call_does_not_make_bytes_slow() -> None:
     """Of two calls, one with twice the bytes of the other, the larger took 6 % too long. A failure means that a larger
     picture, whose exchanges are nearly all bytes, is predicted far too slow."""
-    before = dataclasses.replace(profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9))
+    before = dataclasses.replace(load_profile("l40-pcie"), link=Link(latency_s=0.0, bandwidth=1e9))
     calls = [(0.8 + sending + 0.001 * 200, sending) for sending in (0.05, 0.1)]
     calls[1] = (1.06 * calls[1][0], calls[1][1])
-    link = started(before, [], [Shared(took, 0.8, sending, 200) for took, sending in calls]).link
+    link = fit_collectives(before, [], [SharedCall(took, 0.8, sending, 200) for took, sending in calls]).link
     assert link.reduce > 0.6 and link.sum_s == pytest.approx(0.001, rel=0.25)
 
 
@@ -112,8 +112,8 @@ def _sizes(dtype: str) -> set[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "send", noted(send))
         patch.setattr(dist, "isend", noted(isend))
-        calibrate._one_way(bench, MESSAGES[0])
-        calibrate._overlap(bench)
+        calibrate._time_one_way(bench, MESSAGES[0])
+        calibrate._measure_overlap(bench)
     return found
 
 
@@ -122,7 +122,7 @@ def test_messages_have_their_bytes_in_any_type(pool: Pool, dtype: str) -> None:
     """A failure means that in half precision half the bytes travel, and a link is said to be twice as fast as it is."""
     assert pool.run(_sizes, 2, dtype)[0] == {MESSAGES[0], MESSAGES[-1]}
     bench = Bench(torch.device("cpu"), getattr(torch, dtype))
-    assert bench.message(MESSAGES[1], 3).nbytes == 3 * MESSAGES[1]
+    assert bench.make_message(MESSAGES[1], 3).nbytes == 3 * MESSAGES[1]
 
 
 def _shrink(patch: pytest.MonkeyPatch) -> None:
@@ -154,11 +154,11 @@ def test_the_command_writes_what_plan_reads(
     out = tmp_path / "here.json"
     assert main(["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
-    found = Profile.read(out)
+    found = Profile.from_json_file(out)
     assert (found.name, found.devices, found.interlink) == ("here", 1, None)
-    assert found.micro_s > 0 and found.matmul.at(64, 128) > 1e6
+    assert found.micro_s > 0 and found.matmul.interpolate(64, 128) > 1e6
     assert 0 < found.product_s < 1 and 0 <= found.disturbed <= 1
-    monkeypatch.setattr(command, "disturbed", lambda *_: 0.5)
+    monkeypatch.setattr(command, "compute_disturbed_share", lambda *_: 0.5)
     assert main(["calibrate", "--ranks", "1", "--name", "here", "--out", str(out)]) == 0
     assert "others slowed the cores in 50% of what was timed" in capsys.readouterr().err
     answer = _planned(out, capsys)
@@ -179,15 +179,15 @@ def _of_hosts(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         _shrink(patch)
         patch.setattr(dist, "send", noted)
-        patch.setattr(calls, "together", lambda dtype, device: 1.0)
-        patch.setattr(command, "launch", lambda *args, **_: [profile("l40-pcie")])
+        patch.setattr(calls, "measure_joint_slowdown", lambda dtype, device: 1.0)
+        patch.setattr(command, "launch", lambda *args, **_: [load_profile("l40-pcie")])
         patch.setenv("LOCAL_RANK", str(local))
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         if out is None:
-            return command.joined("float32", [], command.by_host()), pairs
+            return command.measure_all_ranks("float32", [], command.by_host()), pairs
         with pytest.raises(PlanError, match=f"ranks=9, and torchrun started {ranks} on each host; leave it out"):
-            command.calibrate(Calibrate(ranks=9, out=out))
-        return command.calibrate(Calibrate(out=out, dtype="float32")), pairs
+            command.calibrate_machine(CalibrateOptions(ranks=9, out=out))
+        return command.calibrate_machine(CalibrateOptions(out=out, dtype="float32")), pairs
 
 
 def test_links_between_hosts_are_measured_between_hosts(pool: Pool) -> None:
@@ -205,8 +205,8 @@ def test_torchrun_measures_its_hosts(pool: Pool, tmp_path: Path, capsys: pytest.
     out = tmp_path / "hosts.json"
     found = pool.run(_of_hosts, 2, 1, str(out))
     assert [path for path, _ in found] == [out, None]
-    written = Profile.read(out)
+    written = Profile.from_json_file(out)
     assert written.devices == 1 and written.interlink == written.link and written.interlink is not None
-    assert written.interlink.bandwidth > 1e3 and written.matmul == profile("l40-pcie").matmul
+    assert written.interlink.bandwidth > 1e3 and written.matmul == load_profile("l40-pcie").matmul
     plans = _planned(out, capsys, "--hosts", "2", "--devices", "2")["plans"]
     assert any(plan["exposed_comm_s"] > 0 for plan in plans)

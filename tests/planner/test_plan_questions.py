@@ -11,18 +11,18 @@ import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
-from ditile.plan.cost import Job
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer, reasons
-from ditile.planner.footprint import of_decoder
-from ditile.planner.memory import peak
-from ditile.planner.ops import Left, Ops
+from ditile.planner.answer import answer_question, explain_prices
+from ditile.planner.footprint import count_decoder_numbers
+from ditile.planner.memory import count_peak_bytes
+from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.question import Ask
-from ditile.planner.search import SHOWN, Wanted, divisors, pricer_of, search
-from ditile.planner.subject import CONFIGS, Subject, known
+from ditile.planner.question import PlanQuestion
+from ditile.planner.search import SHOWN, SearchRequest, list_divisors, make_pricer, search_plans
+from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
 from ditile.runner.load import ASSETS
 
 FLUX = ("--model", "flux.1-dev", "--hardware", "l40-pcie")
@@ -33,19 +33,22 @@ FLUX = ("--model", "flux.1-dev", "--hardware", "l40-pcie")
 )
 def test_hosts_of_few_devices_have_plans(model: str, devices: int, hosts: int) -> None:
     """A failure means that some product of degrees over hosts has no price."""
-    asked = Ask(model=model, hardware="l40-pcie", devices=devices, hosts=hosts, interlink="10Gbit")
-    assert answer(asked).found.prices
+    asked = PlanQuestion(model=model, hardware="l40-pcie", devices=devices, hosts=hosts, interlink="10Gbit")
+    assert answer_question(asked).result.prices
 
 
 @pytest.mark.parametrize("text", ["ring=2 tensor=4", "distrifusion=2 tensor=4", "ulysses=2 tensor=4"])
 def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -> None:
     """Ranks with other tokens are on the other host. A failure means that a gather between hosts costs nothing."""
-    one, profile = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev"), hardware.profile("l40-pcie", "1Gbit")
-    shape = one.shape({"height": 512, "width": 512, "num_inference_steps": 4, "prompt": ""}, 2)
-    pricer, job = pricer_of(one, {}, profile, 4), one.job(Plan.parse(text), shape)
-    assert pricer.price(job).exposed_s > pricer_of(one, {}, profile).price(job).exposed_s
-    assert Ops(pricer, job, Left()).link(text.split("=")[0]).bandwidth < profile.link.bandwidth / 10
-    assert Ops(pricer, job, Left()).link("pipefusion") == profile.link, "no axis, no other host"
+    one, profile = (
+        PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev"),
+        hardware.load_profile("l40-pcie", "1Gbit"),
+    )
+    shape = one.make_call_shape({"height": 512, "width": 512, "num_inference_steps": 4, "prompt": ""}, 2)
+    pricer, job = make_pricer(one, {}, profile, 4), one.make_plan_job(Plan.parse(text), shape)
+    assert pricer.price_call(job).exposed_s > make_pricer(one, {}, profile).price_call(job).exposed_s
+    assert OpPricer(pricer, job, CacheSkips()).get_axis_link(text.split("=")[0]).bandwidth < profile.link.bandwidth / 10
+    assert OpPricer(pricer, job, CacheSkips()).get_axis_link("pipefusion") == profile.link, "no axis, no other host"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,8 @@ def test_guidance_is_a_finite_number(value: str, capsys: pytest.CaptureFixture[s
 def test_a_number_has_its_divisors_in_order() -> None:
     """Of a large prime too, at once. A failure means that degrees are missing, or a search that does not end."""
     for number in (1, 2, 12, 36, 97, 720):
-        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
-    assert divisors(1000000007) == [1, 1000000007]
+        assert list_divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert list_divisors(1000000007) == [1, 1000000007]
 
 
 def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,34 +103,38 @@ def test_a_given_plan_within_its_bounds_is_priced(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(("height", "devices", "also"), [(1024, 2, "text=split"), (4096, 8, "text=split vae=rows")])
 def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: int, devices: int, also: str) -> None:
     """A failure means that a search says no plan fits where one does, or shares out what there is room for."""
-    profile, one = hardware.profile("rtx-4090"), Subject.of("flux.1-dev", CONFIGS / "flux.1-dev")
+    profile, one = hardware.load_profile("rtx-4090"), PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
     call = {"height": height, "width": height, "num_inference_steps": 28, "prompt": "", "max_sequence_length": 512}
-    found = search(one, call, profile, Wanted(devices=devices))
+    found = search_plans(one, call, profile, SearchRequest(devices=devices))
     words = str(found.prices[0].plan)
     assert words.endswith(also) and found.too_large
     assert all(price.memory_bytes <= profile.memory_bytes for price in found.prices)
-    given = answer(Ask(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)).found
+    given = answer_question(
+        PlanQuestion(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)
+    ).result
     assert given.prices[0].memory_bytes == found.prices[0].memory_bytes
 
 
-@pytest.mark.parametrize("name", [name for name in known() if name not in ("qwen-image", "wan2.1-t2v-14b")])
+@pytest.mark.parametrize(
+    "name", [name for name in list_published_models() if name not in ("qwen-image", "wan2.1-t2v-14b")]
+)
 def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str) -> None:
     """A failure means a peak of memory that is not that of the model's own VAE."""
-    one = Subject.of(name, CONFIGS / name)
+    one = PlanSubject.from_configs(name, CONFIGS / name)
     assert one.decoder is not None
-    assert one.decodes == one.decoded() == of_decoder(one.decoder, one.coder)
+    assert one.decodes == one.count_decode_numbers() == count_decoder_numbers(one.decoder, one.coder)
 
 
 def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all fit. A failure means a search that takes a half longer than it need."""
     looked = list[Plan]()
 
-    def noted(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
+    def noted(subject: PlanSubject, job: PlannedCall, profile: Profile, words: int = 0) -> int:
         looked.append(job.plan)
-        return peak(subject, job, profile, words)
+        return count_peak_bytes(subject, job, profile, words)
 
     monkeypatch.setattr("ditile.planner.search.peak", noted)
-    found = answer(Ask(model="pixart-alpha", hardware="h100-nvlink", devices=16)).found
+    found = answer_question(PlanQuestion(model="pixart-alpha", hardware="h100-nvlink", devices=16)).result
     assert not found.too_large and len(found.prices) == SHOWN
     assert len(looked) < found.legal / 2 and {price.plan for price in found.prices} <= set(looked)
 
@@ -154,7 +161,7 @@ BEST = price(8.0, 0.5, 1.5)
 )
 def test_why_a_plan_is_not_the_first(other: Price, why: str) -> None:
     """Each of the four decides once. A failure means a table that blames the wrong part."""
-    assert list(reasons([BEST, other]))[1] == why
+    assert list(explain_prices([BEST, other]))[1] == why
 
 
 @pytest.mark.parametrize(
@@ -166,8 +173,8 @@ def test_why_a_plan_is_not_the_first(other: Price, why: str) -> None:
     ],
 )
 def test_what_the_first_is_made_of(first: Price, made_of: str) -> None:
-    assert list(reasons([first])) == [made_of]
-    assert next(reasons([first, BEST])) == f"the fastest: {made_of}"
+    assert list(explain_prices([first])) == [made_of]
+    assert next(explain_prices([first, BEST])) == f"the fastest: {made_of}"
 
 
 def test_a_faster_plan_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,16 +216,16 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @of_diffusers
 def test_a_hub_id_has_its_text_encoders_and_vae(cached: Path) -> None:
     """Read off its configs, in the cache. A failure means that `--memory` lets plans through that do not fit."""
-    own = Subject.of("shapes-flux", ASSETS / "shapes-flux")
-    hub = Subject.of(HUB, HUB)
+    own = PlanSubject.from_configs("shapes-flux", ASSETS / "shapes-flux")
+    hub = PlanSubject.from_configs(HUB, HUB)
     assert (hub.text, hub.vae, hub.uncounted) == (own.text, own.vae, ()) and own.text > 0 < own.vae
 
 
 def test_a_folder_without_weights_is_planned_for(cached: Path) -> None:
     """A failure means that nobody can ask about a model before its weights are there."""
     wanted = {"hardware": "l40-pcie", "devices": 2}
-    alone, whole = (answer(Ask(model=str(model), **wanted)) for model in (cached, "shapes-flux"))
-    assert [price.plan for price in alone.found.prices] == [price.plan for price in whole.found.prices]
+    alone, whole = (answer_question(PlanQuestion(model=str(model), **wanted)) for model in (cached, "shapes-flux"))
+    assert [price.plan for price in alone.result.prices] == [price.plan for price in whole.result.prices]
 
 
 @of_diffusers
@@ -236,11 +243,11 @@ def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
     """A failure means that a folder with half-precision files beside the others needs half as much again."""
     folder = tmp_path / "model"
     shutil.copytree(ASSETS / "shapes-flux", folder)
-    before = Subject.of("model", folder)
+    before = PlanSubject.from_configs("model", folder)
     for part in ("text_encoder_2", "vae"):
         (weights,) = (folder / part).glob("*.safetensors")
         shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
-    again = Subject.of("model", folder)
+    again = PlanSubject.from_configs("model", folder)
     assert (again.text, again.vae) == (before.text, before.vae)
 
 
@@ -248,13 +255,13 @@ def test_variants_of_the_weights_count_once(tmp_path: Path) -> None:
 def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
     """Also one that fails. A failure means a program whose memory grows from its first plan on."""
     seen: list[bool] = []
-    monkeypatch.setattr(Subject, "shape", lambda *_: seen.append(gc.isenabled()) or 1 / 0)
-    one, asked = Subject.of("flux.1-dev", CONFIGS / "flux.1-dev"), Wanted(devices=2)
+    monkeypatch.setattr(PlanSubject, "make_call_shape", lambda *_: seen.append(gc.isenabled()) or 1 / 0)
+    one, asked = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev"), SearchRequest(devices=2)
     try:
         if not is_on:
             gc.disable()
         with pytest.raises(ZeroDivisionError):
-            search(one, {}, hardware.profile("l40-pcie"), asked)
+            search_plans(one, {}, hardware.load_profile("l40-pcie"), asked)
         assert seen == [False] and gc.isenabled() == is_on
     finally:
         gc.enable()

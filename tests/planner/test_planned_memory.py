@@ -9,40 +9,40 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.cli.bench.cells import Cell
+from ditile.cli.bench.cells import BenchCell
 from ditile.cli.bench.options import Workload
-from ditile.cli.bench.session import held
-from ditile.cli.bench.subjects import Random
-from ditile.hooks.feed_forward import can_fuse
+from ditile.cli.bench.session import count_weight_bytes
+from ditile.cli.bench.subjects import RandomSubject
+from ditile.hooks.feed_forward import can_fuse_gelu
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.live import LiveBytes
-from ditile.planner.memory import needed
+from ditile.planner.memory import count_rank_memory
 from ditile.planner.profile import FUSED
-from ditile.planner.search import pricer_of
+from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
-STEPS, CPU = 3, hardware.profile("epyc-2-cores")
+STEPS, CPU = 3, hardware.load_profile("epyc-2-cores")
 """It was measured before GELU could be one kernel with its product."""
-FUSES = can_fuse(torch.device("cpu"), torch.float32)
+FUSES = can_fuse_gelu(torch.device("cpu"), torch.float32)
 PROFILE = replace(CPU, pointwise={**CPU.pointwise, FUSED: CPU.pointwise["gelu"]}) if FUSES else CPU
 
 
 def measured(family: str, text: str, side: int) -> tuple[int, int]:
     """Bytes that this rank holds at the peak of a call, and what was foretold."""
-    subject = Random(Workload(model=MODELS[family], steps=STEPS, output="latent"), MODELS[family])
+    subject = RandomSubject(Workload(model=MODELS[family], steps=STEPS, output="latent"), MODELS[family])
     plan = Plan.parse(text)
-    cell = Cell(str(plan), "", "", side, side)
-    runner = parallelize(subject.pipeline(plan), plan, device="cpu")
-    runner(**subject.call(runner.pipe, cell))
+    cell = BenchCell(str(plan), "", "", side, side)
+    runner = parallelize(subject.create_pipeline(plan), plan, device="cpu")
+    runner(**subject.make_call_arguments(runner.pipe, cell))
     gc.collect()
     with LiveBytes() as live:
-        runner(**subject.call(runner.pipe, cell))
-    words = pricer_of(subject.described, subject.numbers(cell), PROFILE).words
-    foretold = needed(subject.described, subject.job(cell), PROFILE, dist.get_rank(), words)
-    return held(runner.pipe) + live.peak, foretold.denoising
+        runner(**subject.make_call_arguments(runner.pipe, cell))
+    words = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), PROFILE).text_tokens
+    foretold = count_rank_memory(subject.planner_subject, subject.make_cost_job(cell), PROFILE, dist.get_rank(), words)
+    return count_weight_bytes(runner.pipe) + live.peak, foretold.denoising_peak
 
 
 @pytest.mark.parametrize("family", MODELS)

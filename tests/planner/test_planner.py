@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ditile.cache.line import configs_of
+from ditile.cache.line import parse_cache_line
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
 from ditile.plan import cost
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer, plan_for
-from ditile.planner.caches import expected
-from ditile.planner.links import Together, of_crew
-from ditile.planner.memory import Bytes, needed, peak
-from ditile.planner.ops import Left, Ops
-from ditile.planner.profile import Curve, Link, Profile, rising
-from ditile.planner.question import Ask
-from ditile.planner.search import ABOVE, Wanted, plans, pricer_of, search
-from ditile.planner.seconds import Tokens, flops, seconds, together
-from ditile.planner.subject import CONFIGS, Subject, known
-from ditile.runner.load import defaults, find
+from ditile.planner.answer import answer_question, plan_for
+from ditile.planner.caches import predict_skipped_steps
+from ditile.planner.links import WarmupBlock, compute_warmup_seconds
+from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
+from ditile.planner.ops import CacheSkips, OpPricer
+from ditile.planner.profile import Curve, Link, Profile, is_strictly_rising
+from ditile.planner.question import PlanQuestion
+from ditile.planner.search import ABOVE, SearchRequest, iterate_plans, make_pricer, search_plans
+from ditile.planner.seconds import RankTokens, compute_work_seconds, count_work_flops, merge_work
+from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
+from ditile.runner.load import find_model_source, read_generation_options
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -44,12 +44,18 @@ EVEN = Profile(
 SMALL = {"height": 256, "width": 256, "num_inference_steps": 8, "prompt": "a prompt"}
 
 
-def subject(name: str) -> Subject:
-    return Subject.of(name, CONFIGS / name if name in known() else find(name))
+def subject(name: str) -> PlanSubject:
+    return PlanSubject.from_configs(
+        name, CONFIGS / name if name in list_published_models() else find_model_source(name)
+    )
 
 
 def call(name: str, **changes: Any) -> dict[str, Any]:
-    own = json.loads((CONFIGS / name / "generation.json").read_text()) if name in known() else defaults(name)
+    own = (
+        json.loads((CONFIGS / name / "generation.json").read_text())
+        if name in list_published_models()
+        else read_generation_options(name)
+    )
     return own | {"prompt": "a prompt"} | changes
 
 
@@ -57,14 +63,14 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
 def test_operations_are_those_of_the_forward(name: str) -> None:
     """At a size other than the one that was counted; a failure means that a kernel grows with the wrong tokens."""
     one = subject(name)
-    counted, grid, text = one.counted, Grid(6, 10, 10), 23
-    assert one.spec.example is not None
+    counted, grid, text = one.transformer_work, Grid(6, 10, 10), 23
+    assert one.model_spec.example is not None
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as found:
         config: Any = one.transformer.config
-        one.transformer(**one.spec.example(config, grid, text), return_dict=False)
+        one.transformer(**one.model_spec.example(config, grid, text), return_dict=False)
     of_blocks = (*counted.blocks, *counted.block_steps, *counted.block_once)
     rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
-    total = flops(together([*of_blocks, *rest]), Tokens(1, 60, text, 60, text))
+    total = count_work_flops(merge_work([*of_blocks, *rest]), RankTokens(1, 60, text, 60, text))
     assert total == found.get_total_flops()
 
 
@@ -73,7 +79,7 @@ def test_operations_are_those_of_the_forward(name: str) -> None:
     [("flux.1-dev", 11.90), ("pixart-sigma", 0.611), ("sd3-medium", 2.03), ("sd3.5-large", 8.06)],
 )
 def test_published_models_have_their_parameters(name: str, billions: float) -> None:
-    weights = subject(name).weights
+    weights = subject(name).parameter_counts
     assert (sum(weights.blocks) + weights.shared) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
@@ -81,13 +87,13 @@ def test_published_models_have_their_parameters(name: str, billions: float) -> N
 def test_equal_stages_and_free_messages_take_the_makespan(text: str) -> None:
     """The price is the schedule's: with one cost for each row of tokens it is the formula of `Schedule.makespan`."""
     one = subject("shapes-pixart")
-    shape = one.shape(call("shapes-pixart", **SMALL))
-    job = one.job(Plan.parse(text), shape)
-    pricer = pricer_of(one, SMALL, EVEN)
-    alone = pricer.price(one.job(Plan(), shape)).latency_s
-    price = pricer.price(job)
+    shape = one.make_call_shape(call("shapes-pixart", **SMALL))
+    job = one.make_plan_job(Plan.parse(text), shape)
+    pricer = make_pricer(one, SMALL, EVEN)
+    alone = pricer.price_call(one.make_plan_job(Plan(), shape)).latency_s
+    price = pricer.price_call(job)
     assert price.exposed_s == pytest.approx(0, abs=1e-9)
-    assert price.latency_s / alone == pytest.approx(job.schedule.makespan(1) / shape.steps, rel=0.06)
+    assert price.latency_s / alone == pytest.approx(job.step_schedule.compute_makespan(1) / shape.steps, rel=0.06)
     assert price.latency_s == pytest.approx(price.compute_s + price.bubble_s)
 
 
@@ -98,15 +104,17 @@ def test_the_fastest_of_all_simulated_plans_are_found(name: str, interlink: str 
     """A failure means that the formula, in whose order plans are simulated, is above the simulation or far below it: a
     search would miss the best plan, or simulate them all."""
     one = subject(name)
-    asked, profile = call(name, height=512, width=512), hardware.profile("l40-pcie", interlink)
-    shape, wanted = one.shape(asked, profile.element_size), Wanted(devices=16, hosts=2)
-    pricer, simulated = pricer_of(one, asked, profile, 8), list[float]()
-    for plan in plans(one, shape, wanted):
-        job = one.job(plan, shape)
-        simulated.append(pricer.latency(job))
-        assert 0.9 * simulated[-1] < pricer.estimate(job) < ABOVE * simulated[-1], plan
-        assert 0 < pricer.estimate(job, most=0.0) <= pricer.estimate(job), "at least what was counted so far"
-    found = search(one, asked, profile, wanted)
+    asked, profile = call(name, height=512, width=512), hardware.load_profile("l40-pcie", interlink)
+    shape, wanted = one.make_call_shape(asked, profile.element_size), SearchRequest(devices=16, hosts=2)
+    pricer, simulated = make_pricer(one, asked, profile, 8), list[float]()
+    for plan in iterate_plans(one, shape, wanted):
+        job = one.make_plan_job(plan, shape)
+        simulated.append(pricer.predict_latency(job))
+        assert 0.9 * simulated[-1] < pricer.estimate_latency(job) < ABOVE * simulated[-1], plan
+        assert 0 < pricer.estimate_latency(job, most=0.0) <= pricer.estimate_latency(job), (
+            "at least what was counted so far"
+        )
+    found = search_plans(one, asked, profile, wanted)
     first = [price.latency_s for price in found.prices if price.plan.warmup_mode == "serial"]
     assert first == pytest.approx(sorted(simulated)[: len(first)], rel=0.01)
     assert first and found.prices[0].latency_s <= min(simulated) * 1.0001
@@ -114,10 +122,10 @@ def test_the_fastest_of_all_simulated_plans_are_found(name: str, interlink: str 
 
 def test_plans_are_legal_and_distinct() -> None:
     one = subject("flux.1-dev")
-    shape = one.shape(call("flux.1-dev"), 2)
-    found = list(plans(one, shape, Wanted(devices=16)))
+    shape = one.make_call_shape(call("flux.1-dev"), 2)
+    found = list(iterate_plans(one, shape, SearchRequest(devices=16)))
     assert len(found) == len(set(map(str, found)))
-    facts = shape.facts("x", len(one.seats.chain))
+    facts = shape.collect_facts("x", len(one.block_hooks.chain))
     assert all(not plan.illegal(facts) and 16 % plan.world == 0 for plan in found)
     assert {plan.world for plan in found} == {1, 2, 4, 8, 16}
     for name in ("pipefusion", "ring", "distrifusion", "ulysses", "tensor"):
@@ -129,57 +137,59 @@ def test_slower_links_favour_fewer_bytes() -> None:
     """On a slow link PipeFusion or guidance wins, on a fast one the methods that divide every step."""
     one, asked = subject("pixart-sigma"), call("pixart-sigma", height=2048, width=2048)
     slow, fast = (
-        dataclasses.replace(hardware.profile("a100-nvlink"), link=Link(latency_s=1e-5, bandwidth=rate))
+        dataclasses.replace(hardware.load_profile("a100-nvlink"), link=Link(latency_s=1e-5, bandwidth=rate))
         for rate in (1e9, 1e13)
     )
-    first, second = (search(one, asked, profile, Wanted(devices=4)).prices[0] for profile in (slow, fast))
+    first, second = (search_plans(one, asked, profile, SearchRequest(devices=4)).prices[0] for profile in (slow, fast))
     assert first.plan.pipefusion * first.plan.cfg == 4
     assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
 
 
 def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
-    one, asked, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.profile("l40-pcie")
-    shape = one.shape(asked, 2)
-    alone, staged = (one.job(Plan.parse(text), shape) for text in ("data=1", "pipefusion=8"))
-    assert needed(one, alone, profile).weights > 4 * needed(one, staged, profile).weights, "double blocks are larger"
-    assert peak(one, staged, profile) < peak(one, alone, profile)
+    one, asked, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.load_profile("l40-pcie")
+    shape = one.make_call_shape(asked, 2)
+    alone, staged = (one.make_plan_job(Plan.parse(text), shape) for text in ("data=1", "pipefusion=8"))
+    assert count_rank_memory(one, alone, profile).weights > 4 * count_rank_memory(one, staged, profile).weights, (
+        "double blocks are larger"
+    )
+    assert count_peak_bytes(one, staged, profile) < count_peak_bytes(one, alone, profile)
     with pytest.raises(PlanError, match=r"no plan fits 2\.00 GB a device: '.*' needs least, .* GB more"):
-        search(one, asked, profile, Wanted(devices=8, memory_bytes=2 * 10**9))
+        search_plans(one, asked, profile, SearchRequest(devices=8, memory_bytes=2 * 10**9))
     with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):
-        search(one, asked, profile, Wanted(devices=8, max_latency_s=0.001))
+        search_plans(one, asked, profile, SearchRequest(devices=8, max_latency_s=0.001))
 
 
-EVERY_OTHER = Left(steps=frozenset(range(0, 8, 2)), first=0)
+EVERY_OTHER = CacheSkips(steps=frozenset(range(0, 8, 2)), first=0)
 
 
 def test_a_cache_leaves_out_its_steps() -> None:
     one = subject("shapes-pixart")
-    job = one.job(Plan(), one.shape(call("shapes-pixart", **SMALL)))
-    pricer = pricer_of(one, SMALL, EVEN)
-    whole, half = pricer.price(job), pricer.price(job, EVERY_OTHER)
+    job = one.make_plan_job(Plan(), one.make_call_shape(call("shapes-pixart", **SMALL)))
+    pricer = make_pricer(one, SMALL, EVEN)
+    whole, half = pricer.price_call(job), pricer.price_call(job, EVERY_OTHER)
     assert half.latency_s == pytest.approx(whole.latency_s / 2, rel=0.02)
 
 
 def test_a_cache_leaves_out_exchanges_too() -> None:
     one = subject("shapes-flux")
     slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
-    job = one.job(Plan(ulysses=2), one.shape(call("shapes-flux", **SMALL)))
-    pricer = pricer_of(one, SMALL, slow)
-    whole, half = pricer.price(job), pricer.price(job, EVERY_OTHER)
+    job = one.make_plan_job(Plan(ulysses=2), one.make_call_shape(call("shapes-flux", **SMALL)))
+    pricer = make_pricer(one, SMALL, slow)
+    whole, half = pricer.price_call(job), pricer.price_call(job, EVERY_OTHER)
     assert half.exposed_s == pytest.approx(whole.exposed_s / 2, rel=0.02)
 
 
 def test_every_half_computes_all_calls_of_the_first_step() -> None:
     """It learns there how many there are: of 8 steps of two calls, a half makes 9 calls."""
     one = subject("shapes-flux")
-    shape = one.shape(call("shapes-flux", **SMALL))
-    pricer = pricer_of(one, SMALL, EVEN)
-    alone, half = (pricer.price(one.job(Plan.parse(text), shape)) for text in ("data=1", "cfg=2"))
+    shape = one.make_call_shape(call("shapes-flux", **SMALL))
+    pricer = make_pricer(one, SMALL, EVEN)
+    alone, half = (pricer.price_call(one.make_plan_job(Plan.parse(text), shape)) for text in ("data=1", "cfg=2"))
     assert half.compute_s / alone.compute_s == pytest.approx(9 / 16, rel=0.01)
-    assert pricer.estimate(one.job(Plan(cfg=2), shape)) == pytest.approx(half.latency_s, rel=0.02)
+    assert pricer.estimate_latency(one.make_plan_job(Plan(cfg=2), shape)) == pytest.approx(half.latency_s, rel=0.02)
     slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=1e6))
     split, both = (
-        pricer_of(one, SMALL, slow).price(one.job(Plan.parse(text), shape)).exposed_s
+        make_pricer(one, SMALL, slow).price_call(one.make_plan_job(Plan.parse(text), shape)).exposed_s
         for text in ("ulysses=2", "cfg=2 ulysses=2")
     )
     assert 9 / 16 < both / split < 10 / 16, "its exchanges are made for both calls, too"
@@ -197,54 +207,60 @@ def test_what_a_crew_sends_is_priced(text: str) -> None:
     """Weights of blocks and keys of all layers, in bytes by the formulas and in seconds: on a link with nothing under
     it at least those of what the ranks send, each over its own."""
     one = subject("shapes-pixart")
-    shape = one.shape(call("shapes-pixart", **SMALL), 4)
-    rate, job = 1e6, one.job(Plan.parse(text), shape)
+    shape = one.make_call_shape(call("shapes-pixart", **SMALL), 4)
+    rate, job = 1e6, one.make_plan_job(Plan.parse(text), shape)
     slow = dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=rate, overlap=0.0))
-    sent = [cost.sent(job, rank) for rank in range(job.plan.world)]
-    price = pricer_of(one, SMALL, slow).price(job)
+    sent = [cost.count_traffic_bytes(job, rank) for rank in range(job.plan.world)]
+    price = make_pricer(one, SMALL, slow).price_call(job)
     once = sum(of_rank.get("data", 0) + of_rank.get("result", 0) for of_rank in sent)
     assert price.bytes_per_step * shape.steps == sum(sum(of_rank.values()) for of_rank in sent) - once
-    kinds = ("keys", "weights") if job.schedule.mode == "sequence" else ("keys",)
+    kinds = ("keys", "weights") if job.step_schedule.mode == "sequence" else ("keys",)
     assert all(any(of_rank.get(kind) for of_rank in sent) for kind in kinds)
     gathered = max(of_rank["keys"] for of_rank in sent[:2] if "keys" in of_rank)
-    lent = sum(cost.lent(job, block) for block in range(len(job.weights.blocks))) if "weights" in kinds else 0
-    calls = sum(job.calls(step) for step in range(job.schedule.warmup))
+    lent = (
+        sum(cost.count_weight_stream_bytes(job, block) for block in range(len(job.weights.blocks)))
+        if "weights" in kinds
+        else 0
+    )
+    calls = sum(job.count_calls_in_step(step) for step in range(job.step_schedule.warmup))
     assert price.exposed_s > (gathered + calls * lent) / rate > 0.0
-    assert pricer_of(one, SMALL, EVEN).price(job).exposed_s == pytest.approx(0, abs=1e-9)
+    assert make_pricer(one, SMALL, EVEN).price_call(job).exposed_s == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "interlink"), [("shapes-flux", None), ("flux.1-dev", "10Gbit")])
 def test_the_formula_of_lent_blocks_is_the_simulation(name: str, interlink: str | None) -> None:
     """A failure means that the search sifts such plans out, or prices them above what they take."""
-    one, profile = subject(name), hardware.profile("l40-pcie", interlink)
-    shape = one.shape(call(name, height=512, width=512), profile.element_size)
+    one, profile = subject(name), hardware.load_profile("l40-pcie", interlink)
+    shape = one.make_call_shape(call(name, height=512, width=512), profile.element_size)
     for host in (2, 4, 8):
         for text in ("pipefusion=8 patches=8", "pipefusion=4 patches=8 warmup=3", "pipefusion=2 warmup=2"):
-            job = one.job(Plan.parse(f"{text} warmup_mode=sequence"), shape)
-            pricer = pricer_of(one, {}, profile, host)
-            assert 0.97 < pricer.estimate(job) / pricer.latency(job) < ABOVE
+            job = one.make_plan_job(Plan.parse(f"{text} warmup_mode=sequence"), shape)
+            pricer = make_pricer(one, {}, profile, host)
+            assert 0.97 < pricer.estimate_latency(job) / pricer.predict_latency(job) < ABOVE
 
 
 def test_weights_that_travel_slower_than_blocks_compute_are_waited_for() -> None:
     """Two blocks ahead, and gathers stand behind the weights that were started before them."""
-    assert of_crew([Together(0.0, 1.0, 0.5, 2.0)] * 4, 2, 1.0) == 14.0
-    assert of_crew([Together(1.0, 2.0, 0.0, 3.0)] * 4, 2, 1.0) == 1.0 + 4 * 5.0
-    assert of_crew([Together(1.0, 2.0, 0.0, 3.0)] * 4, 2, 0.0) == 4 * 5.0 + 4 * 1.0
-    assert of_crew([Together(9.0, 1.0, 0.0, 1.0)] * 4, 2, 1.0) == 4 * 9.0 + 2.0
+    assert compute_warmup_seconds([WarmupBlock(0.0, 1.0, 0.5, 2.0)] * 4, 2, 1.0) == 14.0
+    assert compute_warmup_seconds([WarmupBlock(1.0, 2.0, 0.0, 3.0)] * 4, 2, 1.0) == 1.0 + 4 * 5.0
+    assert compute_warmup_seconds([WarmupBlock(1.0, 2.0, 0.0, 3.0)] * 4, 2, 0.0) == 4 * 5.0 + 4 * 1.0
+    assert compute_warmup_seconds([WarmupBlock(9.0, 1.0, 0.0, 1.0)] * 4, 2, 1.0) == 4 * 9.0 + 2.0
     first = 3 * 9.0 + 0.5 + 1.0  # keys of block 0 are behind the weights of block 2
     second = first + 9.0 + 0.5 + 1.0  # and those of block 1 behind the weights of block 3, which start with it
-    assert of_crew([Together(9.0, 1.0, 0.5, 1.0)] * 4, 2, 1.0) == second + 2 * 2.5
-    assert of_crew([Together(4.0, 1.0, 0.5, 1.0)], 2, 1.0) == 6.5
+    assert compute_warmup_seconds([WarmupBlock(9.0, 1.0, 0.5, 1.0)] * 4, 2, 1.0) == second + 2 * 2.5
+    assert compute_warmup_seconds([WarmupBlock(4.0, 1.0, 0.5, 1.0)], 2, 1.0) == 6.5
 
 
 def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
     """N = 2, M = 4: behind a step that is left out the last stage waits for a patch, 1 / (N M) of a step."""
     one = subject("shapes-pixart")
-    shape = one.shape(call("shapes-pixart", **SMALL))
-    pricer = pricer_of(one, SMALL, EVEN)
-    step = pricer.price(one.job(Plan(), shape)).latency_s / 8
-    job = one.job(Plan.parse("pipefusion=2 patches=4 warmup=0"), shape)
-    scattered, together = (pricer.price(job, Left(steps=frozenset(steps), first=0)) for steps in ((1, 3, 5), (5, 6, 7)))
+    shape = one.make_call_shape(call("shapes-pixart", **SMALL))
+    pricer = make_pricer(one, SMALL, EVEN)
+    step = pricer.price_call(one.make_plan_job(Plan(), shape)).latency_s / 8
+    job = one.make_plan_job(Plan.parse("pipefusion=2 patches=4 warmup=0"), shape)
+    scattered, together = (
+        pricer.price_call(job, CacheSkips(steps=frozenset(steps), first=0)) for steps in ((1, 3, 5), (5, 6, 7))
+    )
     assert scattered.compute_s == pytest.approx(together.compute_s)
     assert scattered.latency_s - together.latency_s == pytest.approx(3 * step / 8, rel=0.1)
 
@@ -262,56 +278,60 @@ def test_a_computed_step_among_others_fills_the_pipeline_anew() -> None:
 )
 def test_a_cache_is_played_before_it_runs(line: str, hit_rate: float | None, skipped: int) -> None:
     """Its own rules decide; a failure would mean a latency for another cache than the one that runs."""
-    left = expected(configs_of(line)["cache_config"], 20, hit_rate)
+    left = predict_skipped_steps(parse_cache_line(line)["cache_config"], 20, hit_rate)
     assert (len(left.steps), left.first, left.last) == (skipped, 1, 0)
 
 
 def test_a_cache_that_measures_needs_a_hit_rate() -> None:
-    assert expected(None, 20) == Left()
+    assert predict_skipped_steps(None, 20) == CacheSkips()
     with pytest.raises(PlanError, match=r"a threshold of 0\.12 decides by what it measures; .* --hit-rate 0\.5"):
-        expected(configs_of("F=1 W=4 R=0.12")["cache_config"], 20)
+        predict_skipped_steps(parse_cache_line("F=1 W=4 R=0.12")["cache_config"], 20)
 
 
 def test_a_curve_is_read_between_its_points() -> None:
     curve = Curve((1.0, 4.0), ((1.0, 100.0), (4.0, 400.0)), (1.0, 100.0))
-    assert [curve.at(x, 1) for x in (0.5, 1, 2, 4, 9)] == pytest.approx([1, 1, 2, 4, 4])
-    assert curve.at(2, 10) == pytest.approx(20)
-    assert rising(curve.x) and not rising((2.0, 2.0))
+    assert [curve.interpolate(x, 1) for x in (0.5, 1, 2, 4, 9)] == pytest.approx([1, 1, 2, 4, 4])
+    assert curve.interpolate(2, 10) == pytest.approx(20)
+    assert is_strictly_rising(curve.x) and not is_strictly_rising((2.0, 2.0))
 
 
 def test_a_profile_is_its_json(tmp_path: Path) -> None:
-    profile = hardware.profile("a100-nvlink", "10Gbit")
+    profile = hardware.load_profile("a100-nvlink", "10Gbit")
     assert Profile.from_json(profile.to_json()) == profile
     file = tmp_path / "p.json"
     file.write_text('{"name": 1}')
     with pytest.raises(ModelError, match="is no profile of a machine"):
-        Profile.read(file)
+        Profile.from_json_file(file)
     with pytest.raises(ModelError, match="cannot be read"):
-        Profile.read(tmp_path / "none.json")
+        Profile.from_json_file(tmp_path / "none.json")
 
 
 def test_hosts_are_joined_by_the_slower_link() -> None:
     """The axis that crosses hosts pays for it; one that stays inside does not."""
     one, asked = subject("flux.1-dev"), call("flux.1-dev")
-    shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "1Gbit")
-    job = one.job(Plan(pipefusion=2, ulysses=4), shape)
-    near, far = (pricer_of(one, asked, profile, host).price(job).exposed_s for host in (8, 4))
+    shape, profile = one.make_call_shape(asked, 2), hardware.load_profile("a100-nvlink", "1Gbit")
+    job = one.make_plan_job(Plan(pipefusion=2, ulysses=4), shape)
+    near, far = (make_pricer(one, asked, profile, host).price_call(job).exposed_s for host in (8, 4))
     assert far > near
-    across = one.job(Plan(ulysses=8), shape)
-    assert pricer_of(one, asked, profile, 4).price(across).exposed_s > 10 * far
-    inside = one.job(Plan(pipefusion=2, ulysses=2), shape)
-    same = [pricer_of(one, asked, profile, host).price(inside) for host in (4, 8, None)]
+    across = one.make_plan_job(Plan(ulysses=8), shape)
+    assert make_pricer(one, asked, profile, 4).price_call(across).exposed_s > 10 * far
+    inside = one.make_plan_job(Plan(pipefusion=2, ulysses=2), shape)
+    same = [make_pricer(one, asked, profile, host).price_call(inside) for host in (4, 8, None)]
     assert same[0] == same[1] == same[2], "a plan that one host has room for knows of no other"
 
 
 def test_ranks_of_a_host_share_the_way_out() -> None:
     """Four lines of a ring cross the border of a host, and in an exchange of all eight everybody does."""
     one, asked = subject("flux.1-dev"), call("flux.1-dev")
-    shape, profile = one.shape(asked, 2), hardware.profile("a100-nvlink", "10Gbit")
-    whole = hardware.bandwidth("10Gbit") / 8 * 0.9
+    shape, profile = one.make_call_shape(asked, 2), hardware.load_profile("a100-nvlink", "10Gbit")
+    whole = hardware.parse_bandwidth("10Gbit") / 8 * 0.9
 
     def bandwidth(axis: str, **degrees: int) -> float:
-        return Ops(pricer_of(one, asked, profile, 4), one.job(Plan(**degrees), shape), Left()).link(axis).bandwidth
+        return (
+            OpPricer(make_pricer(one, asked, profile, 4), one.make_plan_job(Plan(**degrees), shape), CacheSkips())
+            .get_axis_link(axis)
+            .bandwidth
+        )
 
     assert bandwidth("ring", ring=8) == whole
     assert bandwidth("ring", ring=2, ulysses=4) == bandwidth("pipefusion", pipefusion=2, ulysses=4) == whole / 4
@@ -322,14 +342,14 @@ def test_ranks_of_a_host_share_the_way_out() -> None:
 def test_memory_is_the_papers_table() -> None:
     """Table 1 of arXiv 2405.14430: P/N of the weights, and (KV)L of DistriFusion beside (KV)L/N of PipeFusion."""
     one, asked = subject("pixart-alpha"), call("pixart-alpha")
-    shape, profile = one.shape(asked, 2), hardware.profile("l40-pcie")
+    shape, profile = one.make_call_shape(asked, 2), hardware.load_profile("l40-pcie")
 
-    def of(**degrees: int) -> Bytes:
-        return needed(one, one.job(Plan(**degrees), shape), profile)
+    def of(**degrees: int) -> RankMemory:
+        return count_rank_memory(one, one.make_plan_job(Plan(**degrees), shape), profile)
 
-    own = (one.weights.shared + one.buffers) * 2
+    own = (one.parameter_counts.shared + one.replicated_numbers) * 2
     whole, keys = of().weights - own, of(distrifusion=2).keys
-    assert keys == 2 * len(one.weights.blocks) * shape.batch * shape.tokens * shape.channels * 2
+    assert keys == 2 * len(one.parameter_counts.blocks) * shape.batch * shape.num_tokens * shape.token_channels * 2
     for n in (2, 4):
         assert of(pipefusion=n).weights - own == whole // n
         assert of(tensor=n).weights - own == pytest.approx(whole // n, rel=0.01), "some biases are whole"
@@ -354,7 +374,7 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_one_plan_is_priced() -> None:
     text = "pipefusion=8 patches=8"
-    found = answer(Ask(model="flux.1-dev", hardware="l40-pcie", devices=8, price=text)).found
+    found = answer_question(PlanQuestion(model="flux.1-dev", hardware="l40-pcie", devices=8, price=text)).result
     assert [str(price.plan) for price in found.prices] == [text]
 
 
@@ -386,9 +406,9 @@ def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_kernel_costs_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     """A GPU runs behind its host; a CPU is its own."""
-    work = {next(iter(subject("shapes-flux").counted.blocks[0])): 10}
-    tokens = Tokens(1, 4, 4, 4, 4)
+    work = {next(iter(subject("shapes-flux").transformer_work.blocks[0])): 10}
+    tokens = RankTokens(1, 4, 4, 4, 4)
     slow = dataclasses.replace(EVEN, kernel_s=1.0)
-    assert seconds(work, tokens, slow) == pytest.approx(10.0, rel=1e-3)
+    assert compute_work_seconds(work, tokens, slow) == pytest.approx(10.0, rel=1e-3)
     ahead = dataclasses.replace(EVEN, kernel_s=0.0, runs_ahead=True)
-    assert seconds(work, tokens, ahead) == pytest.approx(seconds(work, tokens, EVEN))
+    assert compute_work_seconds(work, tokens, ahead) == pytest.approx(compute_work_seconds(work, tokens, EVEN))

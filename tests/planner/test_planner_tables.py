@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.placeholders import twin, weightless
+from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.plan import cost
 from ditile.plan.plan import Plan
 from ditile.planner.live import LiveBytes
-from ditile.planner.seconds import Tokens, flops, together
-from ditile.planner.subject import CONFIGS, Subject
-from ditile.planner.tables import TABLES, table_of
+from ditile.planner.seconds import RankTokens, count_work_flops, merge_work
+from ditile.planner.subject import CONFIGS, PlanSubject
+from ditile.planner.tables import TABLES, find_family_table
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.planned import MAKE, denoising, wan_pipeline
 from tests.pool import Pool
@@ -30,10 +30,12 @@ COVERED = ["wan", "ltx", "qwen", "flux2"]
 PLANS = ["ulysses=2", "ring=2"]
 
 
-def subject_of(transformer: Any) -> Subject:
+def subject_of(transformer: Any) -> PlanSubject:
     """A model of `MAKE` as the planner has it, whose VAE makes 8 pixels of one."""
     table = TABLES[type(transformer)]
-    return Subject("tiny", getattr(diffusers, table.spec.pipelines[0]), twin(transformer), 8, table=table)
+    return PlanSubject(
+        "tiny", getattr(diffusers, table.spec.pipelines[0]), build_meta_model(transformer), 8, table=table
+    )
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -42,25 +44,25 @@ def test_counted_is_what_a_real_forward_does(name: str) -> None:
 
     A failure means that a kernel grows with the wrong tokens: the latency of any other size would be wrong."""
     transformer, latents, inputs = MAKE[name](ROWS, COLUMNS, TEXT)
-    counted = subject_of(transformer).counted
+    counted = subject_of(transformer).transformer_work
     call = {"hidden_states": latents, "timestep": torch.ones(2), "return_dict": False, **inputs}
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as found:
         transformer(**call)
     rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
-    tokens = Tokens(2, ROWS * COLUMNS, TEXT, ROWS * COLUMNS, TEXT)
-    work = together([*counted.blocks, *counted.block_steps, *counted.block_once, *rest])
-    assert flops(work, tokens) == found.get_total_flops() > 0
+    tokens = RankTokens(2, ROWS * COLUMNS, TEXT, ROWS * COLUMNS, TEXT)
+    work = merge_work([*counted.blocks, *counted.block_steps, *counted.block_once, *rest])
+    assert count_work_flops(work, tokens) == found.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("name", COVERED)
 def test_what_a_real_forward_holds(name: str) -> None:
     """A failure means that memory is foretold too low, or plans that fit are set aside."""
     transformer, latents, inputs = MAKE[name](20, 20, 30)
-    footprint = subject_of(transformer).footprint(1)
+    footprint = subject_of(transformer).get_footprint(1)
     row = {key: value if isinstance(value, int) else value[:1] for key, value in inputs.items()}
     with torch.no_grad(), LiveBytes() as live:
         transformer(hidden_states=latents[:1], timestep=torch.ones(1), return_dict=False, **row)
-    foretold = 4 * max(held.at(400, 30) for held in footprint.moments)
+    foretold = 4 * max(held.count_numbers(400, 30) for held in footprint.moments)
     assert foretold == pytest.approx(live.peak, rel=0.1)
 
 
@@ -84,14 +86,14 @@ def test_foretold_bytes_are_counted_bytes(pool: Pool, name: str) -> None:
     other bytes than travel."""
     transformer, _, _ = MAKE[name](ROWS, COLUMNS, TEXT)
     subject = subject_of(transformer)
-    side = 8 * subject.spec.latent_per_token(transformer.config)
+    side = 8 * subject.model_spec.latent_per_token(transformer.config)
     call = {"height": ROWS * side, "width": COLUMNS * side, "num_inference_steps": 2, "guidance_scale": 1.0,
             "max_sequence_length": TEXT, "num_images_per_prompt": 2}  # fmt: skip
-    shape = subject.shape(call | ({"num_frames": 1} if TABLES[type(transformer)].is_video else {}))
+    shape = subject.make_call_shape(call | ({"num_frames": 1} if TABLES[type(transformer)].is_video else {}))
     for rank, of_plans in enumerate(pool.run(sent, 2, name, PLANS)):
         for text, found in zip(PLANS, of_plans, strict=True):
-            job = subject.job(Plan.parse(text), shape)
-            foretold = cost.sent(job, rank)
+            job = subject.make_plan_job(Plan.parse(text), shape)
+            foretold = cost.count_traffic_bytes(job, rank)
             kind = text.partition("=")[0]
             assert foretold == {kind: found[kind], "prediction": found["tokens"]}, f"{name}, {text}, rank {rank}"
 
@@ -135,27 +137,29 @@ def test_the_command_plans_a_video(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_two_transformers_share_out_tokens_alone(folder: Path) -> None:
     """As the runner has it: Wan 2.2's second one is in the memory, and cfg is refused."""
-    alone = Subject.of("wan", folder)
+    alone = PlanSubject.from_configs("wan", folder)
     pipe, _ = wan_pipeline()
     pipe.save_pretrained(both := folder.parent / "both")
-    turns = Subject.of("wan", both)
-    assert turns.buffers - alone.buffers == sum(p.numel() for p in alone.transformer.parameters())
-    shape = turns.shape({"height": 64, "width": 96, "num_frames": 5})
+    turns = PlanSubject.from_configs("wan", both)
+    assert turns.replicated_numbers - alone.replicated_numbers == sum(p.numel() for p in alone.transformer.parameters())
+    shape = turns.make_call_shape({"height": 64, "width": 96, "num_frames": 5})
     assert shape.grid.rows == 2 * 64 // 16 and shape.frames == 2
     with pytest.raises(PlanError, match="calls two models in turns"):
-        turns.job(Plan(cfg=2), shape)
-    assert turns.allows(Plan(ulysses=2)) and not turns.allows(Plan(cfg=2)) and alone.allows(Plan(cfg=2))
+        turns.make_plan_job(Plan(cfg=2), shape)
+    assert (
+        turns.can_run_plan(Plan(ulysses=2)) and not turns.can_run_plan(Plan(cfg=2)) and alone.can_run_plan(Plan(cfg=2))
+    )
 
 
 @pytest.mark.parametrize(("name", "billions"), [("wan2.1-t2v-14b", 14.29), ("qwen-image", 20.43)])
 def test_published_models_have_their_parameters(name: str, billions: float) -> None:
-    weights = Subject.of(name, CONFIGS / name).weights
+    weights = PlanSubject.from_configs(name, CONFIGS / name).parameter_counts
     assert (sum(weights.blocks) + weights.shared) / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 def test_a_picture_has_no_frames() -> None:
     with pytest.raises(ModelError, match="frames=9: QwenImagePipeline makes pictures; leave it out"):
-        Subject.of("qwen-image", CONFIGS / "qwen-image").shape({"num_frames": 9})
+        PlanSubject.from_configs("qwen-image", CONFIGS / "qwen-image").make_call_shape({"num_frames": 9})
 
 
 @pytest.mark.parametrize(
@@ -172,8 +176,8 @@ def test_a_picture_has_no_frames() -> None:
 )
 def test_others_are_refused(kind: str, index: dict[str, Any], said: str) -> None:
     """A failure means that a model is priced by another call than its pipeline makes."""
-    with weightless():
+    with init_on_meta_device():
         made = getattr(diffusers, kind)(num_layers=1, num_attention_heads=2, attention_head_dim=16)
     with pytest.raises(ModelError, match=said) as caught:
-        table_of(made, index)
+        find_family_table(made, index)
     assert "WanPipeline, LTXPipeline, QwenImagePipeline, Flux2Pipeline" in str(caught.value)

@@ -63,7 +63,7 @@ def divided(pipe: Any, **plan: Any) -> Iterator[Runner]:
 def unfused() -> Iterator[None]:
     """All steps compute GELU apart, as compiled and hooked layers do: to compare with those bit for bit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "fuse_gelu", lambda *_: None)
+        patch.setattr(compose, "fuse_linear_gelu", lambda *_: None)
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 
 import ditile
 from ditile import LoadError, ModelError, PlanError
-from ditile.runner.load import ASSETS, bundled, defaults, find, load
+from ditile.runner.load import ASSETS, find_model_source, list_bundled_models, load, read_generation_options
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -40,7 +40,7 @@ def test_the_function_wins_over_the_module_of_the_same_name() -> None:
 
 
 def test_bundled_models_load_in_float32() -> None:
-    assert bundled() == ["shapes-flux", "shapes-pixart"]
+    assert list_bundled_models() == ["shapes-flux", "shapes-pixart"]
     pipe = load("shapes-pixart")
     assert type(pipe).__name__ == "PixArtSigmaPipeline" and pipe.transformer.dtype is torch.float32
 
@@ -56,13 +56,13 @@ def test_an_unknown_dtype() -> None:
 
 
 def test_defaults_are_those_beside_the_model(folder: Path) -> None:
-    assert defaults("shapes-flux")["true_cfg_scale"] > 1
+    assert read_generation_options("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
-    assert defaults(str(folder)) == {}
+    assert read_generation_options(str(folder)) == {}
     (folder / "generation.json").write_text("[1]")
     with pytest.raises(LoadError, match="no JSON object"):
-        defaults(str(folder))
-    assert defaults("someone/something") == {}
+        read_generation_options(str(folder))
+    assert read_generation_options("someone/something") == {}
 
 
 def test_an_unknown_name() -> None:
@@ -78,7 +78,7 @@ def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_path_is_a_folder(folder: Path) -> None:
-    assert find(folder) == folder
+    assert find_model_source(folder) == folder
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
 
 
 def test_a_hub_id_is_left_to_diffusers() -> None:
-    assert find("someone/something") == "someone/something"
+    assert find_model_source("someone/something") == "someone/something"
     assert "someone/something" in message("someone/something")
 
 

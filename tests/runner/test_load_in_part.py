@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import ditile
 from ditile import LoadError, ModelError, PlanError, StateError
-from ditile.hooks.placeholders import is_hollow
-from ditile.parallel.tensor.cuts import Cut
+from ditile.hooks.placeholders import is_placeholder
+from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
-from ditile.runner.checkpoint import Checkpoint, folder
-from ditile.runner.partial import STEM, components
+from ditile.runner.checkpoint import Checkpoint, locate_in_folder
+from ditile.runner.partial import STEM, load_partial_components
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
@@ -69,7 +69,7 @@ def test_what_is_read_is_what_diffusers_reads(models: dict[str, Path], family: s
     for text in ("first", "split"):
         seen: set[tuple[str, str]] = set()
         for rank in range(RANKS):
-            mine = components(models[family], Plan(pipefusion=RANKS, text=text), rank, dtype)  # type: ignore[arg-type]
+            mine = load_partial_components(models[family], Plan(pipefusion=RANKS, text=text), rank, dtype)  # type: ignore[arg-type]
             for name, module in mine.items():
                 model = getattr(whole, name)
                 assert type(module) is type(model) and not module.training
@@ -92,7 +92,9 @@ def test_one_file_or_several_are_read_in_runs(models: dict[str, Path], monkeypat
         wanted = tensors(kind.from_pretrained(models[family] / "transformer"))
         with torch.device("meta"):
             made = kind.from_config(kind.load_config(models[family] / "transformer"))
-        read = Checkpoint.find(folder(models[family] / "transformer"), STEM).read_into(made, torch.float32)
+        read = Checkpoint.open_checkpoint(locate_in_folder(models[family] / "transformer"), STEM).read_into_module(
+            made, torch.float32
+        )
         assert read == sum(t.numel() * 4 for t in wanted.values())
         assert all(torch.equal(value, wanted[path]) for path, value in tensors(made).items())
 
@@ -108,18 +110,18 @@ def test_parts_of_tensors_and_types(tmp_path: Path) -> None:
     whole |= {"norm.bias": torch.randn(4), "ids.weight": torch.arange(6).reshape(2, 3), "other": torch.zeros(10**6)}
     save_file(whole, tmp_path / "m.safetensors")
     cuts = {
-        "wide.weight": Cut(1, (slice(1, 3), slice(5, 6))),
-        "wide.bias": Cut(0, (slice(2, 4), slice(6, 8))),
+        "wide.weight": TensorCut(1, (slice(1, 3), slice(5, 6))),
+        "wide.bias": TensorCut(0, (slice(2, 4), slice(6, 8))),
     }
     asked = {}
 
-    def part(name: str, shape: tuple[int, ...]) -> Cut | None:
+    def part(name: str, shape: tuple[int, ...]) -> TensorCut | None:
         asked[name] = shape
         return cuts.get(name)
 
     module = linear(8, 6)
-    checkpoint = Checkpoint.find(folder(tmp_path), "m")
-    read = checkpoint.read_into(module, torch.bfloat16, keep_fp32=["norm"], part=part)
+    checkpoint = Checkpoint.open_checkpoint(locate_in_folder(tmp_path), "m")
+    read = checkpoint.read_into_module(module, torch.bfloat16, keep_fp32=["norm"], part=part)
     assert read == 8 * 3 * 4 + 4 * 4 + 8 * 4 + 6 * 8
     assert asked["wide.weight"] == (8, 6) and "other" not in asked
     got = module.state_dict()
@@ -128,7 +130,7 @@ def test_parts_of_tensors_and_types(tmp_path: Path) -> None:
     assert torch.equal(got["norm.weight"], whole["norm.weight"]) and got["norm.weight"].dtype is torch.float32
     assert torch.equal(got["ids.weight"], whole["ids.weight"])
     with pytest.raises(LoadError, match=r"wide.weight has the shape \[8, 6\], and the config beside it says \[8, 7\]"):
-        checkpoint.read_into(linear(8, 7), torch.float32)
+        checkpoint.read_into_module(linear(8, 7), torch.float32)
 
 
 def test_a_variant_is_read_where_there_is_one(models: dict[str, Path], tmp_path: Path) -> None:
@@ -142,11 +144,11 @@ def test_a_variant_is_read_where_there_is_one(models: dict[str, Path], tmp_path:
         pipe.transformer.save_pretrained(model / "transformer", variant="fp16", max_shard_size=size)
         whole = DiffusionPipeline.from_pretrained(model, variant="fp16", use_safetensors=True, dtype=torch.float32)
         plan = Plan(pipefusion=2, text="split")
-        mine = components(model, plan, 0, torch.float32, "fp16")
+        mine = load_partial_components(model, plan, 0, torch.float32, "fp16")
         assert torch.equal(mine["transformer"].proj_out.bias, whole.transformer.proj_out.bias)
         assert mine["transformer"].proj_out.bias[0] == 7 and "text_encoder" in mine
         with pytest.raises(LoadError, match=f"neither {STEM}.safetensors nor {STEM}.safetensors.index.json"):
-            components(model, plan, 0, torch.float32)
+            load_partial_components(model, plan, 0, torch.float32)
 
 
 def test_the_hub_is_asked_for_what_is_needed(
@@ -168,7 +170,7 @@ def test_the_hub_is_asked_for_what_is_needed(
     index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
     for rank in range(2):
         fetched.clear()
-        made = components("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
+        made = load_partial_components("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
         needed = {index[name] for name in made.state_dict()}
         assert {file for file in fetched if file.endswith("safetensors")} == needed < set(index.values())
 
@@ -179,7 +181,7 @@ def read_json(path: Path) -> Any:
 
 def message(model: Path | str, plan: Plan, kind: type[Exception] = LoadError, rank: int = 0) -> str:
     with pytest.raises(kind) as caught:
-        components(model, plan, rank, torch.float32)
+        load_partial_components(model, plan, rank, torch.float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -215,32 +217,34 @@ def test_what_is_quantised_is_loaded_whole_and_says_so(
     config = model / "transformer" / "config.json"
     config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "torchao"}}))
     with caplog.at_level(logging.WARNING, "ditile"):
-        assert components(model, Plan(pipefusion=2), 0, torch.float32) == {}
+        assert load_partial_components(model, Plan(pipefusion=2), 0, torch.float32) == {}
     assert "transformer is loaded whole" in caplog.text and "quantised" in caplog.text
 
 
 def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:
     """A failure means that a rank which needs all blocks lacks some."""
-    assert components(models["flux"], Plan(), 0, torch.float32) == {}
-    assert components(models["flux"], Plan(data=2, text="split"), 1, torch.float32) == {}
-    mine = components(models["flux"], Plan(cfg=2, text="first"), 1, torch.float32)
+    assert load_partial_components(models["flux"], Plan(), 0, torch.float32) == {}
+    assert load_partial_components(models["flux"], Plan(data=2, text="split"), 1, torch.float32) == {}
+    mine = load_partial_components(models["flux"], Plan(cfg=2, text="first"), 1, torch.float32)
     assert list(mine) == ["text_encoder", "text_encoder_2"]
     hybrid = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
-    stages = [held(components(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)]
+    stages = [
+        held(load_partial_components(models["flux"], hybrid, rank, torch.float32)["transformer"]) for rank in range(16)
+    ]
     assert stages == ([held_by(0)] * 2 + [held_by(1)] * 2) * 4
 
 
 @pytest.mark.parametrize(("text", "rank"), [("first", 1), ("split", 0)])
 def test_an_encoder_read_in_part_says_so_when_it_is_called(models: dict[str, Path], text: str, rank: int) -> None:
     """A failure means an error from the inside of another library, before there is a runner."""
-    mine = components(models["flux"], Plan(pipefusion=2, text=text), rank, torch.float32)  # type: ignore[arg-type]
+    mine = load_partial_components(models["flux"], Plan(pipefusion=2, text=text), rank, torch.float32)  # type: ignore[arg-type]
     for name in ("text_encoder", "text_encoder_2"):
         with pytest.raises(StateError, match=f"of {name} there is only what text={text} on rank {rank} of 2 leaves"):
             mine[name](torch.zeros(1, 4, dtype=torch.long))
 
 
 def held(transformer: FluxTransformer2DModel) -> list[bool]:
-    return [not is_hollow(b) for b in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]]
+    return [not is_placeholder(b) for b in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]]
 
 
 def held_by(stage: int) -> list[bool]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import ditile
 from ditile.errors import ModelError
-from ditile.hooks.quantized import num_bytes, quantized
-from ditile.runner.quantize import ALIASES, EXCLUDED, Record, records
+from ditile.hooks.quantized import count_parameter_bytes, list_quantized_parameters
+from ditile.runner.quantize import ALIASES, EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY
 from tests.runner.cases import run, same
@@ -42,11 +42,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    return not quantized(model) and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return not list_quantized_parameters(model) and all(
+        torch.equal(p, before[name]) for name, p in model.named_parameters()
+    )
 
 
-def record(pipe: Any) -> Record:
-    (found,) = records(pipe.transformer)
+def record(pipe: Any) -> QuantizationRecord:
+    (found,) = list_quantization_records(pipe.transformer)
     return found
 
 
@@ -58,14 +60,14 @@ def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> No
         pytest.importorskip("bitsandbytes")
     plain = run(MAKE[family](), family)
     pipe = MAKE[family]()
-    before = num_bytes(pipe.transformer)
+    before = count_parameter_bytes(pipe.transformer)
     names = {name for name, m in pipe.transformer.named_modules() if isinstance(m, nn.Linear)}
     assert ditile.quantize(pipe, quant_type, group_size=32) is pipe
     found = record(pipe)
     got = run(pipe, family)
     assert 0 < float((got - plain).norm() / plain.norm()) < BOUNDS[quant_type]
     assert {*found.layers, *found.left} == {n for n in names if not any(word in n for word in EXCLUDED)}
-    assert (found.bytes_before, found.bytes_after) == (before, num_bytes(pipe.transformer))
+    assert (found.bytes_before, found.bytes_after) == (before, count_parameter_bytes(pipe.transformer))
     own = [pipe.transformer.get_submodule(name) for name in found.layers]
     numbers = sum(layer.in_features * layer.out_features for layer in own)
     saved = found.bytes_before - found.bytes_after
@@ -78,7 +80,7 @@ def test_one_scale_a_layer(quant_type: str) -> None:
     ditile.quantize(pipe, quant_type, per_row=False)
     ditile.quantize(rows, quant_type)
     assert 0 < float((run(pipe, "flux") - plain).norm() / plain.norm()) < BOUNDS[quant_type]
-    assert num_bytes(pipe.transformer) < num_bytes(rows.transformer), "fewer scales"
+    assert count_parameter_bytes(pipe.transformer) < count_parameter_bytes(rows.transformer), "fewer scales"
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -98,18 +100,21 @@ def test_the_default_is_float8_weights_without_embedders() -> None:
     pipe = tiny.flux()
     ditile.quantize(pipe)
     assert record(pipe).quant_type == "float8_weight_only"
-    assert not any("embed" in name for name in quantized(pipe.transformer))
-    assert "proj_out.weight" in quantized(pipe.transformer)
+    assert not any("embed" in name for name in list_quantized_parameters(pipe.transformer))
+    assert "proj_out.weight" in list_quantized_parameters(pipe.transformer)
 
 
 def test_layers_are_excluded_by_parts_of_their_names() -> None:
     pipe = tiny.flux()
     ditile.quantize(pipe.transformer, "int8_weight_only", exclude_layers=["attn", "proj_out"])
-    names = quantized(pipe.transformer)
+    names = list_quantized_parameters(pipe.transformer)
     assert names and not any("attn" in name or "proj_out" in name for name in names)
     ditile.quantize(pipe.transformer, "float8_weight_only", exclude_layers=["proj_out"])  # the rest, in another type
-    assert any("attn" in name for name in quantized(pipe.transformer))
-    assert [one.quant_type for one in records(pipe.transformer)] == ["int8_weight_only", "float8_weight_only"]
+    assert any("attn" in name for name in list_quantized_parameters(pipe.transformer))
+    assert [one.quant_type for one in list_quantization_records(pipe.transformer)] == [
+        "int8_weight_only",
+        "float8_weight_only",
+    ]
 
 
 def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,9 +122,9 @@ def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptur
     model = nn.ModuleDict({"good": nn.Linear(64, 32), "odd": nn.Linear(64, 24), "narrow": nn.Linear(16, 32)})
     with caplog.at_level(logging.INFO, "ditile"):
         ditile.quantize(model, "int4_weight_only", group_size=32)
-    (found,) = records(model)
+    (found,) = list_quantization_records(model)
     assert found.layers == ("good",) and set(found.left) == {"odd", "narrow"}
-    assert quantized(model) == ["good.weight"]
+    assert list_quantized_parameters(model) == ["good.weight"]
     assert "1 layers quantized, 2 left as they are" in caplog.text and "no kernel takes 32 x 16: narrow" in caplog.text
 
 
@@ -144,7 +149,7 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     with pytest.raises(ModelError, match=message) as refused:
         ditile.quantize(pipe, quant_type, **options)
     assert "\n" not in str(refused.value)
-    assert unchanged(pipe.transformer, before) and not records(pipe.transformer)
+    assert unchanged(pipe.transformer, before) and not list_quantization_records(pipe.transformer)
 
 
 def test_quantizing_again_finds_nothing_left() -> None:
@@ -170,7 +175,7 @@ def test_a_pipeline_without_a_model_is_refused() -> None:
 def test_a_unet_and_bfloat16_work() -> None:
     pipe = tiny.stable_diffusion()
     ditile.quantize(pipe, "int8_weight_only")
-    assert records(pipe.unet)
+    assert list_quantization_records(pipe.unet)
     half = tiny.flux()
     half.transformer.to(torch.bfloat16)
     ditile.quantize(half, "int8")
@@ -197,7 +202,7 @@ def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, capl
         ditile.quantize(model, "float8", exclude_layers=())
     with caplog.at_level(logging.INFO, "ditile"):
         ditile.quantize(model, "int8_weight_only", exclude_layers=())
-    (found,) = records(model)
+    (found,) = list_quantization_records(model)
     assert set(found.left) == kept and {*found.layers, *kept} == set(linears)
     assert f"_keep_in_fp32_modules: {next(iter(found.left))}" in caplog.text
     assert all(type(linears[path].weight) is nn.Parameter for path in kept)
@@ -213,11 +218,11 @@ def test_every_transformer_of_a_pipeline_is_quantized() -> None:
         transformer=one, unconditional_transformer=other,
     )  # fmt: skip
     ditile.quantize(pipe, "int8_weight_only")
-    assert records(one)[0].layers == records(other)[0].layers
+    assert list_quantization_records(one)[0].layers == list_quantization_records(other)[0].layers
     prior = EVERY["PriorTransformer"].make()
     image_encoder = nn.Sequential(nn.Linear(8, 8))
     ditile.quantize(SimpleNamespace(prior=prior, image_encoder=image_encoder, tokenizer=None), "int8_weight_only")
-    assert records(prior) and not quantized(image_encoder)
+    assert list_quantization_records(prior) and not list_quantized_parameters(image_encoder)
 
 
 def test_no_random_number_is_drawn() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ditile
 from ditile.errors import ModelError, StateError
-from ditile.hooks.quantized import quantized
+from ditile.hooks.quantized import list_quantized_parameters
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
@@ -48,12 +48,15 @@ def made(name: str, quant_type: str) -> Any:
 def before_and_after(name: str, quant_type: str, plans: list[dict[str, Any]]) -> list[tuple[Tensor, bool]]:
     """Quantized, then divided: the picture under each plan, and whether the restored pipeline makes the old one."""
     pipe, found = made(name, quant_type), []
-    plain, names = run(pipe, name), quantized(pipe.transformer)
+    plain, names = run(pipe, name), list_quantized_parameters(pipe.transformer)
     for plan in plans:
         with divided(pipe, **plan) as runner:
-            assert quantized(pipe.transformer)
+            assert list_quantized_parameters(pipe.transformer)
             found.append((run(runner, name), False))
-        found[-1] = (found[-1][0], torch.equal(run(pipe, name), plain) and quantized(pipe.transformer) == names)
+        found[-1] = (
+            found[-1][0],
+            torch.equal(run(pipe, name), plain) and list_quantized_parameters(pipe.transformer) == names,
+        )
     return found
 
 
@@ -84,14 +87,14 @@ def quantized_stages(name: str, plan: dict[str, Any]) -> tuple[Tensor, int]:
     picture = run(runner, name)
     with pytest.raises(StateError, match="quantized since parallelize"):
         runner.restore()
-    return picture, len(quantized(pipe.transformer))
+    return picture, len(list_quantized_parameters(pipe.transformer))
 
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma"])
 def test_a_divided_pipeline_is_quantized_stage_by_stage(pool: Pool, name: str) -> None:
     plan = {"pipefusion": 2, "patches": 2, "warmup": 1}
     wanted = pool.run(before_and_after, 1, name, "int8_weight_only", [plan | {"pipefusion": 1}])[0][0][0]
-    whole = len(quantized(made(name, "int8_weight_only").transformer))
+    whole = len(list_quantized_parameters(made(name, "int8_weight_only").transformer))
     results = pool.run(quantized_stages, 2, name, plan)
     for picture, count in results:
         same(picture, wanted)

@@ -41,7 +41,7 @@ def read_slowly(folder: str) -> int:
 
     with torch.device("meta"):
         module = nn.ModuleDict({f"part{k}": nn.Linear(2, 2, bias=False) for k in range(PARTS)})
-    return Checkpoint.find(locate, "m").read_into(module, torch.float32)
+    return Checkpoint.open_checkpoint(locate, "m").read_into_module(module, torch.float32)
 
 
 def test_tensors_that_are_read_are_progress(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_where_the_hub_keeps_what_is_not_whole(tmp_path: Path, monkeypatch: pyte
     from huggingface_hub.file_download import hf_hub_download
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    blob = hub.blobs("owner/model") / "a1b2"
+    blob = hub.find_blob_folder("owner/model") / "a1b2"
     snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
     for path in (blob.parent, snapshot):
         path.mkdir(parents=True)
@@ -137,18 +137,18 @@ def read_from_disk(path: str) -> str:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing here makes the system forget a file")
 def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
     """Outside of what loads; it is no report, of which progress bars count so many a run."""
-    from ditile.distributed.launch import _read_from_disk
+    from ditile.distributed.launch import _count_disk_reads
 
     path = tmp_path / "weights"
     with path.open("wb") as file:
         file.write(bytes(PARTS * 2**20))
         file.flush()
         os.fsync(file.fileno())
-    before = _read_from_disk()
+    before = _count_disk_reads()
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.pread(file.fileno(), 4096, 0)
-    if _read_from_disk() == before:
+    if _count_disk_reads() == before:
         pytest.skip("files here are not on a disk, or the system does not count what is read")
     reports: list[tuple[int, int]] = []
     heard = launch(read_from_disk, 1, (str(path),), stall_timeout=STALL, progress=lambda *seen: reports.append(seen))

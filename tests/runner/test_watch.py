@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from ditile.distributed.trace import Trace
+from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import Traffic
-from ditile.runner.watch import Watch
+from ditile.runner.watch import CallMeter
 
 
 class Machine:
@@ -66,16 +66,16 @@ class Machine:
 def test_seconds_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
     """A failure means that a report has the times of launches, and `ditile calibrate` fits links to them, or that the
     host waits for the GPU in mid-picture."""
-    machine, traffic, trace = Machine(monkeypatch), Traffic(), Trace()
-    watch = Watch(torch.device("cuda", 1), trace, traffic, traced=traced)
+    machine, traffic, trace = Machine(monkeypatch), Traffic(), GenerationTrace()
+    watch = CallMeter(torch.device("cuda", 1), trace, traffic, traced=traced)
     machine.launch(2.0)
-    watch.begun()
+    watch.mark_loop_begin()
     for _ in range(3):
         machine.launch(4.0)
-        watch.step_ended(5, None)
+        watch.record_step_end(5, None)
     machine.launch(1.0)
     assert machine.waits == 0
-    report = watch.report([0], cache_bytes=3)
+    report = watch.build_report([0], cache_bytes=3)
     assert report.seconds == pytest.approx({"total": 15.0, "text": 2.0, "denoise": 12.0, "decode": 1.0})
     assert report.step_seconds == pytest.approx([4.0] * 3 if traced else [])
     assert (report.steps, report.key_bytes, report.cache_bytes, report.peak_memory_bytes) == (3, 5, 3, 7)
@@ -84,12 +84,12 @@ def test_seconds_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, traced
 def test_seconds_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are GPUs. A failure means that a CPU's times are those of a GPU that does nothing."""
     machine = Machine(monkeypatch)
-    watch = Watch(torch.device("cpu"), Trace(), Traffic(), traced=False)
+    watch = CallMeter(torch.device("cpu"), GenerationTrace(), Traffic(), traced=False)
     machine.host += 2.0
-    watch.begun()
+    watch.mark_loop_begin()
     machine.host += 3.0
-    watch.step_ended(0, None)
+    watch.record_step_end(0, None)
     machine.host += 1.0
-    report = watch.report([], cache_bytes=0)
+    report = watch.build_report([], cache_bytes=0)
     assert report.seconds == pytest.approx({"total": 6.0, "text": 2.0, "denoise": 3.0, "decode": 1.0})
     assert machine.waits == 0

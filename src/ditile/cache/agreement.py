@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ditile.distributed.mesh import Mesh, line
-from ditile.distributed.transport import Wire, gather_numbers, meet
+from ditile.distributed.mesh import Mesh, make_subgroup
+from ditile.distributed.transport import PeerChannel, connect_group, gather_numbers
 from ditile.hooks.generation import Generation
-from ditile.hooks.protocols import Moment
+from ditile.hooks.protocols import CallPosition
 from ditile.plan.plan import Plan
 
-KIND = "decisions"
+TRAFFIC_KIND = "decisions"
 
 
 class LoopClock:
@@ -44,39 +44,39 @@ class LoopClock:
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
         self._seen: Generation | None = None
 
-    def begin_call(self, model: object) -> Moment | None:
+    def begin_model_call(self, model: object) -> CallPosition | None:
         """Nothing is left out where a crew computes a step, a batch comes in pieces, or patches lie interleaved."""
         now = self._current()
         if now is not self._seen:
             self._seen = now
             self._begin(self._steps())
-        step, patch = now.micro
+        step, patch = now.micro_step
         whole = patch is None
         interleaved = self._shares_streams and self._patches > 1
-        if now.rows is not None or (whole and (now.crew is not None or interleaved)):
+        if now.batch_range is not None or (whole and (now.warmup_split is not None or interleaved)):
             return None
         patches = range(self._patches) if patch is None else (patch,)
-        return Moment(
-            step, now.branch, patches, lambda: [now.part(k).image_tokens for k in patches], lambda: _has_text(now),
+        return CallPosition(
+            step, now.branch, patches, lambda: [now.get_own_part(k).image_tokens for k in patches], lambda: _has_real_text(now),
             self._images(), whole and now.keeps_keys(step) and not now.is_stale(step),
         )  # fmt: skip
 
-    def end_call(self, model: object) -> None:
+    def end_model_call(self, model: object) -> None:
         """The runner counts the calls."""
 
-    def over(self) -> None:
+    def end_generation(self) -> None:
         """The loop is over."""
         self._seen = None
         self._end()
 
 
-def _has_text(now: Generation) -> bool:
+def _has_real_text(now: Generation) -> bool:
     """Whether the text at hand is real; a layout is there where tokens are divided."""
-    return now.branch not in now.layouts or bool(now.part(now.micro.patch).text)
+    return now.branch not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class AgreementGroups:
     """CPU groups of the ranks that decide together.
 
     Attributes:
@@ -86,21 +86,23 @@ class Groups:
         starts: the same for activations, for probes longer than a stage.
     """
 
-    by_rows: dist.ProcessGroup | None
+    by_batch: dist.ProcessGroup | None
     by_calls: dist.ProcessGroup | None
     stages: dist.ProcessGroup | None
     starts: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, device: torch.device) -> Groups:
+    def create_groups(cls, plan: Plan, mesh: Mesh, device: torch.device) -> AgreementGroups:
         """Makes them; all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
-        lines = {"rows": ("cfg", *within), "calls": within, "decisions": ("pipefusion",)}
-        rows, calls, stages = (line(name, axes, plan, mesh, backend="gloo") for name, axes in lines.items())
-        starts = line("starts", ("pipefusion",), plan, mesh)
+        axes_by_group = {"rows": ("cfg", *within), "calls": within, "decisions": ("pipefusion",)}
+        batch, calls, stages = (
+            make_subgroup(name, axes, plan, mesh, backend="gloo") for name, axes in axes_by_group.items()
+        )
+        starts = make_subgroup("starts", ("pipefusion",), plan, mesh)
         if starts is not None:
-            meet(starts, device, pairs=True)
-        return cls(rows, calls, stages, starts)
+            connect_group(starts, device, pairs=True)
+        return cls(batch, calls, stages, starts)
 
 
 class StageAgreement:
@@ -116,71 +118,75 @@ class StageAgreement:
     """
 
     def __init__(
-        self, groups: Groups, mesh: Mesh, current: Callable[[], Generation], by_calls: Callable[[], bool],
+        self, groups: AgreementGroups, mesh: Mesh, current: Callable[[], Generation], by_calls: Callable[[], bool],
         names: Mapping[nn.Module, str], stages: Mapping[nn.Module, int],
     ) -> None:  # fmt: skip
         self._groups, self._mesh, self._current, self._by_calls = groups, mesh, current, by_calls
         self._names, self._stages = names, stages
         self.owned: Collection[nn.Module] | None = None
-        if mesh.stages > 1:
-            self.owned = {block for block, stage in stages.items() if stage == mesh.stage}
-        self._starts: dict[int, Wire] = {}
+        if mesh.num_stages > 1:
+            self.owned = {block for block, stage in stages.items() if stage == mesh.stage_index}
+        self._start_channels: dict[int, PeerChannel] = {}
         self._step = -1
         self._front = self._behind = None
         if groups.stages is not None:
-            if mesh.stage > 0:
-                self._front = Wire(groups.stages, mesh.stage - 1, KIND, mesh.traffic)
-            if mesh.stage + 1 < mesh.stages:
-                self._behind = Wire(groups.stages, mesh.stage + 1, KIND, mesh.traffic)
+            if mesh.stage_index > 0:
+                self._front = PeerChannel(groups.stages, mesh.stage_index - 1, TRAFFIC_KIND, mesh.traffic)
+            if mesh.stage_index + 1 < mesh.num_stages:
+                self._behind = PeerChannel(groups.stages, mesh.stage_index + 1, TRAFFIC_KIND, mesh.traffic)
 
-    def add(self, sums: Tensor) -> Tensor:
+    def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """Every rank adds the same numbers up in the same order."""
-        group = self._groups.by_calls if self._by_calls() else self._groups.by_rows
-        return gather_numbers(sums.double(), group, self._mesh.traffic, KIND).sum(dim=0)
+        group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
+        return gather_numbers(sums.double(), group, self._mesh.traffic, TRAFFIC_KIND).sum(dim=0)
 
-    def tell(self, skips: Sequence[bool]) -> None:
+    def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """To the next stage."""
         if self._behind is not None:
-            self._behind.send(torch.tensor(list(skips), dtype=torch.uint8))
+            self._behind.send_tensor(torch.tensor(list(skips), dtype=torch.uint8))
 
-    def hear(self, count: int) -> Sequence[bool]:
+    def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """From the stage before."""
         assert self._front is not None
-        self._front.post(None, (count,), torch.empty(0, dtype=torch.uint8))
-        return [bool(skip) for skip in self._front.take(None)]
+        self._front.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
+        return [bool(skip) for skip in self._front.receive_message(None)]
 
-    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+    def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """To the stage that decides."""
-        step = self._current().micro.step
+        step = self._current().micro_step.step
         if step != self._step:
             self._step = step
-            for wire in self._starts.values():
-                wire.settle()
-        self._start(self._stages[to]).send(tokens)
+            for channel in self._start_channels.values():
+                channel.release_old_sends()
+        self._get_start_channel(self._stages[to]).send_tensor(tokens)
 
-    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+    def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """From the stage that has the first block."""
-        wire = self._start(self._stages[of])
-        wire.post(None, like.shape, like)
-        return wire.take(None)
+        channel = self._get_start_channel(self._stages[of])
+        channel.post_receive(None, like.shape, like)
+        return channel.receive_message(None)
 
-    def _start(self, peer: int) -> Wire:
-        if peer not in self._starts:
+    def _get_start_channel(self, peer: int) -> PeerChannel:
+        if peer not in self._start_channels:
             assert self._groups.starts is not None
-            self._starts[peer] = Wire(self._groups.starts, peer, "activations", self._mesh.traffic, shared=True)
-        return self._starts[peer]
+            self._start_channels[peer] = PeerChannel(
+                self._groups.starts, peer, "activations", self._mesh.traffic, shared=True
+            )
+        return self._start_channels[peer]
 
-    def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
+    def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Keys of an earlier step stand for this one, in every attention of these blocks."""
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
-        patches = [None] if self._mesh["distrifusion"].size > 1 else moment.patches  # one image, kept by rank
-        self._current().memory.stand_in(moment.branch, names, moment.step, patches)
+        patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches  # one image, kept by rank
+        self._current().memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
-    def close(self, *, clean: bool) -> None:
+    def close_channels(self, *, clean: bool) -> None:
         """The call is over."""
-        wires = [wire for wire in (self._behind, self._front, *self._starts.values()) if wire is not None]
-        for wire in wires:
+        channels = [
+            channel for channel in (self._behind, self._front, *self._start_channels.values()) if channel is not None
+        ]
+        for channel in channels:
             if clean:
-                wire.flush()
+                channel.flush_sends()
             else:
-                wire.abandon()
+                channel.abandon_messages()

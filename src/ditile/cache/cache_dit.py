@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ditile.cache.fields import Fields, check_known, check_one_of, is_whole
+from ditile.cache.fields import Fields, check_known, check_one_of, is_whole_number
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
@@ -23,8 +23,8 @@ _SWITCHES = (
     "experimental_ulysses_float8",
     "ring_convert_to_fp32",
 )
-_KNOWN = ("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", *_SWITCHES)
-_MODULES: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
+_PARALLEL_KWARGS = ("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", *_SWITCHES)
+_PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +61,14 @@ class ParallelismConfig(Fields):
     def __post_init__(self) -> None:
         for name in AXES:
             size = getattr(self, name)
-            if size is not None and size != "auto" and not (is_whole(size) and size >= 1):
+            if size is not None and size != "auto" and not (is_whole_number(size) and size >= 1):
                 raise ModelError(f"{name}={size!r} is not a whole number of at least 1; try {name}=2 or {name}='auto'")
         several = [name for name in AXES if getattr(self, name) == "auto"]
         if len(several) > 1:
             raise ModelError(f"{' and '.join(several)} are auto; say one of them as a number")
         object.__setattr__(self, "backend", str(self.backend).rpartition(".")[2].lower())
         check_one_of(self, "backend", "auto", "native_diffuser", "native_pytorch", "native_hybrid")
-        object.__setattr__(self, "parallel_kwargs", _checked(self.parallel_kwargs))
+        object.__setattr__(self, "parallel_kwargs", _check_parallel_kwargs(self.parallel_kwargs))
 
     @property
     def attention_backend(self) -> str | None:
@@ -93,9 +93,9 @@ class ParallelismConfig(Fields):
         """
         sizes: dict[str, Any] = {AXES[name]: getattr(self, name) or 1 for name in AXES}
         if "auto" in sizes.values():
-            place = env.torchrun()
+            place = env.read_torchrun_place()
             ranks = world if world is not None else (1 if place is None else place.world)
-            sizes = _filled(sizes, ranks)
+            sizes = _fill_auto_size(sizes, ranks)
         known = self.parallel_kwargs
         plan = Plan(
             **sizes,
@@ -105,11 +105,11 @@ class ParallelismConfig(Fields):
         if plan.world == 1:
             return plan
         for name in known.get("extra_parallel_modules", ()):
-            plan = replace(plan, **_MODULES[name])
+            plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[name])
         return plan
 
 
-def _filled(sizes: dict[str, Any], world: int) -> dict[str, Any]:
+def _fill_auto_size(sizes: dict[str, Any], world: int) -> dict[str, Any]:
     """The sizes, with the one that is auto as a number."""
     fixed = Plan(**{name: size for name, size in sizes.items() if size != "auto"}).world
     auto = next(name for name, size in sizes.items() if size == "auto")
@@ -121,25 +121,31 @@ def _filled(sizes: dict[str, Any], world: int) -> dict[str, Any]:
     return sizes | {auto: world // fixed}
 
 
-def _checked(given: Any) -> dict[str, Any]:
+def _check_parallel_kwargs(kwargs: Any) -> dict[str, Any]:
     """The entries of parallel_kwargs. Raises `ModelError` for one that is not known or not offered."""
-    if not isinstance(given, Mapping):
-        raise ModelError(f"parallel_kwargs={given!r} are no names and values; give some of {', '.join(_KNOWN)}")
-    for name, value in given.items():
-        check_known(f"parallel_kwargs[{name!r}]", name, _KNOWN)
+    if not isinstance(kwargs, Mapping):
+        raise ModelError(
+            f"parallel_kwargs={kwargs!r} are no names and values; give some of {', '.join(_PARALLEL_KWARGS)}"
+        )
+    for name, value in kwargs.items():
+        check_known(f"parallel_kwargs[{name!r}]", name, _PARALLEL_KWARGS)
         if name in _SWITCHES and not isinstance(value, bool):
             raise ModelError(f"parallel_kwargs[{name!r}]={value!r} is not True or False; try True")
-    if given.get("experimental_ulysses_float8"):
+    if kwargs.get("experimental_ulysses_float8"):
         raise ModelError("experimental_ulysses_float8=True: what is exchanged stays as it is; leave it out")
-    if (method := given.get("ring_rotate_method", "p2p")) != "p2p":
+    if (method := kwargs.get("ring_rotate_method", "p2p")) != "p2p":
         raise ModelError(f"ring_rotate_method={method!r} is not offered; try 'p2p', or leave it out")
-    kernel = given.get("attention_backend")
+    kernel = kwargs.get("attention_backend")
     if kernel is not None and not isinstance(kernel, str):
         raise ModelError(f"attention_backend={kernel!r} is no name; try 'native'")
-    modules = given.get("extra_parallel_modules", ())
+    modules = kwargs.get("extra_parallel_modules", ())
     if isinstance(modules, str) or not isinstance(modules, Sequence):
-        raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {list(_MODULES)}")
+        raise ModelError(
+            f"extra_parallel_modules={modules!r} are no names; give some of {list(_PLAN_CHANGES_BY_MODULE)}"
+        )
     for name in modules:
-        if not (isinstance(name, str) and name in _MODULES):
-            raise ModelError(f"extra_parallel_modules: {name!r} is not offered; give some of {list(_MODULES)}")
-    return dict(given)
+        if not (isinstance(name, str) and name in _PLAN_CHANGES_BY_MODULE):
+            raise ModelError(
+                f"extra_parallel_modules: {name!r} is not offered; give some of {list(_PLAN_CHANGES_BY_MODULE)}"
+            )
+    return dict(kwargs)

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.hooks import Slot
-from ditile.cache.judge import Call, units_of
-from ditile.cache.rules import Record
+from ditile.cache.hooks import CacheHook
+from ditile.cache.judge import CacheCall, split_into_units
+from ditile.cache.rules import DecisionRecord
 from ditile.errors import StateError
-from ditile.hooks.compile import Compile
-from ditile.hooks.opaque import opaque
-from ditile.hooks.overrides import forward_at, found_at, override
-from ditile.hooks.protocols import Agreement, Clock, Moment
+from ditile.hooks.compile import CompileFunction
+from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.overrides import find_forward_attribute, locate_override, override_attribute
+from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 
-PARTIAL = ("skip_layers",)
+LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
 
-_CACHED = "_cached_by_ditile"
+_CACHE_ATTRIBUTE = "_cached_by_ditile"
 """The attribute of a transformer that holds its `Cached`."""
 
 
@@ -42,30 +42,30 @@ class Chain(Protocol):
     def middle(self) -> Sequence[int]: ...
 
     @property
-    def bytes(self) -> int: ...
+    def memory_bytes(self) -> int: ...
 
-    def own(self, owned: Collection[nn.Module] | None) -> None: ...
+    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None: ...
 
-    def begin(self, call: Call, agreement: Agreement) -> None: ...
+    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None: ...
 
-    def rest(self) -> None: ...
+    def bypass_cache(self) -> None: ...
 
-    def records(self) -> Iterator[tuple[int, int, int, Record]]: ...
+    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]: ...
 
 
-class Watch(Clock, Protocol):
+class CacheClock(PipelineClock, Protocol):
     """A clock of the caches' own, which watches a pipeline."""
 
-    def install(self) -> None: ...
+    def start_watching(self) -> None: ...
 
-    def remove(self) -> None: ...
+    def stop_watching(self) -> None: ...
 
-    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
+    def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
 
-    def drop(self) -> None: ...
+    def end_generation(self) -> None: ...
 
 
-class Context(NamedTuple):
+class CacheContext(NamedTuple):
     """Blocks that are decided on together, and how.
 
     Attributes:
@@ -81,42 +81,42 @@ class Context(NamedTuple):
 
     name: str
     blocks: int
-    make: Callable[[int, Agreement], Chain | None]
+    make: Callable[[int, SkipAgreement], Chain | None]
     couple: str
     text: str
     idle: str | None = None
     idle_in: Callable[[int], str | None] = lambda steps: None
-    said: str = ""
+    settings: str = ""
 
 
-class Alone:
+class SingleRankAgreement:
     """One rank decides by itself."""
 
     owned: Collection[nn.Module] | None = None
 
-    def add(self, sums: Tensor) -> Tensor:
+    def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """They are all there are."""
         return sums
 
-    def tell(self, skips: Sequence[bool]) -> None:
+    def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """To nobody."""
 
-    def hear(self, count: int) -> Sequence[bool]:
+    def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """There is no stage in front."""
         raise StateError("a cache waits for a decision that nobody takes")
 
-    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+    def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """The probe is here."""
 
-    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+    def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """The probe is here."""
         raise StateError("a cache waits for tokens that nobody gives")
 
-    def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
+    def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Nobody remembers anything of them."""
 
 
-class Trace(NamedTuple):
+class ContextTrace(NamedTuple):
     """What one generation left of a context, for `summary`.
 
     Attributes:
@@ -131,10 +131,10 @@ class Trace(NamedTuple):
     text: str
     middle: int
     steps: int
-    records: list[tuple[int, int, int, Record]]
+    records: list[tuple[int, int, int, DecisionRecord]]
 
 
-class Cached:
+class TransformerCache:
     """One transformer.
 
     Args:
@@ -151,21 +151,21 @@ class Cached:
     """
 
     def __init__(
-        self, transformer: nn.Module, slots: Sequence[Slot], contexts: Callable[[DBCacheConfig], list[Context]],
+        self, transformer: nn.Module, hooks: Sequence[CacheHook], contexts: Callable[[DBCacheConfig], list[CacheContext]],
         config: DBCacheConfig,
     ) -> None:  # fmt: skip
-        self.transformer, self._slots, self._make, self._config = transformer, slots, contexts, config
+        self.transformer, self._hooks, self._make, self._config = transformer, hooks, contexts, config
         self.contexts = contexts(config)
-        self.traces: list[Trace] = []
+        self.traces: list[ContextTrace] = []
         self.kept_bytes = 0
-        self._clock: Clock | None = None
-        self._agreement: Agreement = Alone()
-        self._chains: list[tuple[Context, Chain]] = []
+        self._clock: PipelineClock | None = None
+        self._agreement: SkipAgreement = SingleRankAgreement()
+        self._chains: list[tuple[CacheContext, Chain]] = []
         self._loop_step, self._step = -1, -1
         self.label: str | None = None
         self._labels = ExitStack()
 
-    def install(self, clock: Watch, compiler: Callable[[], Compile | None] = lambda: None) -> None:
+    def install_hooks(self, clock: CacheClock, compiler: Callable[[], CompileFunction | None] = lambda: None) -> None:
         """Lays the slots around the blocks.
 
         Args:
@@ -174,101 +174,105 @@ class Cached:
         """
         self._clock = self._own_clock = clock
         self._compiler = compiler
-        for slot in self._slots:
-            slot.install()
-        name = forward_at(self.transformer)
+        for hook in self._hooks:
+            hook.install_hook()
+        name = find_forward_attribute(self.transformer)
         forward = getattr(self.transformer, name)
         self._before, self._stock = vars(self.transformer).get(name), forward
 
-        @opaque
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return self._called(forward, *args, **kwargs)
+        @exclude_from_compile
+        def call_with_cache(*args: Any, **kwargs: Any) -> Any:
+            return self._call_forward(forward, *args, **kwargs)
 
-        self._mine = vars(self.transformer)[name] = functools.update_wrapper(called, forward)
+        self._mine = vars(self.transformer)[name] = functools.update_wrapper(call_with_cache, forward)
         stock: Any = getattr(self.transformer, "cache_context", None)
         if stock is not None:
-            override(self._labels, self.transformer, "cache_context", functools.partial(self._named, stock))
-        vars(self.transformer)[_CACHED] = self
+            override_attribute(
+                self._labels, self.transformer, "cache_context", functools.partial(self._track_label, stock)
+            )
+        vars(self.transformer)[_CACHE_ATTRIBUTE] = self
 
-    def remove(self) -> None:
+    def remove_hooks(self) -> None:
         """Takes them away again; what was laid around them since stays, and they do nothing in it."""
-        self._own_clock.remove()
+        self._own_clock.stop_watching()
         self._labels.close()
-        self.end()
+        self.end_generation()
         self._clock = None
-        for slot in self._slots:
-            slot.remove()
-        name = found_at(self.transformer, self._mine)
+        for hook in self._hooks:
+            hook.remove_hook()
+        name = locate_override(self.transformer, self._mine)
         if name == "forward" and self._before is None:
             del vars(self.transformer)["forward"]
         elif name is not None:
             vars(self.transformer)[name] = self._stock
-        vars(self.transformer).pop(_CACHED, None)
+        vars(self.transformer).pop(_CACHE_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         name = type(self.transformer).__name__
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
-    def refresh(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
+    def refresh_settings(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
         """A new picture follows: of so many steps if they are given, and with other settings if some are."""
         self._config = (config or self._config).reset(**changes)
         self.contexts = self._make(self._config)
-        self._own_clock.refresh(steps, separate_cfg=self._config.enable_separate_cfg)
+        self._own_clock.restart_clock(steps, separate_cfg=self._config.enable_separate_cfg)
 
-    def refit(self) -> None:
+    def update_compilation(self) -> None:
         """Blocks may have been compiled since the slots were laid around them; before anything else is."""
         compile_ = self._compiler()
-        for slot in self._slots:
-            slot.refit(compile_)
+        for hook in self._hooks:
+            hook.update_compilation(compile_)
 
     @contextmanager
-    def lent(self, clock: Clock, agreement: Agreement) -> Iterator[None]:
+    def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
         """Somebody else says where the pipeline is, and which ranks decide."""
-        alone = self._agreement
-        self._own_clock.remove()
+        own_agreement = self._agreement
+        self._own_clock.stop_watching()
         self.traces, self.kept_bytes = [], 0  # a replica without an image has nothing to say
         self._clock, self._agreement = clock, agreement
         try:
             yield
         finally:
-            self.end()
-            self._clock, self._agreement = self._own_clock, alone
-            self._own_clock.install()
+            self.end_generation()
+            self._clock, self._agreement = self._own_clock, own_agreement
+            self._own_clock.start_watching()
 
-    def begin(self, steps: int) -> None:
+    def begin_generation(self, steps: int) -> None:
         """A generation of so many steps begins: nothing is remembered yet."""
-        self.end()
+        self.end_generation()
         if self._clock is self._own_clock:
-            self.refit()
+            self.update_compilation()
         self.traces, self.kept_bytes = [], 0
         self._loop_step, self._step = -1, -1
         could = [context for context in self.contexts if context.idle is None]  # of others enable_cache has warned
         for reason in filter(None, dict.fromkeys(context.idle_in(steps) for context in could)):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
-        made = ((context, context.make(steps, self._agreement)) for context in self.contexts)
-        self._chains = [(context, chain) for context, chain in made if chain is not None]
+        pairs = ((context, context.make(steps, self._agreement)) for context in self.contexts)
+        self._chains = [(context, chain) for context, chain in pairs if chain is not None]
         for _, chain in self._chains:
-            chain.own(self._agreement.owned)
+            chain.restrict_to_blocks(self._agreement.owned)
 
-    def end(self) -> None:
+    def end_generation(self) -> None:
         """The generation is over: all that was remembered is dropped, but for what `summary` shows."""
         if self._chains:
-            self.kept_bytes = self.bytes
+            self.kept_bytes = self.memory_bytes
             self.traces = [
-                Trace(c.name, c.blocks, c.text, len(chain.middle), self._step + 1, list(chain.records()))
+                ContextTrace(c.name, c.blocks, c.text, len(chain.middle), self._step + 1, list(chain.iterate_records()))
                 for c, chain in self._chains
             ]
         for _, chain in self._chains:
-            chain.rest()
+            chain.bypass_cache()
         self._chains = []
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes that are remembered now."""
-        return sum(chain.bytes for _, chain in self._chains)
+        return sum(chain.memory_bytes for _, chain in self._chains)
 
     @contextmanager
-    def _named(self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any) -> Iterator[None]:
+    def _track_label(
+        self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
+    ) -> Iterator[None]:
         """diffusers' `cache_context`, with somebody listening."""
         before, self.label = self.label, name
         try:
@@ -277,52 +281,52 @@ class Cached:
         finally:
             self.label = before
 
-    def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         clock = self._clock
         if clock is None:
             return forward(*args, **kwargs)
-        moment = clock.begin_call(self)
+        moment = clock.begin_model_call(self)
         if self._chains:
-            if moment is None or any(kwargs.get(name) for name in PARTIAL):
-                self._rest()
+            if moment is None or any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS):
+                self._bypass_chains()
             else:
-                self._begin_call(moment, args, kwargs)
+                self._begin_chains(moment, args, kwargs)
         try:
             result = forward(*args, **kwargs)
         except BaseException:
-            self._own_clock.drop()  # there is no more of this picture
+            self._own_clock.end_generation()  # there is no more of this picture
             raise
-        clock.end_call(self)
+        clock.end_model_call(self)
         return result
 
-    def _begin_call(self, moment: Moment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_chains(self, moment: CallPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        rows, kind = _rows(args, kwargs), _kind(args, kwargs)
+        batch_size, kind = _get_batch_size(args, kwargs), _get_input_signature(args, kwargs)
         for context, chain in self._chains:
-            units = units_of(rows, moment.images, context.couple)
-            chain.begin(Call(moment, self._step, units, rows, kind), self._agreement)
+            units = split_into_units(batch_size, moment.images, context.couple)
+            chain.begin_forward(CacheCall(moment, self._step, units, batch_size, kind), self._agreement)
 
-    def _rest(self) -> None:
+    def _bypass_chains(self) -> None:
         for _, chain in self._chains:
-            chain.rest()
+            chain.bypass_cache()
 
 
-def cached(transformer: nn.Module) -> Cached | None:
+def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
     """What `enable_cache` put on a transformer; None if nothing."""
-    return vars(transformer).get(_CACHED)
+    return vars(transformer).get(_CACHE_ATTRIBUTE)
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _get_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
-    found: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
-    return int(found.shape[0]) if isinstance(found, Tensor) else len(found)
+    sample: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
+    return int(sample.shape[0]) if isinstance(sample, Tensor) else len(sample)
 
 
-def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _get_input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The shapes of all tensors that a call brings, and its words, which name modes; each kind remembers for itself."""
-    given = (*args, *kwargs.values())
+    inputs = (*args, *kwargs.values())
     return tuple(
-        value.shape if isinstance(value, Tensor) else value for value in given if isinstance(value, Tensor | str)
+        value.shape if isinstance(value, Tensor) else value for value in inputs if isinstance(value, Tensor | str)
     )

@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ditile.errors import StateError
-from ditile.hooks.overrides import Watched, override
-from ditile.hooks.protocols import Labelled, Moment
+from ditile.hooks.overrides import WatchedMethod, override_attribute
+from ditile.hooks.protocols import CallPosition, LabelledModel
 
-MANY = 32  # calls of a model in one step that no guidance needs
+MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
 
 
 class SchedulerClock:
@@ -31,107 +31,112 @@ class SchedulerClock:
         ended: called when it is over, or was left by an error.
     """
 
-    def __init__(self, pipe: Any, begun: Callable[[int], None], ended: Callable[[], None]) -> None:
-        self._pipe, self._begun, self._ended = pipe, begun, ended
+    def __init__(self, pipe: Any, on_begin: Callable[[int], None], on_end: Callable[[], None]) -> None:
+        self._pipe, self._begun, self._ended = pipe, on_begin, on_end
         self._stack = ExitStack()
         self._scheduler: Any = None
         self._live, self._steps, self._step = False, 0, 0
         self._images: int | None = None
-        self._calls: dict[Labelled, int] = {}
-        self._labels: set[tuple[Labelled, str]] = set()
+        self._calls: dict[LabelledModel, int] = {}
+        self._labels: set[tuple[LabelledModel, str]] = set()
         self._timed, self._apart, self._presets = False, False, False
         self._thread: int | None = None
         self._busy, self._depth = threading.RLock(), 0
 
-    def install(self) -> None:
+    def start_watching(self) -> None:
         """Watches the scheduler, and the pipeline's call."""
         if self._scheduler is self._pipe.scheduler:
             return
         self._stack.close()
         self._scheduler = self._pipe.scheduler
-        for name, mine in (("set_timesteps", self._set_timesteps), ("step", self._stepped)):
-            override(self._stack, self._scheduler, name, Watched(mine, getattr(self._scheduler, name), self._copied))
+        for name, mine in (("set_timesteps", self._handle_set_timesteps), ("step", self._handle_scheduler_step)):
+            override_attribute(
+                self._stack,
+                self._scheduler,
+                name,
+                WatchedMethod(mine, getattr(self._scheduler, name), self._record_scheduler_copy),
+            )
         names = list(inspect.signature(self._scheduler.step).parameters)
         self._sample_at = names.index("sample") if "sample" in names else len(names)
-        self._watch_call()
+        self._watch_pipeline_call()
 
-    def remove(self) -> None:
+    def stop_watching(self) -> None:
         """Leaves scheduler and pipeline as they were."""
-        self.drop()
+        self.end_generation()
         self._stack.close()
         self._scheduler = None
 
-    def drop(self) -> None:
+    def end_generation(self) -> None:
         """The generation is over."""
         if self._live:
             self._live = False
             self._ended()
 
-    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+    def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
         """A new picture follows. Its steps are the scheduler's, and its branches those that are called."""
-        self.drop()
+        self.end_generation()
 
-    def begin_call(self, model: Labelled) -> Moment | None:
+    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
         """A model is called; None before the pipeline's call has set its timesteps, as for images that it looks at."""
         if self._pipe.scheduler is not self._scheduler:  # somebody set another one
-            self.install()
-            self._begin()
+            self.start_watching()
+            self._begin_generation()
         if not self._live:
             if self._depth and not (self._timed or self._presets):
                 return None
-            self._begin()
+            self._begin_generation()
         self._check_thread()
         if model.label is not None:
-            self._note(model, model.label)
+            self._record_label(model, model.label)
         if self._step == 0 and not self._calls:
             skipped = getattr(self._scheduler, "begin_index", None) or 0
             self._steps = len(self._scheduler.timesteps) - skipped
             self._begun(self._steps)
         branch = self._calls.get(model, 0)
-        if branch >= MANY:
+        if branch >= MAX_CALLS_PER_STEP:
             raise StateError(
                 f"a cached model was called {branch} times, and the scheduler of the {type(self._pipe).__name__} that "
                 "it was cached with was not stepped; call enable_cache on the pipeline that runs"
             )
-        return Moment(self._step, branch, images=self._images)
+        return CallPosition(self._step, branch, images=self._images)
 
-    def end_call(self, model: Labelled) -> None:
+    def end_model_call(self, model: LabelledModel) -> None:
         """It returns."""
         if self._live:
             self._calls[model] = self._calls.get(model, 0) + 1
 
-    def _note(self, model: Labelled, label: str) -> None:
+    def _record_label(self, model: LabelledModel, label: str) -> None:
         """Where copies of the scheduler step in its place, a step ends when a label comes again."""
         if self._apart and (model, label) in self._labels:
-            self._advance()
+            self._advance_step()
             if not self._live:
-                self._begin()
+                self._begin_generation()
                 self._apart = True
         self._labels.add((model, label))
 
-    def _copied(self) -> None:
+    def _record_scheduler_copy(self) -> None:
         """A pipeline may step copies, one for each frame, and never the scheduler itself."""
         self._apart = self._live and not self._step
 
-    def _watch_call(self) -> None:
+    def _watch_pipeline_call(self) -> None:
         """A pipeline's call is one picture, and one at a time."""
         pipe, kind = self._pipe, type(self._pipe)
         if not callable(pipe):
             return
 
         @functools.wraps(kind.__call__)
-        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._inside() if this is pipe else ExitStack():
+        def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._enter_pipeline_call() if this is pipe else ExitStack():
                 return kind.__call__(this, *args, **kwargs)
 
-        names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         pipe.__class__ = type(kind.__name__, (kind,), names)
         self._stack.callback(setattr, pipe, "__class__", kind)
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _enter_pipeline_call(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise self._two_threads()
+            raise self._make_thread_error()
         self._depth += 1
         self._timed = self._timed and self._depth > 1
         try:
@@ -139,24 +144,24 @@ class SchedulerClock:
         finally:
             self._depth -= 1
             if not self._depth:
-                self.drop()
+                self.end_generation()
             self._busy.release()
 
-    def _set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._inside() if self._depth else ExitStack():
+    def _handle_set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._enter_pipeline_call() if self._depth else ExitStack():
             result = stock(*args, **kwargs)
         self._timed = True
-        self._begin()
+        self._begin_generation()
         return result
 
-    def _begin(self) -> None:
-        self.drop()
+    def _begin_generation(self) -> None:
+        self.end_generation()
         self._live, self._step, self._images, self._apart = True, 0, None, False
         self._calls.clear()
         self._labels.clear()
         self._thread = threading.get_ident()
 
-    def _stepped(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _handle_scheduler_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._live and self._calls:
             self._check_thread()
         self._presets |= self._depth > 0 and not self._timed  # a pipeline whose timesteps were set before its call
@@ -165,22 +170,22 @@ class SchedulerClock:
             return result
         sample = kwargs.get("sample", args[self._sample_at] if len(args) > self._sample_at else None)
         self._images, self._apart = None if sample is None else int(sample.shape[0]), False
-        self._advance()
+        self._advance_step()
         return result
 
-    def _advance(self) -> None:
+    def _advance_step(self) -> None:
         """A step is over."""
         self._step += 1
         self._calls.clear()
         self._labels.clear()
         if self._step >= self._steps:
-            self.drop()
+            self.end_generation()
 
     def _check_thread(self) -> None:
         if self._thread != threading.get_ident():
-            raise self._two_threads()
+            raise self._make_thread_error()
 
-    def _two_threads(self) -> StateError:
+    def _make_thread_error(self) -> StateError:
         return StateError(
             f"two threads run one cached {type(self._pipe).__name__} at the same time, and its blocks remember one "
             "picture; give each thread a pipeline and a transformer of its own, or make one call after the other"
@@ -197,33 +202,33 @@ class CallClock:
     """
 
     def __init__(
-        self, begun: Callable[[int], None], ended: Callable[[], None], steps: int | None = None, *,
+        self, on_begin: Callable[[int], None], on_end: Callable[[], None], steps: int | None = None, *,
         separate_cfg: bool = False,
     ) -> None:  # fmt: skip
-        self._begun, self._ended, self._of_step = begun, ended, 2 if separate_cfg else 1
+        self._begun, self._ended, self._of_step = on_begin, on_end, 2 if separate_cfg else 1
         self._count, self._steps, self._live = 0, steps, False
 
-    def refresh(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
+    def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
         """A new picture follows; steps and calls that are not said are those of the last one."""
-        self.drop()
+        self.end_generation()
         self._steps, self._count = steps or self._steps, 0
         if separate_cfg is not None:
             self._of_step = 2 if separate_cfg else 1
 
-    def install(self) -> None:
+    def start_watching(self) -> None:
         """Nothing."""
 
-    def remove(self) -> None:
+    def stop_watching(self) -> None:
         """Forgets the generation."""
-        self.drop()
+        self.end_generation()
 
-    def drop(self) -> None:
+    def end_generation(self) -> None:
         """The generation is over."""
         if self._live:
             self._live = False
             self._ended()
 
-    def begin_call(self, model: Labelled) -> Moment:
+    def begin_model_call(self, model: LabelledModel) -> CallPosition:
         """The transformer is called. Raises `StateError` if the number of steps is not known."""
         if self._steps is None:
             raise StateError(
@@ -234,10 +239,10 @@ class CallClock:
         if not self._live:
             self._live, self._count = True, 0
             self._begun(self._steps)
-        return Moment(self._count // self._of_step, self._count % self._of_step)
+        return CallPosition(self._count // self._of_step, self._count % self._of_step)
 
-    def end_call(self, model: Labelled) -> None:
+    def end_model_call(self, model: LabelledModel) -> None:
         """It returns."""
         self._count += 1
         if self._steps is not None and self._count >= self._steps * self._of_step:
-            self.drop()
+            self.end_generation()

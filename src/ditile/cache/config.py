@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ditile.cache.fields import Fields, check_number, check_one_of, check_whole, is_whole, merged
-from ditile.cache.step_mask import known
+from ditile.cache.fields import (
+    Fields,
+    check_finite_number,
+    check_one_of,
+    check_whole_number,
+    is_whole_number,
+    merge_configs,
+)
+from ditile.cache.step_mask import check_preset_name
 from ditile.errors import ModelError
 
 __all__ = [
@@ -22,9 +29,9 @@ __all__ = [
     "FoCaCalibratorConfig",
     "ParamsModifier",
     "TaylorSeerCalibratorConfig",
-    "kept",
-    "merged",
-    "strify",
+    "choose_stored_value",
+    "merge_configs",
+    "format_cache_config",
 ]
 
 StoreType = Literal["bfloat16", "float16", "float32"]
@@ -99,12 +106,12 @@ class DBCacheConfig(Fields):
             ("Fn_compute_blocks", 0), ("Bn_compute_blocks", 0), ("max_warmup_steps", 0), ("warmup_interval", 1),
             ("max_cached_steps", -1), ("max_continuous_cached_steps", -1), ("downsample_factor", 1),
         ):  # fmt: skip
-            check_whole(self, name, least)
-        check_whole(self, "num_inference_steps", 1, none=True)
-        check_number(self, "residual_diff_threshold", 0, 0.08)
-        check_number(self, "max_accumulated_residual_diff_threshold", 0, 0.5, none=True)
-        check_number(self, "l1_hidden_states_diff_threshold", 0, 0.08, none=True)
-        check_number(self, "important_condition_threshold", 0, 0.0)
+            check_whole_number(self, name, least)
+        check_whole_number(self, "num_inference_steps", 1, none=True)
+        check_finite_number(self, "residual_diff_threshold", 0, 0.08)
+        check_finite_number(self, "max_accumulated_residual_diff_threshold", 0, 0.5, none=True)
+        check_finite_number(self, "l1_hidden_states_diff_threshold", 0, 0.08, none=True)
+        check_finite_number(self, "important_condition_threshold", 0, 0.0)
         for name in ("accumulated_resets", "cfg_compute_first", "cfg_diff_compute_separate"):
             check_one_of(self, name, True, False)
         check_one_of(self, "enable_separate_cfg", None, True, False)
@@ -113,12 +120,12 @@ class DBCacheConfig(Fields):
         check_one_of(self, "store", "residual", "hidden")
         check_one_of(self, "store_dtype", None, "bfloat16", "float16", "float32")
         if isinstance(self.steps_computation_mask, str):
-            known(self.steps_computation_mask)
+            check_preset_name(self.steps_computation_mask)
         elif self.steps_computation_mask is not None:
-            object.__setattr__(self, "steps_computation_mask", _mask(self.steps_computation_mask))
+            object.__setattr__(self, "steps_computation_mask", _check_step_mask(self.steps_computation_mask))
 
     def __str__(self) -> str:
-        return strify(self)
+        return format_cache_config(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +152,10 @@ class DBPruneConfig(DBCacheConfig):
     def __post_init__(self) -> None:
         DBCacheConfig.__post_init__(self)
         check_one_of(self, "enable_dynamic_prune_threshold", True, False)
-        check_number(self, "max_dynamic_prune_threshold", 0, 0.16, none=True)
-        check_number(self, "dynamic_prune_threshold_relax_ratio", 0, 1.25)
+        check_finite_number(self, "max_dynamic_prune_threshold", 0, 0.16, none=True)
+        check_finite_number(self, "dynamic_prune_threshold_relax_ratio", 0, 1.25)
         ids = self.non_prune_block_ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole(k) and k >= 0 for k in ids):
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole_number(k) and k >= 0 for k in ids):
             raise ModelError(f"non_prune_block_ids={ids!r} are no numbers of blocks; give some such as [16, 17]")
         object.__setattr__(self, "non_prune_block_ids", tuple(ids))
 
@@ -159,7 +166,7 @@ class DBPruneConfig(DBCacheConfig):
         return 2 * self.residual_diff_threshold if limit is None else limit
 
     def __str__(self) -> str:
-        return strify(self)
+        return format_cache_config(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,8 +219,8 @@ class TaylorSeerCalibratorConfig(Calibration):
 
     def __post_init__(self) -> None:
         Calibration.__post_init__(self)
-        check_whole(self, "taylorseer_order", 0)
-        check_number(self, "taylorseer_reach", 0, 1, none=True)
+        check_whole_number(self, "taylorseer_order", 0)
+        check_finite_number(self, "taylorseer_reach", 0, 1, none=True)
         check_one_of(self, "calibrator_type", "taylorseer")
 
     @property
@@ -273,9 +280,9 @@ class DMDCalibratorConfig(Calibration):
 
     def __post_init__(self) -> None:
         Calibration.__post_init__(self)
-        check_whole(self, "dmd_history", 2)
-        check_whole(self, "dmd_rank", 0, none=True)
-        check_number(self, "dmd_ridge", 0, 1e-8)
+        check_whole_number(self, "dmd_history", 2)
+        check_whole_number(self, "dmd_rank", 0, none=True)
+        check_finite_number(self, "dmd_ridge", 0, 1e-8)
         check_one_of(self, "dmd_svd_precision", None, "medium", "high", "highest")
         check_one_of(self, "calibrator_type", "dmd")
 
@@ -313,17 +320,17 @@ class ParamsModifier(Fields):
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[DBCacheConfig, Calibration | None]:
         """The configs of its list, where these are the pipeline's."""
-        cache = merged(cache_config, self.cache_config)
-        return cache or cache_config, merged(calibrator_config, self.calibrator_config)
+        cache = merge_configs(cache_config, self.cache_config)
+        return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 
 
-def kept(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
+def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
     """What is stored of a computed step: what the middle blocks returned if either config says so."""
     returned = calibrator is not None and calibrator.calibrator_cache_type == "hidden_states"
     return "hidden" if returned else cache.store
 
 
-def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
+def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
     """One word that says what was asked for, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
@@ -342,7 +349,7 @@ def strify(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
     return "_".join(parts)
 
 
-def _mask(mask: Sequence[int]) -> tuple[int, ...]:
+def _check_step_mask(mask: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
         raise ModelError(
             f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "

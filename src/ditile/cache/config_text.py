@@ -39,19 +39,19 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.fields import check_known
-from ditile.cache.step_mask import read
+from ditile.cache.step_mask import parse_step_mask
 from ditile.errors import LoadError, ModelError
 
-CALIBRATORS: dict[str, type[Calibration]] = {
+CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,
     "foca": FoCaCalibratorConfig,
     "dmd": DMDCalibratorConfig,
 }
-QUANTIZE = ("quant_type", "exclude_layers", "per_row", "group_size")
+QUANTIZE_ARGUMENTS = ("quant_type", "exclude_layers", "per_row", "group_size")
 """What quantize_config may say: the arguments of `quantize`."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-_CACHES = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
+_CACHE_CONFIGS = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
 
 
 def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -69,24 +69,24 @@ def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[
         LoadError: if the file is missing, unreadable, or no YAML or JSON.
         ModelError: if a name is not known, with the nearest one, or a value is out of its range.
     """
-    content = path_or_dict if isinstance(path_or_dict, Mapping) else _content(Path(path_or_dict))
+    content = path_or_dict if isinstance(path_or_dict, Mapping) else _read_config_file(Path(path_or_dict))
     for name in content:
         check_known(f"the config {name!r}", name, _SECTIONS)
     content = {name: value for name, value in content.items() if value is not None}
-    found: dict[str, Any] = {"cache_config": None}
+    configs: dict[str, Any] = {"cache_config": None}
     if "cache_config" in content:
-        found["cache_config"], calibrator = _cache(_section(content, "cache_config"))
+        configs["cache_config"], calibrator = _parse_cache_section(_read_section(content, "cache_config"))
         if calibrator is not None:
             if "calibrator_config" in content:
                 raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
-            found["calibrator_config"] = calibrator
+            configs["calibrator_config"] = calibrator
     for name, make in _SECTIONS.items():
         if name in content and name != "cache_config":
-            found[name] = make(content[name] if name == "attention_backend" else _section(content, name))
-    return found
+            configs[name] = make(content[name] if name == "attention_backend" else _read_section(content, name))
+    return configs
 
 
-def _content(path: Path) -> Mapping[str, Any]:
+def _read_config_file(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,55 +103,55 @@ def _content(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     values = content[name]
     if not isinstance(values, Mapping):
         raise ModelError(f"{name}={values!r} is no section; give names and values")
-    return {str(key): _number(value) for key, value in values.items()}
+    return {str(key): _parse_exponent(value) for key, value in values.items()}
 
 
-def _number(value: Any) -> Any:
+def _parse_exponent(value: Any) -> Any:
     """YAML 1.1 reads 1e-8, without a point, as text."""
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-def _cache(values: dict[str, Any]) -> tuple[DBCacheConfig, Calibration | None]:
+def _parse_cache_section(values: dict[str, Any]) -> tuple[DBCacheConfig, Calibration | None]:
     """The config of the cache, and that of the calibrator which is named in it."""
-    calibrator, own = _calibrator_within(values)
-    name = str(own.pop("cache_type", "")).rpartition(".")[2].lower()
+    calibrator, fields = _split_calibrator_fields(values)
+    name = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
     if name:
-        check_known(f"cache_type={name!r}", name, _CACHES)
-    prunes = name == "dbprune" or (not name and set(own) & _PRUNE)
-    mask = own.get("steps_computation_mask")
+        check_known(f"cache_type={name!r}", name, _CACHE_CONFIGS)
+    prunes = name == "dbprune" or (not name and set(fields) & _PRUNE_FIELDS)
+    mask = fields.get("steps_computation_mask")
     if isinstance(mask, str) and "/" in mask:
-        own["steps_computation_mask"] = read(mask)
-    return (DBPruneConfig if prunes else DBCacheConfig)(**own), calibrator
+        fields["steps_computation_mask"] = parse_step_mask(mask)
+    return (DBPruneConfig if prunes else DBCacheConfig)(**fields), calibrator
 
 
-def _calibrator_within(values: dict[str, Any]) -> tuple[Calibration | None, dict[str, Any]]:
+def _split_calibrator_fields(values: dict[str, Any]) -> tuple[Calibration | None, dict[str, Any]]:
     """The calibrator that a section of the cache names, and the other entries."""
-    enabled = [kind for kind in CALIBRATORS if values.get(f"enable_{kind}")]
+    enabled = [kind for kind in CALIBRATOR_CONFIGS if values.get(f"enable_{kind}")]
     if len(enabled) > 1:
         raise ModelError(
             f"{' and '.join(f'enable_{kind}' for kind in enabled)}: there is one calibrator; leave one out"
         )
-    own, found = {}, {}
+    cache_fields, calibrator_fields = {}, {}
     for name, value in values.items():
-        kind, field = _field_of_calibrator(name)
+        kind, field = _find_calibrator_field(name)
         if kind is None:
-            own[name] = value
+            cache_fields[name] = value
         elif field is not None and kind in ("any", *enabled):
-            found[field] = value
+            calibrator_fields[field] = value
     if not enabled:
-        return None, own
-    return CALIBRATORS[enabled[0]](**found), own
+        return None, cache_fields
+    return CALIBRATOR_CONFIGS[enabled[0]](**calibrator_fields), cache_fields
 
 
-def _field_of_calibrator(name: str) -> tuple[str | None, str | None]:
+def _find_calibrator_field(name: str) -> tuple[str | None, str | None]:
     """Which calibrator an entry of the cache is for, and its field; none for its switch."""
     if name in ("calibrator_cache_type", "enable_encoder_calibrator"):
         return "any", name
-    for kind, config in CALIBRATORS.items():
+    for kind, config in CALIBRATOR_CONFIGS.items():
         if name == f"enable_{kind}":
             return kind, None
         if name == f"enable_encoder_{kind}":
@@ -163,32 +163,34 @@ def _field_of_calibrator(name: str) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _calibrator(values: dict[str, Any]) -> Calibration:
+def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
     """By its type; by its fields where that is left out."""
     kind = values.get("calibrator_type")
     if kind is None:
-        kind = next((one for one in CALIBRATORS if any(name.startswith(f"{one}_") for name in values)), "taylorseer")
-    check_known(f"calibrator_type={kind!r}", kind, CALIBRATORS)
-    return CALIBRATORS[kind](**values)
+        kind = next(
+            (one for one in CALIBRATOR_CONFIGS if any(name.startswith(f"{one}_") for name in values)), "taylorseer"
+        )
+    check_known(f"calibrator_type={kind!r}", kind, CALIBRATOR_CONFIGS)
+    return CALIBRATOR_CONFIGS[kind](**values)
 
 
-def _quantize(values: dict[str, Any]) -> dict[str, Any]:
+def _check_quantize_section(values: dict[str, Any]) -> dict[str, Any]:
     for name in values:
-        check_known(f"quantize_config has {name!r}, which", name, QUANTIZE)
+        check_known(f"quantize_config has {name!r}, which", name, QUANTIZE_ARGUMENTS)
     return values
 
 
-def _backend(value: Any) -> str:
+def _check_attention_backend(value: Any) -> str:
     if not isinstance(value, str):
         raise ModelError(f"attention_backend={value!r} is no name; try native")
     return value
 
 
-_PRUNE = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
+_PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
 _SECTIONS: dict[str, Callable[[Any], Any]] = {
-    "cache_config": _cache,
-    "calibrator_config": _calibrator,
+    "cache_config": _parse_cache_section,
+    "calibrator_config": _parse_calibrator_section,
     "parallelism_config": lambda values: ParallelismConfig(**values),
-    "quantize_config": _quantize,
-    "attention_backend": _backend,
+    "quantize_config": _check_quantize_section,
+    "attention_backend": _check_attention_backend,
 }

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ditile.cache.hooks import Slot
-from ditile.cache.judge import Call, Judge
+from ditile.cache.hooks import CacheHook
+from ditile.cache.judge import CacheCall, SkipJudge
 from ditile.cache.residuals import Residuals
-from ditile.cache.rules import Record
+from ditile.cache.rules import DecisionRecord
 from ditile.cache.segment import Segment
-from ditile.hooks.protocols import Agreement
+from ditile.hooks.protocols import SkipAgreement
 
 
 class DBCache:
@@ -38,102 +38,105 @@ class DBCache:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], judge: Judge, residuals: Callable[[], Residuals], first: int, last: int, *,
+        self, hooks: Sequence[CacheHook], judge: SkipJudge, residuals: Callable[[], Residuals], first: int, last: int, *,
         hidden: bool = False,
     ) -> None:  # fmt: skip
-        self._slots, self.judge, self._make, self._hidden = slots, judge, residuals, hidden
-        self.middle = range(first, max(first, len(slots) - last))
+        self._hooks, self.judge, self._make, self._hidden = hooks, judge, residuals, hidden
+        self.middle = range(first, max(first, len(hooks) - last))
         self._looks = first == 0
-        self._probe_end = slots[max(first, 1) - 1] if self.middle else None
+        self._probe_end = hooks[max(first, 1) - 1] if self.middle else None
         self._segments: list[Segment] = []
         self._before: Tensor | None = None
-        self.own(None)
+        self.restrict_to_blocks(None)
 
-    def own(self, owned: Collection[nn.Module] | None) -> None:
+    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
         """This rank runs these blocks of the chain alone; None for all."""
-        mine = [self._slots[k] for k in self.middle if owned is None or self._slots[k].block in owned]
-        self._segments = [Segment(run, self._make()) for run in _runs(mine)]
-        places = [slot.index for slot in self._slots if owned is not None and slot.block in owned]
+        mine = [self._hooks[k] for k in self.middle if owned is None or self._hooks[k].block in owned]
+        self._segments = [Segment(run, self._make()) for run in _group_neighbours(mine)]
+        places = [hook.index for hook in self._hooks if owned is not None and hook.block in owned]
         self._hears = self._probe_end is not None and bool(places) and min(places) > self._probe_end.index
         self._judges = self._probe_end is not None and (owned is None or self._probe_end.block in owned)
-        self._starts = self._probe_end is not None and (owned is None or self._slots[0].block in owned)
+        self._starts = self._probe_end is not None and (owned is None or self._hooks[0].block in owned)
 
-    def begin(self, call: Call, agreement: Agreement) -> None:
+    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """The model is called."""
         self._call, self._agreement, self._before = call, agreement, None
         if self._starts:
-            self._slots[0].handle = self._look if self._looks else self._enter
+            self._hooks[0].handle = self._decide_at_first_block if self._looks else self._run_probe_start
         if self._looks and self._starts:
             return
         if self._judges and self._probe_end is not None:
-            self._probe_end.handle = self._probe
+            self._probe_end.handle = self._run_probe_end
         elif self._hears:
-            skips = agreement.hear(len(call.units))
-            self.judge.note(call, skips)
-            self._tell(skips)
+            skips = agreement.receive_skip_decision(len(call.units))
+            self.judge.record_skips(call, skips)
+            self._apply_skips(skips)
 
-    def rest(self) -> None:
+    def bypass_cache(self) -> None:
         """All blocks run, and nothing is remembered."""
         self._before = None
-        for slot in self._slots:
-            slot.handle = None
+        for hook in self._hooks:
+            hook.handle = None
         for segment in self._segments:
-            segment.rest()
+            segment.bypass_cache()
 
-    def records(self) -> Iterator[tuple[int, int, int, Record]]:
+    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of all that was decided on."""
-        return self.judge.records()
+        return self.judge.iterate_records()
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held."""
-        return self.judge.bytes + sum(segment.residuals.bytes for segment in self._segments)
+        return self.judge.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
 
-    def _look(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _decide_at_first_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first block, where no block is a probe."""
-        probe = slot.read(args, kwargs).image
-        skips = self.judge.judge(probe, self._call, self._agreement)
+        probe = hook.read_tokens(args, kwargs).image
+        skips = self.judge.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
-            self.judge.learn(probe.clone(), self._call, skips)
-        self._tell(skips)
-        assert slot.handle is not None
-        return slot.handle(slot, args, kwargs)
+            self.judge.store_probes(probe.clone(), self._call, skips)
+        self._apply_skips(skips)
+        assert hook.handle is not None
+        return hook.handle(hook, args, kwargs)
 
-    def _enter(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_probe_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first block of a probe."""
-        before = slot.read(args, kwargs).image.clone()
+        before = hook.read_tokens(args, kwargs).image.clone()
         if self._judges:
             self._before = before
         elif not self._hidden and self._probe_end is not None:
-            self._agreement.give_start(before, self._probe_end.block)
-        return slot.forward(*args, **kwargs)
+            self._agreement.send_probe_input(before, self._probe_end.block)
+        return hook.forward(*args, **kwargs)
 
-    def _probe(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last block of a probe, which may be its first."""
-        first, self._before = (slot.read(args, kwargs).image.clone() if self._before is None else self._before), None
-        out = slot.forward(*args, **kwargs)
-        after = slot.unpack(out).image
+        first, self._before = (
+            (hook.read_tokens(args, kwargs).image.clone() if self._before is None else self._before),
+            None,
+        )
+        out = hook.forward(*args, **kwargs)
+        after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:
-            first = self._agreement.take_start(after, self._slots[0].block)
+            first = self._agreement.receive_probe_input(after, self._hooks[0].block)
         probe = after.clone() if self._hidden else after - first
-        skips = self.judge.judge(probe, self._call, self._agreement)
+        skips = self.judge.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
-            self.judge.learn(probe, self._call, skips)
-        self._tell(skips)
+            self.judge.store_probes(probe, self._call, skips)
+        self._apply_skips(skips)
         return out
 
-    def _tell(self, skips: Sequence[bool]) -> None:
-        self._agreement.tell(skips)
+    def _apply_skips(self, skips: Sequence[bool]) -> None:
+        self._agreement.send_skip_decision(skips)
         for segment in self._segments:
-            segment.begin(self._call, skips, self._agreement)
+            segment.apply_decision(self._call, skips, self._agreement)
 
 
-def _runs(slots: Sequence[Slot]) -> list[list[Slot]]:
+def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:
     """Neighbours that pass on the same streams; a list of blocks with other streams has a residual of its own."""
-    runs: list[list[Slot]] = []
-    for slot in slots:
-        if runs and runs[-1][-1].has_text == slot.has_text and runs[-1][-1].index + 1 == slot.index:
-            runs[-1].append(slot)
+    runs: list[list[CacheHook]] = []
+    for hook in hooks:
+        if runs and runs[-1][-1].has_text == hook.has_text and runs[-1][-1].index + 1 == hook.index:
+            runs[-1].append(hook)
         else:
-            runs.append([slot])
+            runs.append([hook])
     return runs

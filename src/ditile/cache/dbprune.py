@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ditile.cache.hooks import Slot
-from ditile.cache.judge import Call, Judge
+from ditile.cache.hooks import CacheHook
+from ditile.cache.judge import CacheCall, SkipJudge
 from ditile.cache.residuals import Residuals
-from ditile.cache.rules import Record, relaxed
+from ditile.cache.rules import DecisionRecord, relax_threshold
 from ditile.cache.segment import Segment
-from ditile.hooks.protocols import Agreement
+from ditile.hooks.protocols import SkipAgreement
 
 
-class Dynamic(NamedTuple):
+class DynamicThreshold(NamedTuple):
     """How the threshold of a step follows its first differences; see `rules.relaxed`."""
 
     ratio: float
     most: float
 
 
-class Prunable(NamedTuple):
+class PrunableBlock(NamedTuple):
     """A block that may be left out."""
 
-    judge: Judge
+    judge: SkipJudge
     segment: Segment
 
 
@@ -49,58 +49,62 @@ class DBPrune:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], judge: Callable[[], Judge], residuals: Callable[[], Residuals], first: int,
-        last: int, *, never: Sequence[int] = (), dynamic: Dynamic | None = None,
+        self, hooks: Sequence[CacheHook], judge: Callable[[], SkipJudge], residuals: Callable[[], Residuals], first: int,
+        last: int, *, never: Sequence[int] = (), dynamic: DynamicThreshold | None = None,
     ) -> None:  # fmt: skip
         self._dynamic = dynamic
-        self.middle = [k for k in range(first, max(first, len(slots) - last)) if k not in never]
-        self._all = {slots[k].index: Prunable(judge(), Segment([slots[k]], residuals())) for k in self.middle}
+        self.middle = [k for k in range(first, max(first, len(hooks) - last)) if k not in never]
+        self._all = {hooks[k].index: PrunableBlock(judge(), Segment([hooks[k]], residuals())) for k in self.middle}
         self._mine = self._all
         self._seen: list[list[float]] = []
 
-    def own(self, owned: Collection[nn.Module] | None) -> None:
+    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
         """This rank runs these blocks of the chain alone; None for all."""
         self._mine = {
-            k: found for k, found in self._all.items() if owned is None or found.segment.slots[0].block in owned
+            k: prunable
+            for k, prunable in self._all.items()
+            if owned is None or prunable.segment.hooks[0].block in owned
         }
 
-    def begin(self, call: Call, agreement: Agreement) -> None:
+    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """The model is called."""
         self._call, self._agreement = call, agreement
         self._seen = [[] for _ in call.units]
         for prunable in self._mine.values():
-            prunable.segment.slots[0].handle = self._prune
+            prunable.segment.hooks[0].handle = self._run_or_skip_block
 
-    def rest(self) -> None:
+    def bypass_cache(self) -> None:
         """All blocks run, and nothing is remembered."""
         for prunable in self._all.values():
-            prunable.segment.rest()
+            prunable.segment.bypass_cache()
 
-    def records(self) -> Iterator[tuple[int, int, int, Record]]:
+    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of all that was decided on, block after block."""
         for prunable in self._all.values():
-            yield from prunable.judge.records()
+            yield from prunable.judge.iterate_records()
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held."""
-        return sum(found.judge.bytes + found.segment.residuals.bytes for found in self._all.values())
+        return sum(
+            prunable.judge.memory_bytes + prunable.segment.residuals.memory_bytes for prunable in self._all.values()
+        )
 
-    def _prune(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        judge, segment = self._mine[slot.index]
-        probe = slot.read(args, kwargs).image
-        skips = judge.judge(probe, self._call, self._agreement, self._thresholds(judge))
+    def _run_or_skip_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        judge, segment = self._mine[hook.index]
+        probe = hook.read_tokens(args, kwargs).image
+        skips = judge.decide_skips(probe, self._call, self._agreement, self._compute_thresholds(judge))
         if not all(skips):
-            judge.learn(probe.clone(), self._call, skips)
-        for seen, difference in zip(self._seen, judge.last_differences(self._call), strict=True):
+            judge.store_probes(probe.clone(), self._call, skips)
+        for seen, difference in zip(self._seen, judge.get_last_differences(self._call), strict=True):
             if difference is not None:
                 seen.append(difference)
-        segment.begin(self._call, skips, self._agreement)
-        assert slot.handle is not None
-        return slot.handle(slot, args, kwargs)
+        segment.apply_decision(self._call, skips, self._agreement)
+        assert hook.handle is not None
+        return hook.handle(hook, args, kwargs)
 
-    def _thresholds(self, judge: Judge) -> list[float] | None:
+    def _compute_thresholds(self, judge: SkipJudge) -> list[float] | None:
         if self._dynamic is None:
             return None
         base = judge.rules.limits.threshold
-        return [relaxed(base, seen, self._dynamic.ratio, self._dynamic.most) for seen in self._seen]
+        return [relax_threshold(base, seen, self._dynamic.ratio, self._dynamic.most) for seen in self._seen]

@@ -23,7 +23,7 @@ class Difference:
     important: float = 0.0
     every: int = 1
 
-    def sums(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def sum_change_and_size(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
 
         They are added up in fp32 (in fp64 of fp64), and are numbers of that type.
@@ -35,7 +35,7 @@ class Difference:
             before, now = before[..., :: self.every], now[..., :: self.every]
         if before.dtype != now.dtype:
             before = before.to(now.dtype)
-        kind, norm = self.kind(now), torch.linalg.vector_norm
+        kind, norm = self.choose_sum_dtype(now), torch.linalg.vector_norm
         if self.important <= 0:
             change = norm(now - before, ord=1, dtype=kind)
             return change, norm(before, ord=1, dtype=kind) if size is None else size
@@ -44,12 +44,12 @@ class Difference:
         return (changes * counted).sum(), (sizes * counted).sum()
 
     @staticmethod
-    def kind(probe: Tensor) -> torch.dtype:
+    def choose_sum_dtype(probe: Tensor) -> torch.dtype:
         """The type in which a probe is added up."""
         return torch.float64 if probe.dtype == torch.float64 else torch.float32
 
 
-def ratio(change: float, size: float) -> float:
+def compute_relative_difference(change: float, size: float) -> float:
     """The relative difference. Nothing that changed into something is infinitely different."""
     if size > 0:
         return change / size

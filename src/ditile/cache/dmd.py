@@ -16,16 +16,16 @@ from torch import Tensor
 
 from ditile.errors import StateError
 
-LEAST = 4  # one oscillation takes two eigenvalues, and to find two takes three pairs of snapshots
+MIN_SNAPSHOTS = 4  # one oscillation takes two eigenvalues, and to find two takes three pairs of snapshots
 NOISE = 1e-4  # singular values below this share of the first one are noise
 
-AT_ONCE = 2**20  # elements of each snapshot that are widened to float64 at a time
+CHUNK_ELEMENTS = 2**20  # elements of each snapshot that are widened to float64 at a time
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; they all call it."""
 
 
-def alone(products: Tensor) -> Tensor:
+def sum_over_one_rank(products: Tensor) -> Tensor:
     """The total where one rank holds all."""
     return products
 
@@ -52,7 +52,7 @@ class DMD:
         rank: int | None = None,
         ridge: float = 1e-8,
         store_dtype: torch.dtype | None = None,
-        total: Total = alone,
+        total: Total = sum_over_one_rank,
     ) -> None:
         self._history, self._rank, self._ridge = history, rank, ridge
         self._dtype, self._total = store_dtype, total
@@ -61,11 +61,11 @@ class DMD:
         self._modes: Modes | None = None
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held: `history` tensors."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self._snapshots)
 
-    def add(self, step: int, value: Tensor) -> None:
+    def add_computed_step(self, step: int, value: Tensor) -> None:
         """The value of a computed step, which is kept as it is. Raises `StateError` unless it is behind the last."""
         if self._snapshots and step <= self._snapshots[-1][0]:
             raise StateError(
@@ -76,22 +76,26 @@ class DMD:
         self._snapshots = [*self._snapshots, (step, kept)][-self._history :]
         self._modes = None
 
-    def at(self, step: int) -> Tensor:
+    def forecast_value(self, step: int) -> Tensor:
         """What the value may be at a later step; not to be written to. Raises `StateError` if nothing was added."""
         if not self._snapshots:
             raise StateError("nothing was added that a forecast could continue")
-        run = even_run([computed for computed, _ in self._snapshots])
+        run = count_even_steps([computed for computed, _ in self._snapshots])
         last, latest = self._snapshots[-1]
         if len(self._snapshots) == 1:
             return latest.to(self._value_dtype)
         before, earlier = self._snapshots[-2]
-        if run < LEAST:
+        if run < MIN_SNAPSHOTS:
             return torch.lerp(earlier, latest, (step - before) / (last - before)).to(self._value_dtype)
-        used = [tensor for _, tensor in self._snapshots[-run:]]
+        snapshots = [tensor for _, tensor in self._snapshots[-run:]]
         if self._modes is None:
-            self._modes = Modes(self._total(products(used)), self._rank, self._ridge)
-        weights = self._modes.weights((step - last) / (last - before))
-        return latest.to(self._value_dtype) if weights is None else _sum(used, weights).to(self._value_dtype)
+            self._modes = Modes(self._total(compute_gram_matrix(snapshots)), self._rank, self._ridge)
+        weights = self._modes.compute_weights((step - last) / (last - before))
+        return (
+            latest.to(self._value_dtype)
+            if weights is None
+            else _compute_weighted_sum(snapshots, weights).to(self._value_dtype)
+        )
 
 
 class Modes:
@@ -123,32 +127,32 @@ class Modes:
         amplitudes = torch.linalg.lstsq(root @ of_snapshots, root[:, -1:], driver="gelsd").solution[:, 0]
         self._fit = (values, of_snapshots, amplitudes)
 
-    def weights(self, ahead: float) -> list[float] | None:
+    def compute_weights(self, ahead: float) -> list[float] | None:
         """Of y_1 .. y_m, in the value `ahead` spacings behind y_m; None where they are not finite."""
         if self._fit is None:
             return None
         values, of_snapshots, amplitudes = self._fit
-        found: list[float] = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
-        return found if all(map(math.isfinite, found)) else None
+        weights: list[float] = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
+        return weights if all(map(math.isfinite, weights)) else None
 
 
-def even_run(steps: list[int]) -> int:
+def count_even_steps(steps: list[int]) -> int:
     """How many of the last steps are evenly spaced."""
     gaps = [later - earlier for earlier, later in itertools.pairwise(steps)][::-1]
     return 1 + sum(1 for _ in itertools.takewhile(lambda gap: gap == gaps[0], gaps))
 
 
-def products(tensors: list[Tensor]) -> Tensor:
+def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
     """The inner products of tensors with each other, float64 on the CPU: sums in less would be noise in the modes."""
     flat = [tensor.reshape(-1) for tensor in tensors]
-    found = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
-    for start in range(0, flat[0].numel(), AT_ONCE):
-        some = torch.stack([tensor[start : start + AT_ONCE] for tensor in flat]).double()
-        found.addmm_(some, some.T)
-    return found.cpu()
+    gram = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
+    for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):
+        some = torch.stack([tensor[start : start + CHUNK_ELEMENTS] for tensor in flat]).double()
+        gram.addmm_(some, some.T)
+    return gram.cpu()
 
 
-def _sum(tensors: list[Tensor], weights: list[float]) -> Tensor:
+def _compute_weighted_sum(tensors: list[Tensor], weights: list[float]) -> Tensor:
     """The weighted sum of all but the first tensor, in float32 at least: weights have both signs."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     out = tensors[-1].to(wide) * weights[-1]

@@ -31,7 +31,7 @@ class Fields:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
+        return _rebuild_config, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
 
     @property
     def given(self) -> frozenset[str]:
@@ -50,10 +50,10 @@ class Fields:
         """
         for name in changes:
             check_known(f"{type(self).__name__}.reset({name}=..)", name, self.__dataclass_fields__)
-        return _remade(type(self), self.values() | changes, self._given | set(changes))
+        return _rebuild_config(type(self), self.values() | changes, self._given | set(changes))
 
 
-def merged(base: C | None, modifier: C | None) -> C | None:
+def merge_configs(base: C | None, modifier: C | None) -> C | None:
     """The config of one list of blocks: that of the pipeline, with what its modifier says.
 
     A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
@@ -67,26 +67,26 @@ def merged(base: C | None, modifier: C | None) -> C | None:
     if not (isinstance(modifier, type(base)) or isinstance(base, type(modifier))):
         return modifier
     changes = {name: getattr(modifier, name) for name in modifier.given}
-    return _remade(narrow, base.values() | changes, base.given | modifier.given)
+    return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
 
 
 def check_known(what: str, name: str, known: Any) -> None:
     """Raises `ModelError` about `what` unless `name` is one of `known`; says which is nearest."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        raise ModelError(f"{what} is not known; " + (f"did you mean {near[0]}?" if near else _one_of(known)))
+        raise ModelError(f"{what} is not known; " + (f"did you mean {near[0]}?" if near else _format_choices(known)))
 
 
-def check_whole(config: Any, name: str, least: int, *, none: bool = False) -> None:
+def check_whole_number(config: Any, name: str, least: int, *, none: bool = False) -> None:
     """Raises `ModelError` unless a field is a whole number of at least `least`, or None where that is allowed."""
     value = getattr(config, name)
     if none and value is None:
         return
-    if not is_whole(value) or value < least:
+    if not is_whole_number(value) or value < least:
         raise ModelError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={max(least, 1)}")
 
 
-def check_number(config: Any, name: str, least: float, example: float, *, none: bool = False) -> None:
+def check_finite_number(config: Any, name: str, least: float, example: float, *, none: bool = False) -> None:
     """Raises `ModelError` unless a field is a finite number of at least `least`, or None where that is allowed."""
     value = getattr(config, name)
     if none and value is None:
@@ -100,19 +100,19 @@ def check_one_of(config: Any, name: str, *known: Any) -> None:
     """Raises `ModelError` unless a field has one of the known values."""
     value = getattr(config, name)
     if not any(value is word or (isinstance(word, str) and value == word) for word in known):
-        raise ModelError(f"{name}={value!r} is not known; {_one_of(known)}")
+        raise ModelError(f"{name}={value!r} is not known; {_format_choices(known)}")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole_number(value: Any) -> bool:
     """Whether it is an int, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _one_of(known: Any) -> str:
+def _format_choices(known: Any) -> str:
     return f"try one of {', '.join(map(str, known))}"
 
 
-def _remade(kind: type[C], values: dict[str, Any], given: frozenset[str]) -> C:
+def _rebuild_config(kind: type[C], values: dict[str, Any], given: frozenset[str]) -> C:
     new = kind(**values)
     object.__setattr__(new, "_given", frozenset(given))
     return new

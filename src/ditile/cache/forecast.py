@@ -25,19 +25,19 @@ from ditile.cache.config import (
     StoreType,
     TaylorSeerCalibratorConfig,
 )
-from ditile.cache.dmd import DMD, Total, alone
+from ditile.cache.dmd import DMD, Total, sum_over_one_rank
 from ditile.errors import ModelError, StateError
 
 
-class Forecast(Protocol):
+class Forecaster(Protocol):
     """Continues one sequence of tensors of one shape."""
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held in snapshots."""
         ...
 
-    def add(self, step: int, value: Tensor) -> None:
+    def add_computed_step(self, step: int, value: Tensor) -> None:
         """The value of a computed step, which is kept as it is: it must not be written to afterwards.
 
         Raises:
@@ -45,7 +45,7 @@ class Forecast(Protocol):
         """
         ...
 
-    def at(self, step: int) -> Tensor:
+    def forecast_value(self, step: int) -> Tensor:
         """What the value may be at a later step, in its dtype. It may be a snapshot itself: not to be written to.
 
         Raises:
@@ -54,9 +54,9 @@ class Forecast(Protocol):
         ...
 
 
-def forecast(
-    config: Calibration | None, stream: str, *, store_dtype: StoreType | None = None, total: Total = alone
-) -> Forecast:
+def build_forecaster(
+    config: Calibration | None, stream: str, *, store_dtype: StoreType | None = None, total: Total = sum_over_one_rank
+) -> Forecaster:
     """A forecast of a stream, as a config wants it; `Reuse` where it wants none.
 
     Args:
@@ -101,32 +101,32 @@ class _Newton(abc.ABC):
         self.steps: list[int] = []
 
     @abc.abstractmethod
-    def weights(self, step: int) -> list[float]:
+    def compute_weights(self, step: int) -> list[float]:
         """What the forecast of a step makes of each difference; those without a weight are left out."""
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held: order + 1 tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._differences)
 
-    def add(self, step: int, value: Tensor) -> None:
+    def add_computed_step(self, step: int, value: Tensor) -> None:
         """See `Forecast.add`."""
         if self.steps and step <= self.steps[0]:
             raise StateError(f"step {step} was added after step {self.steps[0]}; a new generation needs a new forecast")
         self._value_dtype = value.dtype
         steps = [step, *self.steps][: self._order + 1]
-        found = [value if self._dtype is None else value.to(self._dtype)]
+        differences = [value if self._dtype is None else value.to(self._dtype)]
         for k in range(1, len(steps)):
-            change = torch.sub(found[k - 1], self._differences[k - 1])
-            found.append(change.mul_(1 / (steps[0] - steps[k])))
-        self.steps, self._differences = steps, found
+            change = torch.sub(differences[k - 1], self._differences[k - 1])
+            differences.append(change.mul_(1 / (steps[0] - steps[k])))
+        self.steps, self._differences = steps, differences
 
-    def at(self, step: int) -> Tensor:
+    def forecast_value(self, step: int) -> Tensor:
         """See `Forecast.at`."""
         if not self._differences:
             raise StateError("nothing was added that a forecast could continue")
         out, *differences = self._differences
-        for k, (weight, difference) in enumerate(zip(self.weights(step), differences, strict=False)):
+        for k, (weight, difference) in enumerate(zip(self.compute_weights(step), differences, strict=False)):
             out = torch.add(out, difference, alpha=weight) if k == 0 else out.add_(difference, alpha=weight)
         return out.to(self._value_dtype)
 
@@ -141,7 +141,7 @@ class Reuse(_Newton):
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
         super().__init__(0, store_dtype)
 
-    def weights(self, step: int) -> list[float]:
+    def compute_weights(self, step: int) -> list[float]:
         """None: there are no differences."""
         return []
 
@@ -163,7 +163,7 @@ class TaylorSeer(_Newton):
         super().__init__(order, store_dtype)
         self._reach = reach
 
-    def weights(self, step: int) -> list[float]:
+    def compute_weights(self, step: int) -> list[float]:
         """Products of the gaps from the computed steps."""
         steps, end = self.steps, float(step)
         if self._reach is not None and len(steps) > 1:
@@ -189,7 +189,7 @@ class FoCa(_Newton):
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
         super().__init__(2, store_dtype)
 
-    def weights(self, step: int) -> list[float]:
+    def compute_weights(self, step: int) -> list[float]:
         """Those of the mean of both slopes.
 
         With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n

@@ -13,16 +13,16 @@ from typing import Any
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import State
-from ditile.hooks.compile import CALL, Compile, own_call, steady
-from ditile.hooks.overrides import forward_at, found_at
+from ditile.hooks.block_hooks import TokenState
+from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
+from ditile.hooks.overrides import find_forward_attribute, locate_override
 from ditile.plan.spec import Flow
 
-Handle = Callable[["Slot", tuple[Any, ...], dict[str, Any]], Any]
+BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block, or does not: (slot, positional arguments, named arguments) -> what the block returns."""
 
 
-class Slot:
+class CacheHook:
     """One block.
 
     Args:
@@ -37,7 +37,7 @@ class Slot:
 
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:
         self.index, self.block, self.flow = index, block, flow
-        self.handle: Handle | None = None
+        self.handle: BlockHandler | None = None
         names = [name for name in inspect.signature(type(block).forward).parameters if name != "self"]
         self._at = {name: k for k, name in enumerate(names)}
         self.has_text = "text" in flow.returns
@@ -52,41 +52,43 @@ class Slot:
         self._mine: Any = None
         self._stock: Any = None
 
-    def install(self, compile_: Compile | None = None) -> None:
+    def install_hook(self, compile_: CompileFunction | None = None) -> None:
         """Lays the slot around the block, where its compiled call is if it has one.
 
         Args:
             compile_: compiles the block's forward, where the block was not compiled by itself.
         """
-        self.remove()
-        name = forward_at(self.block) if own_call(self.block) is None else CALL
+        self.remove_hook()
+        name = find_forward_attribute(self.block) if get_compiled_call(self.block) is None else COMPILED_CALL_ATTRIBUTE
         self._name, self._before = name, vars(self.block).get(name)
         inner = self._stock = getattr(self.block, name)
-        if name == CALL or compile_ is not None:
-            inner = steady(inner if compile_ is None or name == CALL else compile_(inner))
+        if name == COMPILED_CALL_ATTRIBUTE or compile_ is not None:
+            inner = normalize_call_strides(
+                inner if compile_ is None or name == COMPILED_CALL_ATTRIBUTE else compile_(inner)
+            )
         self.forward: Callable[..., Any] = inner
 
-        def slotted(*args: Any, **kwargs: Any) -> Any:
+        def call_with_hook(*args: Any, **kwargs: Any) -> Any:
             handle = self.handle
             if handle is None:
                 return self.forward(*args, **kwargs)
             return handle(self, args, kwargs)
 
-        slotted.compiled_with = self._compiled_with  # type: ignore[attr-defined]
-        self._mine = vars(self.block)[name] = slotted
+        call_with_hook.compiled_with = self._compile_inner_forward  # type: ignore[attr-defined]
+        self._mine = vars(self.block)[name] = call_with_hook
 
-    def refit(self, compile_: Compile | None) -> None:
+    def update_compilation(self, compile_: CompileFunction | None) -> None:
         """The block, or the whole model, may have been compiled since, or be so no more."""
-        around = self._mine if self._name == CALL else None
-        is_known = own_call(self.block) is around and compile_ is None and not self._is_compiled
-        if not is_known and self._found_at() is not None:
-            self.install(compile_)
+        around = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
+        is_known = get_compiled_call(self.block) is around and compile_ is None and not self._is_compiled
+        if not is_known and self._find_hook_attribute() is not None:
+            self.install_hook(compile_)
             self._is_compiled = compile_ is not None
 
-    def remove(self) -> None:
+    def remove_hook(self) -> None:
         """Takes it away; where something else lies around it by now, it stays and does nothing."""
         self.handle = None
-        name = self._found_at() if self._name else None
+        name = self._find_hook_attribute() if self._name else None
         if name is None:
             return
         if name == self._name and self._before is None:
@@ -95,28 +97,32 @@ class Slot:
             vars(self.block)[name] = self._stock
         self._name = ""
 
-    def _found_at(self) -> str | None:
-        return CALL if vars(self.block).get(CALL) is self._mine else found_at(self.block, self._mine)
+    def _find_hook_attribute(self) -> str | None:
+        return (
+            COMPILED_CALL_ATTRIBUTE
+            if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine
+            else locate_override(self.block, self._mine)
+        )
 
-    def _compiled_with(self, compile_: Compile) -> Any:
+    def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
         """For who compiles what lies in the block: the slot is not to be traced."""
-        self.install(compile_)
+        self.install_hook(compile_)
         self._is_compiled = True
         return self._mine
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+    def read_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
         """The tokens that a call brings."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if self._text is None:
-            return State(image, None)
-        return State(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
+            return TokenState(image, None)
+        return TokenState(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
 
-    def copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+    def copy_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
         """The tokens that a call brings, for when it has run: some blocks write into what they are given."""
-        image, text = self.read(args, kwargs)
-        return State(image.clone(), None if text is None else text.clone())
+        image, text = self.read_tokens(args, kwargs)
+        return TokenState(image.clone(), None if text is None else text.clone())
 
-    def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_tokens_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns where it does nothing: `pack(read(..))`, in less time. It is a `Handle`."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if not self._is_tuple:
@@ -128,28 +134,28 @@ class Slot:
             text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
         return (text, image) if self._text_first else (image, text)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> State:
+    def run_block_on_state(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: TokenState) -> TokenState:
         """Runs the block on other tokens than a call brings."""
         named = dict(zip(self._at, args, strict=False)) | kwargs
         named[self.flow.image] = state.image
         if self.has_text and self.flow.text is not None:
             named[self.flow.text] = state.text
-        return self.unpack(self.forward(**named))
+        return self.unpack_tokens(self.forward(**named))
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
         return dict(zip(self._at, args, strict=False)) | kwargs
 
-    def unpack(self, out: Any) -> State:
+    def unpack_tokens(self, out: Any) -> TokenState:
         """The tokens that a block returned."""
         self._is_tuple = isinstance(out, (tuple, list))  # noqa: UP038 - in half the time
         if not self._is_tuple:
-            return State(out, None)
+            return TokenState(out, None)
         if len(out) != len(self.flow.returns):
             raise ModelError(f"{type(self.block).__name__} returned {len(out)} streams and not {self.flow.returns}")
-        return State(out[self._image_out], out[self._text_out] if self.has_text else None)
+        return TokenState(out[self._image_out], out[self._text_out] if self.has_text else None)
 
-    def pack(self, state: State) -> Any:
+    def pack_tokens(self, state: TokenState) -> Any:
         """The same in the form in which the block returns them."""
         image, text = state
         if not self._is_tuple:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ditile.cache.difference import Difference, ratio
-from ditile.cache.rules import Record, Rules, Verdict
-from ditile.distributed.departure import Departure
-from ditile.hooks.protocols import Agreement, Moment
+from ditile.cache.difference import Difference, compute_relative_difference
+from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules
+from ditile.distributed.departure import HostCopy
+from ditile.hooks.protocols import CallPosition, SkipAgreement
 
 
 class Unit(NamedTuple):
@@ -24,17 +24,17 @@ class Unit(NamedTuple):
 
     place: int
     among: int
-    rows: slice
+    batch_slice: slice
 
-    def of(self, tokens: Tensor) -> Tensor:
+    def slice_batch(self, tokens: Tensor) -> Tensor:
         """Its rows."""
-        return tokens if self.among == 1 else tokens[self.rows]
+        return tokens if self.among == 1 else tokens[self.batch_slice]
 
 
-WHOLE = Unit(0, 1, slice(None))
+WHOLE_BATCH = Unit(0, 1, slice(None))
 
 
-def units_of(rows: int, images: int | None, couple: str) -> list[Unit]:
+def split_into_units(batch_size: int, images: int | None, couple: str) -> list[Unit]:
     """The units of a call: an image's rows, one in each branch of guidance; or single rows; or the batch.
 
     Args:
@@ -43,13 +43,13 @@ def units_of(rows: int, images: int | None, couple: str) -> list[Unit]:
         couple: "row", "image" or "batch".
     """
     if couple == "row":
-        return [Unit(k, rows, slice(k, k + 1)) for k in range(rows)]
-    if couple == "batch" or images is None or images < 2 or rows % images:
-        return [WHOLE]
+        return [Unit(k, batch_size, slice(k, k + 1)) for k in range(batch_size)]
+    if couple == "batch" or images is None or images < 2 or batch_size % images:
+        return [WHOLE_BATCH]
     return [Unit(k, images, slice(k, None, images)) for k in range(images)]
 
 
-class Key(NamedTuple):
+class UnitKey(NamedTuple):
     """Whose memory it is."""
 
     branch: int
@@ -59,7 +59,7 @@ class Key(NamedTuple):
     among: int
 
 
-class Call(NamedTuple):
+class CacheCall(NamedTuple):
     """One call of the model.
 
     Attributes:
@@ -70,26 +70,26 @@ class Call(NamedTuple):
         kind: shapes and modes of all that the model was given.
     """
 
-    moment: Moment
+    moment: CallPosition
     step: int
     units: list[Unit]
-    rows: int
+    batch_size: int
     kind: tuple[Any, ...] = ()
 
-    def cut(self, image: Tensor) -> list[tuple[int, Tensor]]:
+    def split_by_patch(self, image: Tensor) -> list[tuple[int, Tensor]]:
         """Image tokens by patch: those that a later step may decide on apart."""
         patches = self.moment.patches
         if len(patches) == 1:
             return [(patches[0], image)]
         return list(zip(patches, image.split(list(self.moment.sizes()), dim=1), strict=True))
 
-    def keys(self, patch: int, unit: Unit) -> Key:
+    def make_unit_key(self, patch: int, unit: Unit) -> UnitKey:
         """Names what is remembered of a unit's patch."""
-        return Key(self.moment.branch, self.kind, patch, unit.place, unit.among)
+        return UnitKey(self.moment.branch, self.kind, patch, unit.place, unit.among)
 
 
 @dataclass(slots=True)
-class Cell:
+class UnitState:
     """What is remembered of one unit and patch.
 
     Attributes:
@@ -98,12 +98,12 @@ class Cell:
         size: what its absolute values add up to, once that is known.
     """
 
-    record: Record = field(default_factory=Record)
+    record: DecisionRecord = field(default_factory=DecisionRecord)
     probe: Tensor | None = None
     size: Tensor | None = None
 
 
-class Judge:
+class SkipJudge:
     """Decides on one set of blocks.
 
     Args:
@@ -114,13 +114,13 @@ class Judge:
     """
 
     def __init__(
-        self, rules: Rules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
+        self, rules: SkipRules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
     ) -> None:
         self.rules, self._difference, self._dtype, self._shares = rules, difference, dtype, shares
-        self._cells: dict[Key, Cell] = {}
+        self._states: dict[UnitKey, UnitState] = {}
 
-    def judge(
-        self, probe: Tensor, call: Call, agreement: Agreement, thresholds: Sequence[float] | None = None
+    def decide_skips(
+        self, probe: Tensor, call: CacheCall, agreement: SkipAgreement, thresholds: Sequence[float] | None = None
     ) -> list[bool]:
         """Which units are left out.
 
@@ -130,100 +130,117 @@ class Judge:
             agreement: adds up differences over ranks.
             thresholds: of each unit, in place of that of the rules.
         """
-        of_units = self._of(call)
-        verdicts = [self._verdict(call, cells) for cells in of_units]
+        states_by_unit = self._collect_states(call)
+        verdicts = [self._find_unit_verdict(call, states) for states in states_by_unit]
         differences: Sequence[float | None] = [None] * len(verdicts)
-        if Verdict.MEASURE in verdicts:
-            differences = self._differences(probe, call, agreement, of_units, verdicts)
+        if RuleVerdict.MEASURE in verdicts:
+            differences = self._measure_differences(probe, call, agreement, states_by_unit, verdicts)
         skips = []
-        for k, (verdict, cells) in enumerate(zip(verdicts, of_units, strict=True)):
-            skipped, found = verdict is Verdict.SKIP, differences[k]
-            if found is not None:
+        for k, (verdict, states) in enumerate(zip(verdicts, states_by_unit, strict=True)):
+            skipped, difference = verdict is RuleVerdict.SKIP, differences[k]
+            if difference is not None:
                 limit = None if thresholds is None else thresholds[k]
-                skipped = all([self.rules.skips(found, cell.record, limit) for cell in cells])
-            for cell in cells:
-                self.rules.note(call.step, cell.record, skipped=skipped, difference=found)
+                skipped = all([self.rules.should_skip_step(difference, state.record, limit) for state in states])
+            for state in states:
+                self.rules.record_decision(call.step, state.record, skipped=skipped, difference=difference)
             skips.append(skipped)
         return skips
 
-    def note(self, call: Call, skips: Sequence[bool]) -> None:
+    def record_skips(self, call: CacheCall, skips: Sequence[bool]) -> None:
         """Writes down what was decided on another stage."""
-        for skipped, cells in zip(skips, self._of(call), strict=True):
-            for cell in cells:
-                self.rules.note(call.step, cell.record, skipped=skipped, difference=None)
+        for skipped, states in zip(skips, self._collect_states(call), strict=True):
+            for state in states:
+                self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
 
-    def learn(self, probe: Tensor, call: Call, skips: Sequence[bool]) -> None:
+    def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
         """Keeps the probe of the units that are computed."""
-        for patch, tokens in call.cut(probe):
+        for patch, tokens in call.split_by_patch(probe):
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
-                    kept = tokens[unit.rows].clone() if unit.among > 1 else tokens
-                    cell = self._cell(call, patch, unit)
-                    cell.probe, cell.size = kept if self._dtype is None else kept.to(self._dtype), None
+                    kept = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
+                    state = self._get_unit_state(call, patch, unit)
+                    state.probe, state.size = kept if self._dtype is None else kept.to(self._dtype), None
 
-    def last_differences(self, call: Call) -> list[float | None]:
+    def get_last_differences(self, call: CacheCall) -> list[float | None]:
         """What was just measured, of each unit."""
-        return [cells[0].record.differences.get(call.step) for cells in self._of(call)]
+        return [states[0].record.differences.get(call.step) for states in self._collect_states(call)]
 
-    def records(self) -> Iterator[tuple[int, int, int, Record]]:
+    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of everything that was decided on."""
-        for key, cell in self._cells.items():
-            yield key.branch, key.patch, key.place, cell.record
+        for key, state in self._states.items():
+            yield key.branch, key.patch, key.place, state.record
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held."""
-        probes = [cell.probe for cell in self._cells.values() if cell.probe is not None]
+        probes = [state.probe for state in self._states.values() if state.probe is not None]
         return sum(probe.numel() * probe.element_size() for probe in probes)
 
-    def _verdict(self, call: Call, cells: list[Cell]) -> Verdict:
-        if call.moment.must:
-            return Verdict.COMPUTE
-        worst = Verdict.SKIP
-        for cell in cells:
-            found = (
-                Verdict.COMPUTE if cell.probe is None else self.rules.before(call.step, cell.record, call.moment.step)
+    def _find_unit_verdict(self, call: CacheCall, states: list[UnitState]) -> RuleVerdict:
+        if call.moment.must_compute:
+            return RuleVerdict.COMPUTE
+        worst = RuleVerdict.SKIP
+        for state in states:
+            verdict = (
+                RuleVerdict.COMPUTE
+                if state.probe is None
+                else self.rules.decide_without_difference(call.step, state.record, call.moment.step)
             )
-            if found is Verdict.COMPUTE:
-                return found
-            if found is Verdict.MEASURE:
-                worst = found
+            if verdict is RuleVerdict.COMPUTE:
+                return verdict
+            if verdict is RuleVerdict.MEASURE:
+                worst = verdict
         return worst
 
-    def _differences(
-        self, probe: Tensor, call: Call, agreement: Agreement, of_units: list[list[Cell]], verdicts: list[Verdict]
+    def _measure_differences(
+        self,
+        probe: Tensor,
+        call: CacheCall,
+        agreement: SkipAgreement,
+        states_by_unit: list[list[UnitState]],
+        verdicts: list[RuleVerdict],
     ) -> list[float | None]:
         """Of the units that are to be measured."""
         if self._shares and call.moment.branch:
-            first = self.last_differences(call._replace(moment=call.moment._replace(branch=0)))
+            first = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
             if None not in first:
-                return [found if v is Verdict.MEASURE else None for v, found in zip(verdicts, first, strict=True)]
-        found: list[Tensor] = []
-        for unit, cells, verdict in zip(call.units, of_units, verdicts, strict=True):
-            for (_, tokens), cell in zip(call.cut(probe), cells, strict=True):
-                if verdict is Verdict.MEASURE and cell.probe is not None:
-                    change, size = self._difference.sums(cell.probe, unit.of(tokens), cell.size)
-                    cell.size = size if self._difference.important <= 0 else None
-                    found += change, size
+                return [
+                    measured if v is RuleVerdict.MEASURE else None for v, measured in zip(verdicts, first, strict=True)
+                ]
+        measured: list[Tensor] = []
+        for unit, states, verdict in zip(call.units, states_by_unit, verdicts, strict=True):
+            for (_, tokens), state in zip(call.split_by_patch(probe), states, strict=True):
+                if verdict is RuleVerdict.MEASURE and state.probe is not None:
+                    change, size = self._difference.sum_change_and_size(
+                        state.probe, unit.slice_batch(tokens), state.size
+                    )
+                    state.size = size if self._difference.important <= 0 else None
+                    measured += change, size
                 else:
-                    found += probe.new_zeros(2, dtype=self._difference.kind(probe))
-        sums = torch.stack(found).view(len(verdicts), -1)
+                    measured += probe.new_zeros(2, dtype=self._difference.choose_sum_dtype(probe))
+        sums = torch.stack(measured).view(len(verdicts), -1)
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
-        numbers = agreement.add(Departure(sums).wait()).tolist()
-        return [ratio(*n) if verdict is Verdict.MEASURE else None for verdict, n in zip(verdicts, numbers, strict=True)]
+        numbers = agreement.sum_over_ranks(HostCopy(sums).wait_for_numbers()).tolist()
+        return [
+            compute_relative_difference(*n) if verdict is RuleVerdict.MEASURE else None
+            for verdict, n in zip(verdicts, numbers, strict=True)
+        ]
 
-    def _of(self, call: Call) -> list[list[Cell]]:
-        return [[self._cell(call, patch, unit) for patch in call.moment.patches] for unit in call.units]
+    def _collect_states(self, call: CacheCall) -> list[list[UnitState]]:
+        return [[self._get_unit_state(call, patch, unit) for patch in call.moment.patches] for unit in call.units]
 
-    def _cell(self, call: Call, patch: int, unit: Unit) -> Cell:
-        key = call.keys(patch, unit)
-        found = self._cells.get(key)
-        if found is None:
-            whole = self._cells.pop(call.keys(patch, WHOLE), None) if unit.among > 1 else None
+    def _get_unit_state(self, call: CacheCall, patch: int, unit: Unit) -> UnitState:
+        key = call.make_unit_key(patch, unit)
+        state = self._states.get(key)
+        if state is None:
+            whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None) if unit.among > 1 else None
             for each in call.units:
-                made = self._cells[call.keys(patch, each)] = Cell()
+                new_state = self._states[call.make_unit_key(patch, each)] = UnitState()
                 if whole is not None and whole.probe is not None:  # the first step was computed as one unit
-                    made.record.computed, made.probe = whole.record.computed, whole.probe[each.rows].clone()
-            found = self._cells[key]
-        return found
+                    new_state.record.computed, new_state.probe = (
+                        whole.record.computed,
+                        whole.probe[each.batch_slice].clone(),
+                    )
+            state = self._states[key]
+        return state

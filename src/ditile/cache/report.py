@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ditile.cache.cached import Trace
+    from ditile.cache.cached import ContextTrace
 
 PERCENTILES = (0, 25, 50, 75, 95, 100)
 
@@ -56,7 +56,7 @@ class ContextReport:
     stage: int = 0
 
     @classmethod
-    def of(cls, trace: Trace, kept_bytes: int) -> ContextReport:
+    def from_trace(cls, trace: ContextTrace, kept_bytes: int) -> ContextReport:
         """The report of a context."""
         decisions = [
             Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
@@ -80,8 +80,8 @@ class ContextReport:
     @property
     def cached_steps(self) -> list[int]:
         """The steps in which something was left out for every image, branch and patch."""
-        of_each = [set(each.skipped) for each in self.decisions]
-        return sorted(set.intersection(*of_each)) if of_each else []
+        skipped_sets = [set(each.skipped) for each in self.decisions]
+        return sorted(set.intersection(*skipped_sets)) if skipped_sets else []
 
     @property
     def differences(self) -> list[float]:
@@ -97,38 +97,44 @@ class ContextReport:
         return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
 
 
-def of_ranks(found: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
+def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
     """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
 
     Args:
         found: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided alike;
             halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
     """
-    merged = []
-    for stage in sorted({place[2] for place, _ in found}):
-        own = {(place[0], place[1]): reports for place, reports in reversed(found) if place[2] == stage}
-        count = max(map(len, own.values()))
-        whole = {half: reports for half, reports in sorted(own.items()) if len(reports) == count}
-        merged += [_merged(stage, {half: reports[k] for half, reports in whole.items()}) for k in range(count)]
-    return merged
+    context_reports = []
+    for stage in sorted({place[2] for place, _ in reports_by_rank}):
+        reports_by_half = {
+            (place[0], place[1]): reports for place, reports in reversed(reports_by_rank) if place[2] == stage
+        }
+        count = max(map(len, reports_by_half.values()))
+        whole = {half: reports for half, reports in sorted(reports_by_half.items()) if len(reports) == count}
+        context_reports += [
+            _merge_context_reports(stage, {half: reports[k] for half, reports in whole.items()}) for k in range(count)
+        ]
+    return context_reports
 
 
-def _merged(stage: int, of_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
+def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
     """One context of one stage, by replica and half of guidance."""
     decisions: list[Decisions] = []
     units = 0
-    for replica in sorted({replica for replica, _ in of_half}):
-        halves = [report.decisions for (of, _), report in of_half.items() if of == replica]
+    for replica in sorted({replica for replica, _ in reports_by_half}):
+        halves = [report.decisions for (of, _), report in reports_by_half.items() if of == replica]
         for branch in sorted({each.branch for half in halves for each in half}):
-            own = [[each for each in half if each.branch == branch] for half in halves]
-            best = max(own, key=lambda each: (sum(len(d.skipped) + len(d.differences) for d in each), len(each)))
+            branch_decisions = [[each for each in half if each.branch == branch] for half in halves]
+            best = max(
+                branch_decisions, key=lambda each: (sum(len(d.skipped) + len(d.differences) for d in each), len(each))
+            )
             decisions += [replace(each, unit=units + each.unit) for each in best]
         units = 1 + max((each.unit for each in decisions), default=units - 1)
-    kept = max(report.kept_bytes for report in of_half.values())
-    return replace(next(iter(of_half.values())), stage=stage, kept_bytes=kept, decisions=decisions)
+    kept_bytes = max(report.kept_bytes for report in reports_by_half.values())
+    return replace(next(iter(reports_by_half.values())), stage=stage, kept_bytes=kept_bytes, decisions=decisions)
 
 
-def percentile(numbers: Sequence[float], percent: float) -> float:
+def interpolate_percentile(numbers: Sequence[float], percent: float) -> float:
     """Of ascending numbers, between neighbours in proportion."""
     at = (len(numbers) - 1) * percent / 100
     low = int(at)
@@ -136,32 +142,34 @@ def percentile(numbers: Sequence[float], percent: float) -> float:
     return numbers[low] + (numbers[high] - numbers[low]) * (at - low)
 
 
-def table(reports: Iterable[ContextReport], *, details: bool) -> Table:
+def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Table:
     """A line for each context; with `details` one for each image, branch and patch, and percentiles of differences."""
     from rich.table import Table
 
     columns = ["context", "settings", "steps", "left out", "blocks saved"]
     columns += ["branch", "patch", "image"] if details else []
     columns += [f"p{percent}" for percent in PERCENTILES] if details else ["median difference"]
-    made = Table(*columns, title="what the cache left out")
+    report_table = Table(*columns, title="what the cache left out")
     for report in reports:
         head = [report.name + (f" @{report.stage}" if report.stage else ""), report.settings, str(report.steps)]
         if not details:
-            found = report.differences
-            median = f"{percentile(found, 50):.3f}" if found else "-"
-            made.add_row(*head, steps_text(report.cached_steps), f"{report.saved:.0%}", median)
+            differences = report.differences
+            median = f"{interpolate_percentile(differences, 50):.3f}" if differences else "-"
+            report_table.add_row(*head, format_steps(report.cached_steps), f"{report.saved:.0%}", median)
             continue
         for each in report.decisions:
-            found = sorted(difference for _, difference in each.differences)
+            differences = sorted(difference for _, difference in each.differences)
             saved = len(each.skipped) / max(report.steps, 1) * report.middle / report.blocks
             place = [str(each.branch), str(each.patch), str(each.unit)]
-            numbers = [f"{percentile(found, percent):.3f}" if found else "-" for percent in PERCENTILES]
-            made.add_row(*head, steps_text(each.skipped), f"{saved:.0%}", *place, *numbers)
+            numbers = [
+                f"{interpolate_percentile(differences, percent):.3f}" if differences else "-" for percent in PERCENTILES
+            ]
+            report_table.add_row(*head, format_steps(each.skipped), f"{saved:.0%}", *place, *numbers)
             head = ["", "", ""]
-    return made
+    return report_table
 
 
-def steps_text(steps: Sequence[int]) -> str:
+def format_steps(steps: Sequence[int]) -> str:
     """How many steps, and which, with runs written as `4-6`."""
     runs: list[list[int]] = []
     for step in steps:

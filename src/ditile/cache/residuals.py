@@ -11,20 +11,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ditile.cache.judge import WHOLE, Call, Unit
+from ditile.cache.judge import WHOLE_BATCH, CacheCall, Unit
 
 
-class Forecast(Protocol):
+class ResidualForecaster(Protocol):
     """Continues one sequence of tensors; see `ditile.cache.forecast`."""
 
     @property
-    def bytes(self) -> int: ...
+    def memory_bytes(self) -> int: ...
 
-    def add(self, step: int, value: Tensor) -> None:
+    def add_computed_step(self, step: int, value: Tensor) -> None:
         """The value of a computed step."""
         ...
 
-    def at(self, step: int) -> Tensor:
+    def forecast_value(self, step: int) -> Tensor:
         """What it may be at a later step; not to be written to."""
         ...
 
@@ -37,11 +37,13 @@ class Residuals:
         hidden: keep the tokens behind the blocks, and not what is added.
     """
 
-    def __init__(self, make: Callable[[str], Forecast], *, hidden: bool = False) -> None:
-        self._make, self._hidden = make, hidden
-        self._kept: dict[tuple[object, ...], Forecast] = {}
+    def __init__(self, make: Callable[[str], ResidualForecaster], *, hidden: bool = False) -> None:
+        self._make_forecaster, self._hidden = make, hidden
+        self._forecasters: dict[tuple[object, ...], ResidualForecaster] = {}
 
-    def keep(self, stream: str, call: Call, start: Tensor | None, out: Tensor, skips: Sequence[bool]) -> None:
+    def store_residuals(
+        self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
+    ) -> None:
         """A step was computed for the units that are not left out.
 
         Args:
@@ -52,13 +54,13 @@ class Residuals:
             skips: the units that are left out.
         """
         added = out.clone() if self._hidden or start is None else out - start
-        for patch, tokens in self._cut(stream, call, added):
+        for patch, tokens in self._split_by_patch(stream, call, added):
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
-                    value = tokens[unit.rows].clone() if unit.among > 1 else tokens
-                    self._of(stream, call, patch, unit).add(call.step, value)
+                    value = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
+                    self._get_forecaster(stream, call, patch, unit).add_computed_step(call.step, value)
 
-    def behind(self, stream: str, call: Call, start: Tensor | None, unit: Unit | None = None) -> Tensor:
+    def forecast_tokens(self, stream: str, call: CacheCall, start: Tensor | None, unit: Unit | None = None) -> Tensor:
         """The tokens behind the blocks, of one unit or of all of them.
 
         Args:
@@ -68,43 +70,49 @@ class Residuals:
             unit: whose rows are wanted.
         """
         if unit is None and call.units[0].among > 1:
-            rows = [self.behind(stream, call, start, each) for each in call.units]
-            whole = rows[0].new_empty((call.rows, *rows[0].shape[1:]))
-            for each, part in zip(call.units, rows, strict=True):
-                whole[each.rows] = part
+            unit_tokens = [self.forecast_tokens(stream, call, start, each) for each in call.units]
+            whole = unit_tokens[0].new_empty((call.batch_size, *unit_tokens[0].shape[1:]))
+            for each, part in zip(call.units, unit_tokens, strict=True):
+                whole[each.batch_slice] = part
             return whole
         one = unit or call.units[0]
         patches = call.moment.patches if stream == "image" else call.moment.patches[:1]
-        added = [self._of(stream, call, patch, one).at(call.step) for patch in patches]
+        added = [self._get_forecaster(stream, call, patch, one).forecast_value(call.step) for patch in patches]
         whole = added[0] if len(added) == 1 else torch.cat(added, dim=1)
         if self._hidden or start is None:
             return whole.clone() if start is None else whole.to(start.dtype, copy=True)
-        return one.of(start) + whole
+        return one.slice_batch(start) + whole
 
-    def has(self, stream: str, call: Call) -> bool:
+    def has_stream(self, stream: str, call: CacheCall) -> bool:
         """Whether the blocks return a stream."""
-        return self._key(stream, call, call.moment.patches[0], call.units[0]) in self._kept
+        return self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0]) in self._forecasters
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes held."""
-        return sum(forecast.bytes for forecast in self._kept.values())
+        return sum(forecaster.memory_bytes for forecaster in self._forecasters.values())
 
-    def _cut(self, stream: str, call: Call, tokens: Tensor) -> list[tuple[int, Tensor]]:
+    def _split_by_patch(self, stream: str, call: CacheCall, tokens: Tensor) -> list[tuple[int, Tensor]]:
         """By patch; text belongs to the first one."""
-        return call.cut(tokens) if stream == "image" else [(call.moment.patches[0], tokens)]
+        return call.split_by_patch(tokens) if stream == "image" else [(call.moment.patches[0], tokens)]
 
-    def _of(self, stream: str, call: Call, patch: int, unit: Unit) -> Forecast:
-        key = self._key(stream, call, patch, unit)
-        found = self._kept.get(key)
-        if found is None:
-            whole = self._kept.pop(self._key(stream, call, patch, WHOLE), None) if unit.among > 1 else None
+    def _get_forecaster(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> ResidualForecaster:
+        key = self._make_forecaster_key(stream, call, patch, unit)
+        forecaster = self._forecasters.get(key)
+        if forecaster is None:
+            whole = (
+                self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
+                if unit.among > 1
+                else None
+            )
             for each in call.units:
-                made = self._kept[self._key(stream, call, patch, each)] = self._make(stream)
+                new_forecaster = self._forecasters[self._make_forecaster_key(stream, call, patch, each)] = (
+                    self._make_forecaster(stream)
+                )
                 if whole is not None:  # the number of images is known after the first step, which was one unit
-                    made.add(0, whole.at(0)[each.rows].clone())
-            found = self._kept[key]
-        return found
+                    new_forecaster.add_computed_step(0, whole.forecast_value(0)[each.batch_slice].clone())
+            forecaster = self._forecasters[key]
+        return forecaster
 
-    def _key(self, stream: str, call: Call, patch: int, unit: Unit) -> tuple[object, ...]:
-        return (stream, *call.keys(patch, unit))
+    def _make_forecaster_key(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> tuple[object, ...]:
+        return (stream, *call.make_unit_key(patch, unit))

@@ -17,11 +17,11 @@ from enum import Enum
 ALWAYS = 1.0
 """A threshold from which on steps are left out without a look at the difference."""
 
-PRUNED = 5  # differences of a step that a dynamic threshold follows
+DYNAMIC_DIFFERENCES = 5  # differences of a step that a dynamic threshold follows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class CacheLimits:
     """What bounds how much is left out; the fields are those of `DBCacheConfig`."""
 
     threshold: float
@@ -34,7 +34,7 @@ class Limits:
     static: bool = False
 
 
-class Verdict(Enum):
+class RuleVerdict(Enum):
     """What the rules say before anything is measured."""
 
     COMPUTE = "compute"
@@ -43,7 +43,7 @@ class Verdict(Enum):
 
 
 @dataclass(slots=True)
-class Record:
+class DecisionRecord:
     """What was decided for one image (and patch, and branch) so far.
 
     Attributes:
@@ -62,7 +62,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SkipRules:
     """The rules of one generation.
 
     Attributes:
@@ -70,35 +70,37 @@ class Rules:
         mask: 1 for each step that must be computed, if there is a mask.
     """
 
-    limits: Limits
+    limits: CacheLimits
     mask: tuple[int, ...] | None = None
 
-    def before(self, step: int, record: Record, at: int | None = None) -> Verdict:
+    def decide_without_difference(self, step: int, record: DecisionRecord, at: int | None = None) -> RuleVerdict:
         """What is known of a step before its difference is; `at` is its place in the generation if that differs."""
         limits = self.limits
         at = step if at is None else at
-        if record.computed is None or (step < self._warmup(at - step) and step % limits.warmup_interval == 0):
-            return Verdict.COMPUTE
+        if record.computed is None or (
+            step < self._count_warmup_steps(at - step) and step % limits.warmup_interval == 0
+        ):
+            return RuleVerdict.COMPUTE
         if self.mask is not None:
             if self.mask[at]:
-                return Verdict.COMPUTE
+                return RuleVerdict.COMPUTE
             if limits.static:
-                return Verdict.SKIP
+                return RuleVerdict.SKIP
         if 0 <= limits.max_cached_steps <= len(record.skipped):
-            return Verdict.COMPUTE
+            return RuleVerdict.COMPUTE
         if 0 <= limits.max_continuous_cached_steps <= record.streak:
-            return Verdict.COMPUTE
+            return RuleVerdict.COMPUTE
         if limits.threshold <= 0:
-            return Verdict.COMPUTE
-        return Verdict.SKIP if limits.threshold >= ALWAYS and self._budget is None else Verdict.MEASURE
+            return RuleVerdict.COMPUTE
+        return RuleVerdict.SKIP if limits.threshold >= ALWAYS and self._active_budget is None else RuleVerdict.MEASURE
 
-    def skips(self, difference: float, record: Record, threshold: float | None = None) -> bool:
+    def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
         """Whether a step of this difference is left out; the threshold is that of the limits, or another one."""
         limit = self.limits.threshold if threshold is None else threshold
-        within = self._budget is None or record.spent + difference < self._budget
+        within = self._active_budget is None or record.spent + difference < self._active_budget
         return within and (difference < limit or limit >= ALWAYS)
 
-    def note(self, step: int, record: Record, *, skipped: bool, difference: float | None) -> None:
+    def record_decision(self, step: int, record: DecisionRecord, *, skipped: bool, difference: float | None) -> None:
         """Writes down what was decided."""
         if difference is not None:
             record.differences[step] = difference
@@ -112,25 +114,25 @@ class Rules:
         record.spent += difference or 0.0
 
     @property
-    def never(self) -> bool:
+    def never_skips(self) -> bool:
         """Whether nothing is ever left out."""
         return self.limits.threshold <= 0 and (self.mask is None or not self.limits.static)
 
-    def leaves(self, steps: int) -> bool:
+    def can_skip_any(self, steps: int) -> bool:
         """Whether any of so many steps could be left out, whatever the differences."""
-        record = Record()
+        record = DecisionRecord()
         for step in range(steps):
-            if self.before(step, record) is not Verdict.COMPUTE:
+            if self.decide_without_difference(step, record) is not RuleVerdict.COMPUTE:
                 return True
-            self.note(step, record, skipped=False, difference=None)
+            self.record_decision(step, record, skipped=False, difference=None)
         return False
 
     @property
-    def _budget(self) -> float | None:
+    def _active_budget(self) -> float | None:
         budget = self.limits.budget
         return budget if budget is not None and budget > 0 else None
 
-    def _warmup(self, start: int) -> int:
+    def _count_warmup_steps(self, start: int) -> int:
         """Steps of the warmup that begins at `start`; it ends where a mask first allows to leave a step out."""
         warmup = self.limits.max_warmup_steps
         if self.mask is None or 0 not in self.mask[start:]:
@@ -138,14 +140,14 @@ class Rules:
         return min(warmup, self.mask.index(0, start) - start)
 
 
-def relaxed(threshold: float, differences: list[float], ratio: float, most: float) -> float:
+def relax_threshold(threshold: float, differences: list[float], ratio: float, most: float) -> float:
     """The threshold of DBPrune for the rest of a step, once its first blocks were measured.
 
     Where a step as a whole changes by more than the threshold, but not by much more, the threshold follows: `ratio`
     times the mean of the first five differences, below `most`.
     """
-    first = [difference for difference in differences[:PRUNED] if difference > 0]
-    if len(differences) < PRUNED or not first:
+    first = [difference for difference in differences[:DYNAMIC_DIFFERENCES] if difference > 0]
+    if len(differences) < DYNAMIC_DIFFERENCES or not first:
         return threshold
     wanted = ratio * sum(first) / len(first)
     return max(threshold, wanted) if wanted < most else threshold

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.cache.hooks import Handle, Slot
-from ditile.cache.judge import Call
+from ditile.cache.hooks import BlockHandler, CacheHook
+from ditile.cache.judge import CacheCall
 from ditile.cache.residuals import Residuals
-from ditile.hooks.batch_rows import take_rows
-from ditile.hooks.block_hooks import State
-from ditile.hooks.protocols import Agreement
+from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.hooks.block_hooks import TokenState
+from ditile.hooks.protocols import SkipAgreement
 
-TABLES = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
+ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
 """Arguments of blocks that belong to tokens: as `[tokens, channels]` they have no rows, whatever their length."""
 
 
@@ -31,128 +31,129 @@ class Segment:
         residuals: what they add.
     """
 
-    def __init__(self, slots: Sequence[Slot], residuals: Residuals) -> None:
-        self.slots, self.residuals = slots, residuals
-        self._first, self._last, self._inner = slots[0], slots[-1], slots[1:-1]
-        self._blocks = [slot.block for slot in slots]
-        self._inside: Handle | None = None
-        self._start: State | None = None
+    def __init__(self, hooks: Sequence[CacheHook], residuals: Residuals) -> None:
+        self.hooks, self.residuals = hooks, residuals
+        self._first, self._last, self._inner = hooks[0], hooks[-1], hooks[1:-1]
+        self._blocks = [hook.block for hook in hooks]
+        self._inside: BlockHandler | None = None
+        self._start: TokenState | None = None
         self._index: Tensor | None = None
         self._is_known = False
 
-    def begin(self, call: Call, skips: Sequence[bool], agreement: Agreement) -> None:
+    def apply_decision(self, call: CacheCall, skips: Sequence[bool], agreement: SkipAgreement) -> None:
         """Decides what becomes of the blocks in this call."""
         self._call, self._skips, self._start = call, skips, None
-        ends: Handle
-        inside: Handle | None
+        ends: BlockHandler
+        inside: BlockHandler | None
         if not any(skips):
-            ends, inside = self._whole, None if self._is_known else self._whole
+            ends, inside = self._run_whole_batch, None if self._is_known else self._run_whole_batch
         elif all(skips):
-            ends, inside = self._pass, Slot.pass_on
-            agreement.left_out(self._blocks, call.moment)
+            ends, inside = self._skip_whole_batch, CacheHook.pass_tokens_through
+            agreement.mark_blocks_skipped(self._blocks, call.moment)
         else:
-            ends = inside = self._some
+            ends = inside = self._run_part_of_batch
             self._index = None
         self._first.handle = self._last.handle = ends
         if inside != self._inside:
             self._inside = inside
-            for slot in self._inner:
-                slot.handle = inside
+            for hook in self._inner:
+                hook.handle = inside
 
-    def rest(self) -> None:
+    def bypass_cache(self) -> None:
         """All blocks run, and nothing is remembered."""
         self._start = self._inside = None
-        for slot in self.slots:
-            slot.handle = None
+        for hook in self.hooks:
+            hook.handle = None
 
-    def _computed(self, device: torch.device) -> Tensor:
+    def _get_computed_index(self, device: torch.device) -> Tensor:
         """The rows that run, made where they are used, once a call: a copy from the CPU would wait for the GPU."""
         if self._index is None or self._index.device != device:
-            rows = torch.arange(self._call.rows, device=device)
+            batch_index = torch.arange(self._call.batch_size, device=device)
             units = zip(self._call.units, self._skips, strict=True)
-            self._index = torch.cat([rows[unit.rows] for unit, skipped in units if not skipped])
+            self._index = torch.cat([batch_index[unit.batch_slice] for unit, skipped in units if not skipped])
         return self._index
 
-    def _whole(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first or last block of a segment that runs; all of them once, to see what form they return tokens in."""
-        if slot is self._first:
-            self._start = slot.copy(args, kwargs)
-        out = slot.forward(*args, **kwargs)
-        if slot is self._last:
+        if hook is self._first:
+            self._start = hook.copy_tokens(args, kwargs)
+        out = hook.forward(*args, **kwargs)
+        if hook is self._last:
             self._is_known = True
-            self._keep(slot.unpack(out))
+            self._store_residuals(hook.unpack_tokens(out))
         elif not self._is_known:
-            slot.unpack(out)
+            hook.unpack_tokens(out)
         return out
 
-    def _pass(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _skip_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first or last block of a segment that is left out; those between pass on what comes."""
-        state = slot.read(args, kwargs)
-        if slot is self._first:
+        state = hook.read_tokens(args, kwargs)
+        if hook is self._first:
             self._start = state
-        if slot is self._last:
+        if hook is self._last:
             start, self._start = self._start, None
             assert start is not None
-            state = self._forecast(slot, start)
-        return slot.pack(state)
+            state = self._forecast_state(hook, start)
+        return hook.pack_tokens(state)
 
-    def _some(self, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_part_of_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block that runs for some rows."""
-        named, state = slot.named(args, kwargs), slot.read(args, kwargs)
-        if slot is self._first:
+        named, state = hook.bind_arguments(args, kwargs), hook.read_tokens(args, kwargs)
+        if hook is self._first:
             self._start = state
-        index = self._computed(state.image.device)
-        tables = [name for name in TABLES if name in named and _is_flat(named[name])]
-        cut = take_rows(named, self._call.rows, lambda x: x.index_select(0, index), tables)
-        ran = slot.unpack(slot.forward(**cut))
-        out = State(
-            _put(state.image, ran.image, index), None if ran.text is None else _put(state.text, ran.text, index)
+        index = self._get_computed_index(state.image.device)
+        tables = [name for name in ROTARY_ARGUMENTS if name in named and _is_flat_table(named[name])]
+        cut = slice_batch_arguments(named, self._call.batch_size, lambda x: x.index_select(0, index), tables)
+        ran = hook.unpack_tokens(hook.forward(**cut))
+        out = TokenState(
+            _scatter_batch(state.image, ran.image, index),
+            None if ran.text is None else _scatter_batch(state.text, ran.text, index),
         )
-        if slot is self._last:
+        if hook is self._last:
             start = self._start
             assert start is not None
-            self._keep(out)
+            self._store_residuals(out)
             for unit, skipped in zip(self._call.units, self._skips, strict=True):
                 if skipped:
                     for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
                         if x is not None:
-                            x[unit.rows] = self.residuals.behind(stream, self._call, before, unit)
-        return slot.pack(out)
+                            x[unit.batch_slice] = self.residuals.forecast_tokens(stream, self._call, before, unit)
+        return hook.pack_tokens(out)
 
-    def _keep(self, out: State) -> None:
+    def _store_residuals(self, out: TokenState) -> None:
         start, self._start = self._start, None
         assert start is not None
         for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
-            if x is not None and self._is_real(stream):
-                self.residuals.keep(stream, self._call, before, x, self._skips)
+            if x is not None and self._is_real_stream(stream):
+                self.residuals.store_residuals(stream, self._call, before, x, self._skips)
 
-    def _forecast(self, slot: Slot, start: State) -> State:
-        image = self.residuals.behind("image", self._call, start.image)
+    def _forecast_state(self, hook: CacheHook, start: TokenState) -> TokenState:
+        image = self.residuals.forecast_tokens("image", self._call, start.image)
         text = start.text
-        if slot.has_text and self._is_real("text") and self.residuals.has("text", self._call):
-            text = self.residuals.behind("text", self._call, start.text)
-        elif slot.has_text and self._is_real("text"):
+        if hook.has_text and self._is_real_stream("text") and self.residuals.has_stream("text", self._call):
+            text = self.residuals.forecast_tokens("text", self._call, start.text)
+        elif hook.has_text and self._is_real_stream("text"):
             text = None  # the last block of some families returns none
-        return State(image, text)
+        return TokenState(image, text)
 
-    def _is_real(self, stream: str) -> bool:
+    def _is_real_stream(self, stream: str) -> bool:
         """Dummy text passes through."""
         return stream == "image" or self._call.moment.has_text()
 
 
-def _is_flat(table: Any) -> bool:
+def _is_flat_table(table: Any) -> bool:
     """Whether a table, or each of those within dicts, lists and tuples, is `[tokens, channels]`."""
     if isinstance(table, Tensor):
         return table.ndim < 3
     parts = table.values() if isinstance(table, dict) else table if isinstance(table, tuple | list) else ()
-    return all(map(_is_flat, parts))
+    return all(map(_is_flat_table, parts))
 
 
-def _put(whole: Tensor | None, rows: Tensor, index: Tensor) -> Tensor:
+def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> Tensor:
     """`whole` with some of its rows replaced."""
-    if whole is None or whole.shape[1:] != rows.shape[1:]:
-        made = rows.new_zeros((len(index) if whole is None else whole.shape[0], *rows.shape[1:]))
+    if whole is None or whole.shape[1:] != new_entries.shape[1:]:
+        output = new_entries.new_zeros((len(index) if whole is None else whole.shape[0], *new_entries.shape[1:]))
     else:
-        made = whole.clone()
-    made[index] = rows
-    return made
+        output = whole.clone()
+    output[index] = new_entries
+    return output

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from ditile.errors import ModelError
 
-REFERENCE = 28
+REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""
 
-PRESETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+PRESET_BINS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
     "medium": ((6, 2, 2, 2, 2, 1), (1, 3, 3, 3, 3)),
     "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
@@ -48,25 +48,25 @@ def steps_mask(
         ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
-    if total_steps is not None and not _is_count(total_steps):
+    if total_steps is not None and not _is_positive_int(total_steps):
         raise ModelError(f"total_steps={total_steps!r} is not a whole number of at least 1; try total_steps=28")
     bins = compute_bins is not None or cache_bins is not None
     if bins == (mask_policy is not None):
         raise ModelError(
-            f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {', '.join(PRESETS)}"
+            f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {', '.join(PRESET_BINS)}"
         )
     if mask_policy is not None:
         if total_steps is None:
             raise ModelError(f"mask_policy={mask_policy!r} fits any number of steps; say which, as in total_steps=28")
-        return list(preset(mask_policy, total_steps))
-    mask = _interleaved(_checked("compute_bins", compute_bins), _checked("cache_bins", cache_bins))
+        return list(build_preset_mask(mask_policy, total_steps))
+    mask = _interleave_bins(_check_bins("compute_bins", compute_bins), _check_bins("cache_bins", cache_bins))
     total = len(mask) if total_steps is None else total_steps
     if total > len(mask):
         raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")
     return [*mask[: total - 1], 1]
 
 
-def preset(name: str, steps: int) -> tuple[int, ...]:
+def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     """The mask of a preset for any number of steps, at least 1.
 
     With 28 steps it is the published one. With any other number n the first and the last step compute, the share of
@@ -76,26 +76,26 @@ def preset(name: str, steps: int) -> tuple[int, ...]:
     Raises:
         ModelError: if the name is not known.
     """
-    known(name)
-    bins = PRESETS[name]
-    reference = _interleaved(*bins)
+    check_preset_name(name)
+    bins = PRESET_BINS[name]
+    reference = _interleave_bins(*bins)
     times = [step for step, computes in enumerate(reference) if computes]
-    count = max(min(steps, 2), round(len(times) * steps / REFERENCE))
-    longest = math.ceil(max(bins[1]) * steps / REFERENCE)
-    chosen = set(_with_no_hole_over(longest, _stretched(times, count, steps)))
+    count = max(min(steps, 2), round(len(times) * steps / REFERENCE_STEPS))
+    longest = math.ceil(max(bins[1]) * steps / REFERENCE_STEPS)
+    chosen = set(_fill_long_holes(longest, _interpolate_steps(times, count, steps)))
     return tuple(int(step in chosen) for step in range(steps))
 
 
-def known(name: str) -> str:
+def check_preset_name(name: str) -> str:
     """The name of a preset, as it is. Raises `ModelError`, with the nearest, if there is none of that name."""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"try one of {', '.join(PRESETS)}"
+    if name not in PRESET_BINS:
+        near = difflib.get_close_matches(name, PRESET_BINS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"try one of {', '.join(PRESET_BINS)}"
         raise ModelError(f"the step mask {name!r} is not known; {hint}")
     return name
 
 
-def resolve(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
+def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
     """The mask of a generation: a preset for its number of steps, or the mask that was given, cut to it.
 
     Args:
@@ -110,16 +110,16 @@ def resolve(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, .
     if isinstance(mask, str):
         if steps is None:
             raise ModelError(f"steps_computation_mask={mask!r} needs a number of steps; set num_inference_steps")
-        return preset(mask, steps)
+        return build_preset_mask(mask, steps)
     if steps is not None and len(mask) < steps:
         raise ModelError(
             f"steps_computation_mask has {len(mask)} steps and the generation {steps}; make it with "
-            f"steps_mask(total_steps={steps}, ..), or name a preset: {', '.join(PRESETS)}"
+            f"steps_mask(total_steps={steps}, ..), or name a preset: {', '.join(PRESET_BINS)}"
         )
     return tuple(mask[:steps])
 
 
-def read(text: str) -> str | tuple[int, ...]:
+def parse_step_mask(text: str) -> str | tuple[int, ...]:
     """A mask as it is written on a command line: a preset, or bins as in `6,1,1,1,1/1,2,5,5,5`.
 
     Raises:
@@ -127,7 +127,7 @@ def read(text: str) -> str | tuple[int, ...]:
     """
     compute, slash, cache = text.partition("/")
     if not slash:
-        return known(text)
+        return check_preset_name(text)
     try:
         runs, holes = ([int(part) for part in side.split(",")] for side in (compute, cache))
     except ValueError:
@@ -135,7 +135,7 @@ def read(text: str) -> str | tuple[int, ...]:
     return tuple(steps_mask(runs, holes))
 
 
-def _interleaved(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
+def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
     """Bins in turn, computed ones first."""
     if len(compute) - len(cache) not in (0, 1):
         raise ModelError(
@@ -148,37 +148,37 @@ def _interleaved(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
     return mask
 
 
-def _stretched(times: Sequence[int], count: int, steps: int) -> list[int]:
+def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int]:
     """`count` different steps of `steps`, at the times of the reference, interpolated; the first and the last too."""
     chosen: list[int] = []
     for k in range(count):
         at = k * (len(times) - 1) / max(count - 1, 1)
         low = min(int(at), len(times) - 2)
         time = times[low] + (at - low) * (times[low + 1] - times[low])
-        step = round(time * (steps - 1) / (REFERENCE - 1))
+        step = round(time * (steps - 1) / (REFERENCE_STEPS - 1))
         least = chosen[-1] + 1 if chosen else 0
         chosen.append(min(max(step, least), steps - count + k))
     return chosen
 
 
-def _with_no_hole_over(longest: int, chosen: Sequence[int]) -> list[int]:
+def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
     """The steps, and as few more between them as keep every hole to `longest` steps."""
-    kept = [chosen[0]]
+    result = [chosen[0]]
     for step in chosen[1:]:
-        start, gap = kept[-1], step - kept[-1]
+        start, gap = result[-1], step - result[-1]
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
-        kept += [start + round(gap * k / (more + 1)) for k in range(1, more + 1)]
-        kept.append(step)
-    return kept
+        result += [start + round(gap * k / (more + 1)) for k in range(1, more + 1)]
+        result.append(step)
+    return result
 
 
-def _checked(name: str, bins: Sequence[int] | None) -> Sequence[int]:
+def _check_bins(name: str, bins: Sequence[int] | None) -> Sequence[int]:
     if bins is None:
         raise ModelError(f"{name} is missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
-    if isinstance(bins, str) or not bins or not all(map(_is_count, bins)):
+    if isinstance(bins, str) or not bins or not all(map(_is_positive_int, bins)):
         raise ModelError(f"{name}={bins!r} are no lengths in steps; give whole numbers of at least 1")
     return bins
 
 
-def _is_count(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -20,11 +20,11 @@ from ditile.distributed import env
 from ditile.distributed.mesh import Communicators
 from ditile.plan.plan import Plan
 from ditile.planner import fit
-from ditile.planner.disturbance import Again
+from ditile.planner.disturbance import DisturbanceGuard
 from ditile.planner.profile import Link, Profile
-from ditile.planner.search import pricer_of
-from ditile.planner.subject import Subject
-from ditile.runner.load import defaults, find, load
+from ditile.planner.search import make_pricer
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import find_model_source, load, read_generation_options
 from ditile.runner.runner import Runner, parallelize
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
@@ -39,12 +39,12 @@ KERNEL = 1e-6
 FREE = 1e9
 
 
-def steps_of_one() -> int:
+def count_single_rank_steps() -> int:
     """Steps of the calls that one rank makes."""
     return len(CALLS) * len(PATCHES) * ROUNDS * STEPS
 
 
-def called(profile: Profile, dtype: str, again: Again) -> Profile:
+def fit_bundled_calls(profile: Profile, dtype: str, again: DisturbanceGuard) -> Profile:
     """The profile with what calls of the bundled models cost besides what is on its curves.
 
     They are made in turn, so that a machine that grows slower does so for all of them.
@@ -55,17 +55,22 @@ def called(profile: Profile, dtype: str, again: Again) -> Profile:
         pipe.set_progress_bar_config(disable=True)
         runners[model, patches] = parallelize(pipe, Plan(patches=patches))
     every = [(model, size, patches) for model, size in CALLS for patches in PATCHES]
-    calls = [functools.partial(_denoised, runners[of, patches], _call(of, size)) for of, size, patches in every]
-    rounds = [[again.measured(call) for call in calls] for _ in range(ROUNDS)]
+    calls = [
+        functools.partial(_time_denoising_loop, runners[of, patches], _make_call_arguments(of, size))
+        for of, size, patches in every
+    ]
+    rounds = [[again.measure_undisturbed(call) for call in calls] for _ in range(ROUNDS)]
     terms = []
     for (model, size, patches), times in zip(every, zip(*rounds, strict=True), strict=True):
-        inside = statistics.median(found.inside for found in times)
-        terms.append((inside, *_terms(model, _call(model, size), Plan(patches=patches), profile)))
-    outside = statistics.median(found.outside / found.calls for times in rounds for found in times)
-    return dataclasses.replace(fit.fitted(profile, terms), micro_s=outside)
+        inside = statistics.median(loop.inside for loop in times)
+        terms.append(
+            (inside, *_separate_kernels(model, _make_call_arguments(model, size), Plan(patches=patches), profile))
+        )
+    outside = statistics.median(loop.outside / loop.calls for times in rounds for loop in times)
+    return dataclasses.replace(fit.fit_kernel_costs(profile, terms), micro_s=outside)
 
 
-class Job(NamedTuple):
+class CalibrationJob(NamedTuple):
     """A call of a bundled model, and the plans of all ranks under which it is made, in so many turns."""
 
     model: str
@@ -75,34 +80,34 @@ class Job(NamedTuple):
     plans: tuple[Plan, ...] = ()
 
     @property
-    def call(self) -> dict[str, Any]:
+    def call_arguments(self) -> dict[str, Any]:
         """What the pipeline is called with."""
-        return _call(self.model, self.size, self.steps)
+        return _make_call_arguments(self.model, self.size, self.steps)
 
-    def latency(self, plan: Plan, profile: Profile) -> float:
+    def predict_job_latency(self, plan: Plan, profile: Profile) -> float:
         """What is predicted."""
-        return _latency(self.model, self.call, plan, profile)
+        return _predict_call_latency(self.model, self.call_arguments, plan, profile)
 
 
-def shared_jobs(ranks: int) -> list[Job]:
+def list_shared_jobs(ranks: int) -> list[CalibrationJob]:
     """Calls that say how fast stages compute which hand over to each other, and what an exchange takes.
 
     Stages wait for the slower of two at every patch, and messages take caches and time of what computes.
     """
     exchanging = (Plan(ulysses=ranks), Plan(tensor=ranks))
-    wanted: list[tuple[Job, tuple[Plan, ...]]] = [
-        (Job(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))
+    wanted: list[tuple[CalibrationJob, tuple[Plan, ...]]] = [
+        (CalibrationJob(*STAGED), (Plan(pipefusion=ranks, patches=2 * ranks, warmup=0),))
     ]
-    wanted += [(Job(*shared), exchanging) for shared in SHARED]
-    found = []
+    wanted += [(CalibrationJob(*shared), exchanging) for shared in SHARED]
+    jobs = []
     for job, plans in wanted:
-        subject = _subject(job.model)
-        facts = subject.shape(job.call).facts(job.model, len(subject.seats.chain))
-        found.append(job._replace(plans=tuple(plan for plan in plans if not plan.illegal(facts))))
-    return found
+        subject = _load_subject(job.model)
+        facts = subject.make_call_shape(job.call_arguments).collect_facts(job.model, len(subject.block_hooks.chain))
+        jobs.append(job._replace(plans=tuple(plan for plan in plans if not plan.illegal(facts))))
+    return jobs
 
 
-def shared(dtype: str, job: Job, again: Again) -> list[float]:
+def time_shared_call(dtype: str, job: CalibrationJob, again: DisturbanceGuard) -> list[float]:
     """How long the denoising loop takes under each plan, as a share of what it takes one rank.
 
     Made in turn with one rank, which is the first replica of one image: a machine that grows slower does so for all.
@@ -116,87 +121,93 @@ def shared(dtype: str, job: Job, again: Again) -> list[float]:
         runners.append(parallelize(pipe, plan, groups=groups))
     shares = list[list[float]]()
 
-    def denoise(runner: Runner) -> float:
+    def time_denoising(runner: Runner) -> float:
         generator = torch.Generator().manual_seed(0)
-        runner("a red circle", output_type="latent", generator=generator, **job.call)
+        runner("a red circle", output_type="latent", generator=generator, **job.call_arguments)
         assert runner.report is not None
         return float(runner.report.seconds["denoise"])
 
     for run in range(1 + job.turns):
         took = []
         for runner in runners:
-            took.append(again.measured(functools.partial(denoise, runner)) if run else denoise(runner))
-            env.advance()
+            took.append(
+                again.measure_undisturbed(functools.partial(time_denoising, runner)) if run else time_denoising(runner)
+            )
+            env.report_progress()
         shares += [[seconds / took[0] for seconds in took[1:]]] if run else []
     return [statistics.median(of_plan) for of_plan in zip(*shares, strict=True)]
 
 
-def crowded(job: Job, plan: Plan, profile: Profile, took: float) -> Profile:
+def fit_joint_slowdown(job: CalibrationJob, plan: Plan, profile: Profile, took: float) -> Profile:
     """The profile in which all compute so much slower together that a call takes what it took."""
-    alone, twice = (job.latency(plan, dataclasses.replace(profile, together=slower)) for slower in (1.0, 2.0))
+    alone, twice = (
+        job.predict_job_latency(plan, dataclasses.replace(profile, together=slower)) for slower in (1.0, 2.0)
+    )
     return dataclasses.replace(profile, together=max(1.0, 1 + (took - alone) / (twice - alone)))
 
 
-def terms_of_link(job: Job, plan: Plan, profile: Profile, took: float) -> fit.Shared:
+def separate_exchanges(job: CalibrationJob, plan: Plan, profile: Profile, took: float) -> fit.SharedCall:
     """What is known of a shared call but for its exchanges, and these."""
 
-    def predicted(link: Link, start: float) -> float:
+    def predict_with_link(link: Link, start: float) -> float:
         link = dataclasses.replace(link, call_s=start, sum_s=start)
-        return job.latency(plan, dataclasses.replace(profile, link=link))
+        return job.predict_job_latency(plan, dataclasses.replace(profile, link=link))
 
-    known = predicted(dataclasses.replace(profile.link, collective=FREE, reduce=FREE), 0.0)
-    sent, begun = (predicted(profile.link, start) for start in (0.0, KERNEL))
-    return fit.Shared(took, known, sent - known, (begun - sent) / KERNEL)
+    known = predict_with_link(dataclasses.replace(profile.link, collective=FREE, reduce=FREE), 0.0)
+    sent, begun = (predict_with_link(profile.link, start) for start in (0.0, KERNEL))
+    return fit.SharedCall(took, known, sent - known, (begun - sent) / KERNEL)
 
 
-def together(dtype: str, device: torch.device) -> float:
+def measure_joint_slowdown(dtype: str, device: torch.device) -> float:
     """How many times as long a call takes while all ranks make it, on rank 0; where no shared calls say it."""
     model, size = CALLS[1]
     pipe: Any = load(model, dtype=dtype)
     pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
-    call = _call(model, size)
+    call = _make_call_arguments(model, size)
 
-    def seconds() -> float:
+    def time_pipeline_call() -> float:
         began = time.perf_counter()
         pipe(
             "a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call
         ).images.sum().item()
         return time.perf_counter() - began
 
-    seconds()
+    time_pipeline_call()
     alone, beside = [], []
     for _ in range(RUNS):
         dist.barrier()
-        alone += [seconds()] if dist.get_rank() == 0 else []
+        alone += [time_pipeline_call()] if dist.get_rank() == 0 else []
         dist.barrier()
-        beside.append(seconds())
-        env.advance()
+        beside.append(time_pipeline_call())
+        env.report_progress()
     return max(1.0, statistics.median(beside) / statistics.median(alone)) if alone else 1.0
 
 
-def _call(model: str, size: int, steps: int = STEPS) -> dict[str, Any]:
-    return defaults(model) | {"height": size, "width": size, "num_inference_steps": steps}
+def _make_call_arguments(model: str, size: int, steps: int = STEPS) -> dict[str, Any]:
+    return read_generation_options(model) | {"height": size, "width": size, "num_inference_steps": steps}
 
 
-def _terms(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
+def _separate_kernels(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
     """Seconds of a call's work on the curves, and its kernels: what one second of each more would add."""
-    known = _latency(model, call, plan, profile)
-    more = _latency(model, call, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False))
+    known = _predict_call_latency(model, call, plan, profile)
+    more = _predict_call_latency(model, call, plan, dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False))
     return known, (more - known) / KERNEL
 
 
 @functools.cache
-def _subject(model: str) -> Subject:
-    return Subject.of(model, find(model))
+def _load_subject(model: str) -> PlanSubject:
+    return PlanSubject.from_configs(model, find_model_source(model))
 
 
-def _latency(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> float:
-    subject = _subject(model)
-    return pricer_of(subject, call, profile).latency(subject.job(plan, subject.shape(call, profile.element_size)))
+def _predict_call_latency(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> float:
+    subject = _load_subject(model)
+    return make_pricer(subject, call, profile).predict_latency(
+        subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
+    )
 
 
-class _Loop(NamedTuple):
+class _LoopSeconds(NamedTuple):
     """Seconds of a denoising loop in its transformer and outside of it, and the calls of the transformer."""
 
     inside: float
@@ -204,19 +215,19 @@ class _Loop(NamedTuple):
     calls: int
 
 
-def _denoised(runner: Any, call: dict[str, Any]) -> _Loop:
+def _time_denoising_loop(runner: Any, call: dict[str, Any]) -> _LoopSeconds:
     times: list[float] = []
 
-    def note(*_: Any) -> None:
+    def record_time(*_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter())
 
     transformer = runner.pipe.transformer
-    hooks = transformer.register_forward_pre_hook(note), transformer.register_forward_hook(note)
+    hooks = transformer.register_forward_pre_hook(record_time), transformer.register_forward_hook(record_time)
     runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
     for hook in hooks:
         hook.remove()
     inside = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
     between = sum(begin - end for end, begin in zip(times[1:-1:2], times[2::2], strict=True))
-    return _Loop(inside, between, len(times) // 2 - 1)
+    return _LoopSeconds(inside, between, len(times) // 2 - 1)

@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import nn
 
-from ditile.cache.build import cached_transformer
-from ditile.cli.generate import planned_call, taken
-from ditile.cli.image_to_image import class_from_image
-from ditile.cli.options import Generate
-from ditile.cli.pipelines import check_pictures
+from ditile.cache.build import build_transformer_cache
+from ditile.cli.generate import build_dry_run_call, merge_call_arguments
+from ditile.cli.image_to_image import find_image_to_image_class
+from ditile.cli.options import GenerateOptions
+from ditile.cli.pipelines import check_returns_pictures
 from ditile.errors import ModelError
-from ditile.models.block_lists import block_lists
-from ditile.plan.cost import Job
-from ditile.plan.gantt import as_text
+from ditile.models.block_lists import find_block_lists
+from ditile.plan.cost import PlannedCall
+from ditile.plan.gantt import render_gantt_chart
 from ditile.plan.plan import Plan
-from ditile.planner.subject import Subject
-from ditile.runner.load import defaults, find
-from ditile.runner.table import describe
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import find_model_source, read_generation_options
+from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
 
 
-def report(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> str:
+def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> str:
     """What a call of a model under a plan would look like.
 
     Args:
@@ -36,35 +36,42 @@ def report(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> str:
         LoadError, ModelError, PlanError: if the model is not there, has no spec, has no use for something that was
             asked for, or does not fit the plan or the cache.
     """
-    job = planned(wanted, plan, configs)
-    table = describe(wanted.model, job, ["as found"] * plan.world)
+    job = build_dry_run_job(wanted, plan, configs)
+    table = describe_plan(wanted.model, job, ["as found"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
-    return f"{table}\n\n{as_text(job.schedule, shown, job.calls(1))}"
+    return f"{table}\n\n{render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))}"
 
 
-def planned(wanted: Generate, plan: Plan, configs: Mapping[str, Any]) -> Job:
+def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
     """The call as numbers, if everything fits; arguments and errors as `report`."""
-    subject, base = Subject.of(wanted.model, find(wanted.model, weights=False)), defaults(wanted.model)
-    check_pictures(subject.pipeline)
-    taken(subject.pipeline if wanted.image is None else class_from_image(subject.pipeline), wanted, base)
-    return job_of(subject, plan, planned_call(wanted, base), configs)
+    subject, base = (
+        PlanSubject.from_configs(wanted.model, find_model_source(wanted.model, weights=False)),
+        read_generation_options(wanted.model),
+    )
+    check_returns_pictures(subject.pipeline)
+    merge_call_arguments(
+        subject.pipeline if wanted.image is None else find_image_to_image_class(subject.pipeline), wanted, base
+    )
+    return build_subject_job(subject, plan, build_dry_run_call(wanted, base), configs)
 
 
-def job_of(subject: Subject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]) -> Job:
+def build_subject_job(
+    subject: PlanSubject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]
+) -> PlannedCall:
     """The same of a model that is at hand.
 
     Raises:
         ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.
     """
-    job = subject.job(plan, subject.shape(call))
-    _check_cache(subject.transformer, configs, job.shape.steps)
+    job = subject.make_plan_job(plan, subject.make_call_shape(call))
+    _check_cache_config(subject.transformer, configs, job.shape.steps)
     return job
 
 
-def _check_cache(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
+def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
     """Raises `ModelError` for a cache that can never leave anything out."""
     if (config := configs["cache_config"]) is None:
         return
-    for context in cached_transformer(transformer, block_lists(transformer), config).contexts:
+    for context in build_transformer_cache(transformer, find_block_lists(transformer), config).contexts:
         if reason := context.idle or context.idle_in(steps):
             raise ModelError(reason)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file, in place of one that is there; a link stays one. What is no file, such as a pipe, is written to.
 
     Raises:
@@ -21,24 +21,24 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    part = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")  # no other writer has it
+    temporary_path = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")  # no other writer has it
     try:
-        with part.open("xb") as file:  # never through a link that somebody has put there
+        with temporary_path.open("xb") as file:  # never through a link that somebody has put there
             file.write(data)
-        os.replace(part, path)
+        os.replace(temporary_path, path)
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None  # of the part nobody knows
     finally:
         with contextlib.suppress(OSError):  # it has got its name, or was never made
-            part.unlink()
+            temporary_path.unlink()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json_file(path: Path, value: Any) -> None:
     """Writes a file of JSON, for people to read too.
 
     Raises:
         OSError: if it cannot be written.
     """
-    write(path, json.dumps(value, indent=1) + "\n")
+    write_atomically(path, json.dumps(value, indent=1) + "\n")

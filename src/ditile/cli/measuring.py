@@ -6,87 +6,93 @@ import argparse
 import sys
 
 from ditile.cli.bench.options import Comparison, Workload
-from ditile.cli.evaluate.options import Evaluate, Judge, Session
-from ditile.cli.options import Calibrate
+from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
+from ditile.cli.options import CalibrateOptions
 from ditile.distributed import env
-from ditile.distributed.console import console, print_both, writes
-from ditile.plan.flags import collect
-from ditile.planner.question import Ask
-from ditile.runner.load import find
+from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
+from ditile.plan.flags import collect_arguments
+from ditile.planner.question import PlanQuestion
+from ditile.runner.load import find_model_source
 
 
-def bench(arguments: argparse.Namespace) -> int:
+def run_bench_command(arguments: argparse.Namespace) -> int:
     """`ditile bench`."""
-    compared, work = Comparison(**collect(Comparison, arguments)), Workload(**collect(Workload, arguments))
-    if writes():
-        compared.check_out()
-    if not work.is_random:
-        find(work.model)
+    compared, work = (
+        Comparison(**collect_arguments(Comparison, arguments)),
+        Workload(**collect_arguments(Workload, arguments)),
+    )
+    if is_writing_process():
+        compared.check_output_folder()
+    if not work.has_random_weights:
+        find_model_source(work.model)
     from ditile.cli.bench import command
 
-    measured = command.bench(compared, work)
+    measured = command.run_benchmark(compared, work)
     leave_torchrun()
     if measured is not None:
-        from ditile.cli.bench.tables import table
+        from ditile.cli.bench.tables import make_bench_table
 
-        shown = console()
-        shown.print(table(measured.rows))
+        shown = make_console()
+        shown.print(make_bench_table(measured.rows))
         for line in measured.remarks:
             shown.print(f"- {line}", soft_wrap=True)
     return 0
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
+def run_evaluate_command(arguments: argparse.Namespace) -> int:
     """`ditile evaluate`."""
-    wanted = Evaluate(**collect(Evaluate, arguments))
-    judge, session = Judge(**collect(Judge, arguments)), Session(**collect(Session, arguments))
-    find(wanted.model)
-    from ditile.cli.generate import quiet
+    wanted = EvaluateOptions(**collect_arguments(EvaluateOptions, arguments))
+    judge, session = (
+        JudgeOptions(**collect_arguments(JudgeOptions, arguments)),
+        SessionOptions(**collect_arguments(SessionOptions, arguments)),
+    )
+    find_model_source(wanted.model)
+    from ditile.cli.generate import silence_libraries
 
-    quiet()  # before what follows imports diffusers
+    silence_libraries()  # before what follows imports diffusers
     from ditile.cli.evaluate import evaluate
 
-    found = evaluate.evaluate(wanted, judge, session)
-    if found is not None:
-        shown = console()
-        shown.print(evaluate.as_table(found))
-        for line in evaluate.remarks(found):
+    evaluation = evaluate.run_evaluation(wanted, judge, session)
+    if evaluation is not None:
+        shown = make_console()
+        shown.print(evaluate.build_evaluation_table(evaluation))
+        for line in evaluate.list_table_remarks(evaluation):
             shown.print(f"- {line}", soft_wrap=True)
         shown.print(f"written: {session.out}")
     return 0
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def run_plan_command(arguments: argparse.Namespace) -> int:
     """`ditile plan`."""
-    from ditile.cli.generate import quiet
+    from ditile.cli.generate import silence_libraries
 
-    ask = Ask(**collect(Ask, arguments))
-    quiet()
-    from ditile.planner.answer import answer
+    ask = PlanQuestion(**collect_arguments(PlanQuestion, arguments))
+    silence_libraries()
+    from ditile.planner.answer import answer_question
 
-    found = answer(ask)
-    print_both(found.as_table(), found.to_json(), ask.json)
+    plan_answer = answer_question(ask)
+    print_table_and_json(plan_answer.render_table(), plan_answer.to_json(), ask.json)
     return 0
 
 
-def calibrate(arguments: argparse.Namespace) -> int:
+def run_calibrate_command(arguments: argparse.Namespace) -> int:
     """`ditile calibrate`."""
-    wanted = Calibrate(**collect(Calibrate, arguments))
-    if writes():
-        wanted.check_out()
-    from ditile.cli.generate import quiet
+    wanted = CalibrateOptions(**collect_arguments(CalibrateOptions, arguments))
+    if is_writing_process():
+        wanted.check_profile_path()
+    from ditile.cli.generate import silence_libraries
 
-    quiet()
+    silence_libraries()
     from ditile.cli import calibrate
 
-    path = calibrate.calibrate(wanted)
+    path = calibrate.calibrate_machine(wanted)
     leave_torchrun()
     if path is not None:
         print(path)
         from ditile.planner.disturbance import BUSY
         from ditile.planner.profile import Profile
 
-        if (share := Profile.read(path).disturbed) > BUSY:
+        if (share := Profile.from_json_file(path).disturbed) > BUSY:
             print(f"note: others slowed the cores in {share:.0%} of what was timed; do it again when they are gone",
                   file=sys.stderr)  # fmt: skip
     return 0
@@ -94,7 +100,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 def leave_torchrun() -> None:
     """Under torchrun the ranks leave their group together."""
-    if env.torchrun() is not None:
-        from ditile.distributed.mesh import part
+    if env.read_torchrun_place() is not None:
+        from ditile.distributed.mesh import leave_process_group
 
-        part()
+        leave_process_group()

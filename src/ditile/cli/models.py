@@ -13,101 +13,106 @@ import diffusers
 from rich.table import Table
 from torch import nn
 
-from ditile.models.registry import families, specs
+from ditile.models.registry import list_families, list_model_specs
 from ditile.plan.spec import ModelSpec
 
 YES, NO = "yes", "-"
-GUIDED = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
+GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
 """A call whose guidance is on, under the names that any family may have for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class MethodColumn:
     """A column: a method, the flag that asks for it, and what a family has of it."""
 
     name: str
     flag: str
-    of: Callable[[type[nn.Module], ModelSpec], str]
+    describe_support: Callable[[type[nn.Module], ModelSpec], str]
 
 
-def _guidance(_: type[nn.Module], spec: ModelSpec) -> str:
-    conditioning = spec.conditioning(GUIDED)
-    found = [word for word, count in (("batched", conditioning.rows), ("two calls", conditioning.calls)) if count > 1]
-    return ", ".join(found) or NO
+def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
+    conditioning = spec.conditioning(GUIDED_CALL)
+    guidance_kinds = [
+        word for word, count in (("batched", conditioning.rows), ("two calls", conditioning.calls)) if count > 1
+    ]
+    return ", ".join(guidance_kinds) or NO
 
 
-def _blocks(_: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
     return YES if spec.blocks else NO
 
 
-def _attention(_: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
     return YES if any(io.attn for io in spec.blocks.values()) else NO
 
 
-def _text(_: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:
     return "joint, fresh on every rank" if spec.joint != "none" else "cross attention"
 
 
-def _tensor(transformer: type[nn.Module], spec: ModelSpec) -> str:
+def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> str:
     if not (spec.tensor or getattr(transformer, "_tp_plan", None)):
         return NO
     return "row, sequence" if spec.tensor_tokens else "row"
 
 
-def _vae(_: type[nn.Module], spec: ModelSpec) -> str:
-    decoders = {_decoder(name) for name in spec.pipelines}
+def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
+    decoders = {_find_vae_class(name) for name in spec.pipelines}
     return YES if decoders == {"AutoencoderKL"} else NO
 
 
-def _decoder(pipeline: str) -> str:
+def _find_vae_class(pipeline: str) -> str:
     """The class of a pipeline's VAE."""
     vae = inspect.signature(getattr(diffusers, pipeline).__init__).parameters["vae"].annotation
     return vae if isinstance(vae, str) else vae.__name__
 
 
-METHODS = (
-    Method("data", "--data", _blocks),
-    Method("cfg", "--cfg", _guidance),
-    Method("PipeFusion", "--pipefusion", _blocks),
-    Method("Ulysses, uaa", "--ulysses", _attention),
-    Method("ring", "--ring", _attention),
-    Method("DistriFusion", "--distrifusion", _attention),
-    Method("tensor", "--tensor", _tensor),
-    Method("parallel VAE", "--vae rows", _vae),
-    Method("cache", "--cache", _blocks),
-    Method("text", "", _text),
+METHOD_COLUMNS = (
+    MethodColumn("data", "--data", _describe_blocks),
+    MethodColumn("cfg", "--cfg", _describe_guidance),
+    MethodColumn("PipeFusion", "--pipefusion", _describe_blocks),
+    MethodColumn("Ulysses, uaa", "--ulysses", _describe_attention),
+    MethodColumn("ring", "--ring", _describe_attention),
+    MethodColumn("DistriFusion", "--distrifusion", _describe_attention),
+    MethodColumn("tensor", "--tensor", _describe_tensor_parallel),
+    MethodColumn("parallel VAE", "--vae rows", _describe_parallel_vae),
+    MethodColumn("cache", "--cache", _describe_blocks),
+    MethodColumn("text", "", _describe_text_attention),
 )
 
 
-def rows() -> Mapping[str, list[str]]:
+def build_matrix_rows() -> Mapping[str, list[str]]:
     """Family -> a cell for every method."""
-    return {spec.name: [method.of(cls, spec) for method in METHODS] for cls, spec in specs().items()}
+    return {
+        spec.name: [method.describe_support(cls, spec) for method in METHOD_COLUMNS]
+        for cls, spec in list_model_specs().items()
+    }
 
 
-def as_tables() -> list[Table]:
+def build_matrix_tables() -> list[Table]:
     """What `ditile models` prints: the families with their pipelines, then the matrix."""
     known = Table()
     for title in ("family", "transformer", "pipelines", "rung", "why"):
         known.add_column(title, overflow="fold")
-    for family in families():
+    for family in list_families():
         known.add_row(family.name, family.transformer, "\n".join(family.pipelines), family.rung, family.note)
-    matrix = Table("family", *(method.name for method in METHODS))
-    for name, cells in rows().items():
+    matrix = Table("family", *(method.name for method in METHOD_COLUMNS))
+    for name, cells in build_matrix_rows().items():
         matrix.add_row(name, *cells)
     return [known, matrix]
 
 
-def as_markdown() -> str:
+def format_matrix_markdown() -> str:
     """docs/matrix.md."""
-    table = [["family", *(method.name for method in METHODS)], ["---"] * (len(METHODS) + 1)]
-    table += [["", *(f"`{method.flag}`" if method.flag else "" for method in METHODS)]]
-    table += [[name, *cells] for name, cells in rows().items()]
+    table = [["family", *(method.name for method in METHOD_COLUMNS)], ["---"] * (len(METHOD_COLUMNS) + 1)]
+    table += [["", *(f"`{method.flag}`" if method.flag else "" for method in METHOD_COLUMNS)]]
+    table += [[name, *cells] for name, cells in build_matrix_rows().items()]
     known: list[list[str]] = [["family", "transformer", "pipelines", "rung", "why"], ["---"] * 5]
-    known += [[f.name, f.transformer, ", ".join(f.pipelines), f.rung, f.note] for f in families()]
-    return "\n".join([_HEAD, *_lines(known), _MIDDLE, *_lines(table), _END])
+    known += [[f.name, f.transformer, ", ".join(f.pipelines), f.rung, f.note] for f in list_families()]
+    return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END])
 
 
-def _lines(table: list[list[str]]) -> list[str]:
+def _format_markdown_rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ditile.errors import ModelError
-from ditile.plan.flags import option
+from ditile.plan.flags import define_option
 from ditile.plan.plan import TEXT_AFTER
 from ditile.runner.load import DTYPES, HUB_ID
 
@@ -20,30 +20,30 @@ TRUE_CFG = "the same with a second branch, for models whose --guidance is embedd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generate:
+class GenerateOptions:
     """What to draw. None leaves a value to the model's `generation.json`, or else to its pipeline.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    prompt: str | None = option(None, "what to draw", positional=True)
-    prompts_file: str | None = option(
+    prompt: str | None = define_option(None, "what to draw", positional=True)
+    prompts_file: str | None = define_option(
         None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
     )
-    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
-    steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
-    guidance: float | None = option(None, GUIDANCE, metavar="X")
-    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
-    negative_prompt: str | None = option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
-    seed: int | None = option(
+    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
+    guidance: float | None = define_option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
+    negative_prompt: str | None = define_option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
+    seed: int | None = define_option(
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
     )
-    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    num_images: int = option(1, "images, with seeds that count up", metavar="N")
-    image: str | None = option(None, "a picture to start from", metavar="FILE")
-    strength: float | None = option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
+    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    num_images: int = define_option(1, "images, with seeds that count up", metavar="N")
+    image: str | None = define_option(None, "a picture to start from", metavar="FILE")
+    strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.prompts_file is None:
@@ -63,7 +63,7 @@ class Generate:
         if self.strength is not None and not 0 < self.strength <= 1:
             raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
 
-    def call(self) -> dict[str, Any]:
+    def to_call_arguments(self) -> dict[str, Any]:
         """The given values under the names that diffusers uses, guidance and the picture apart."""
         values = {
             "prompt": self.prompt, "num_inference_steps": self.steps, "negative_prompt": self.negative_prompt,
@@ -73,34 +73,40 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunOptions:
     """Where to run, and what to write.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    plan: str | None = option(
+    plan: str | None = define_option(
         None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
     )
-    out: str = option("ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE")
-    out_dir: str | None = option(None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+    out: str = define_option(
+        "ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE"
+    )
+    out_dir: str | None = define_option(
+        None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
-    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
-    attention: str | None = option(
+    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    attention: str | None = define_option(
         None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
     )
-    text_after: Literal["keep", "offload", "free"] = option(
+    text_after: Literal["keep", "offload", "free"] = define_option(
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
     )
-    compile: bool = option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
-    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
-    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
-    trace: str | None = option(None, "write a Chrome trace of every rank", metavar="FILE")
-    json: str | None = option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
-    dry_run: bool = option(False, "show how the work would be divided, without reading weights")
+    compile: bool = define_option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
+    threads: int | None = define_option(
+        None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
+    )
+    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
+    trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
+    json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
+    dry_run: bool = define_option(False, "show how the work would be divided, without reading weights")
 
     def __post_init__(self) -> None:
         check_counts(self, "threads")
@@ -108,56 +114,58 @@ class Run:
         if Path(self.out).suffix.lower() not in ("", ".png"):
             raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
 
-    def images(self, count: int) -> list[Path]:
+    def list_image_paths(self, count: int) -> list[Path]:
         """The paths of `count` pictures."""
-        return [self._path] if count == 1 else [self.numbered(str(k)) for k in range(count)]
+        return [self._output_path] if count == 1 else [self.build_image_path(str(k)) for k in range(count)]
 
-    def numbered(self, number: str) -> Path:
+    def build_image_path(self, number: str) -> Path:
         """The path of one picture of several."""
         if self.out_dir is not None:
             return Path(self.out_dir, f"{number}.png")
-        return self._path.with_stem(f"{self._path.stem}-{number}")
+        return self._output_path.with_stem(f"{self._output_path.stem}-{number}")
 
     @property
-    def _path(self) -> Path:
+    def _output_path(self) -> Path:
         return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
 
-    def check_outputs(self, paths: Sequence[Path]) -> None:
+    def check_output_paths(self, paths: Sequence[Path]) -> None:
         """Raises `ModelError` unless these pictures, and everything else that will be written, can be."""
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
-            named = [("out", path) for path in (Path(self.out), *paths)]
+            paths_to_check = [("out", path) for path in (Path(self.out), *paths)]
         elif os.path.exists(folder) and not folder.is_dir():  # False where the system says no
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
         else:
-            named = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]
-        named += [("trace", Path(self.trace))] if self.trace is not None else []
-        named += [("json", Path(self.json))] if self.json not in (None, "-") else []
-        for name, path in named:
+            paths_to_check = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]
+        paths_to_check += [("trace", Path(self.trace))] if self.trace is not None else []
+        paths_to_check += [("json", Path(self.json))] if self.json not in (None, "-") else []
+        for name, path in paths_to_check:
             check_writable(name, path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
+class VerifyOptions:
     """What `ditile verify` runs: a model, in a size that it is quick in.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    model: str = option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
-    steps: int = option(6, "denoising steps, at least 3", metavar="N")
-    guidance: float | None = option(None, GUIDANCE, metavar="X")
-    true_cfg: float | None = option(None, TRUE_CFG, metavar="X")
-    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int = define_option(6, "denoising steps, at least 3", metavar="N")
+    guidance: float | None = define_option(None, GUIDANCE, metavar="X")
+    true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
+    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
-    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
-    threads: int | None = option(None, "CPU threads of each rank; the cores are shared out by default", metavar="N")
-    stall_timeout: float = option(600.0, "seconds without progress after which a run is ended", metavar="S")
+    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = define_option(
+        None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
+    )
+    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "height", "width", "threads")
@@ -168,31 +176,33 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calibrate:
+class CalibrateOptions:
     """What `ditile calibrate` measures.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    out: str | None = option(None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE")
-    name: str | None = option(None, "of the machine; its device's by default", metavar="NAME")
-    ranks: int | None = option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
-    threads: int = option(1, "CPU threads of each rank", metavar="N")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+    out: str | None = define_option(
+        None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE"
+    )
+    name: str | None = define_option(None, "of the machine; its device's by default", metavar="NAME")
+    ranks: int | None = define_option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
+    threads: int = define_option(1, "CPU threads of each rank", metavar="N")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
         None, "float32 on CPUs, else bfloat16", choices=DTYPES
     )
 
     def __post_init__(self) -> None:
         check_counts(self, "ranks", "threads")
 
-    def check_out(self) -> None:
+    def check_profile_path(self) -> None:
         """Raises `ModelError` unless the profile can be written."""
         if self.out is not None:
             check_writable("out", Path(self.out))
 
 
-def check_image(path: str) -> None:
+def check_image_file(path: str) -> None:
     """Raises `ModelError` unless `path` is a picture that Pillow can read."""
     from PIL import Image
 
@@ -203,7 +213,7 @@ def check_image(path: str) -> None:
         raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
 
 
-def check_lora(source: str) -> None:
+def check_lora_source(source: str) -> None:
     """Raises `ModelError` unless `source` is there, or may be on the hub."""
     if not Path(source).exists() and not HUB_ID.fullmatch(source):
         raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")

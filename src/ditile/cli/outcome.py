@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ditile.cache.report import ContextReport
 
-MEASURED = 3
+NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
 
 
@@ -40,9 +40,9 @@ class Outcome:
     tracks_memory: bool = False
 
 
-def summed(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The reports of several calls as one, for each rank."""
-    found = []
+    rank_reports = []
     for of_rank in zip(*reports, strict=True):
         whole = dict(of_rank[-1])
         whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
@@ -51,36 +51,38 @@ def summed(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         whole["synchronous"] = [step for r in of_rank for step in r["synchronous"]]
         for name in ("peak_memory_bytes", "key_bytes", "cache_bytes"):
             whole[name] = max(r[name] for r in of_rank)
-        found.append(whole)
-    return found
+        rank_reports.append(whole)
+    return rank_reports
 
 
-def medians(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The last of several equal calls, with the medians of their seconds, for each rank."""
-    found = []
+    rank_reports = []
     for of_rank in zip(*reports, strict=True):
         names = of_rank[-1]["seconds"]
-        found.append(
+        rank_reports.append(
             of_rank[-1] | {"seconds": {name: statistics.median(r["seconds"][name] for r in of_rank) for name in names}}
         )
-    return found
+    return rank_reports
 
 
-def left_out(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
+def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
     """What caches left out in some calls: an entry for each stage and context, as JSON types.
 
     Steps that are named are those that were left out for all images, branches and patches of a call; the share counts
     all that was.
     """
-    of_context: dict[tuple[int, str, int], list[ContextReport]] = {}
+    reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
     for reports in calls:
         places = [(report.stage, report.name) for report in reports]
         for k, report in enumerate(reports):
-            of_context.setdefault((*places[k], places[:k].count(places[k])), []).append(report)
-    return [_entry(stage, name, reports) for (stage, name, _), reports in sorted(of_context.items())]
+            reports_by_context.setdefault((*places[k], places[:k].count(places[k])), []).append(report)
+    return [
+        _summarize_context(stage, name, reports) for (stage, name, _), reports in sorted(reports_by_context.items())
+    ]
 
 
-def _entry(stage: int, name: str, reports: Sequence[ContextReport]) -> dict[str, Any]:
+def _summarize_context(stage: int, name: str, reports: Sequence[ContextReport]) -> dict[str, Any]:
     steps = sum(report.steps for report in reports)
     differences = [difference for report in reports for difference in report.differences]
     return {

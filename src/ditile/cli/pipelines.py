@@ -12,7 +12,7 @@ from typing import Any
 from ditile.errors import DitileError, ModelError
 
 
-def class_of(source: Path | str) -> type | None:
+def find_pipeline_class(source: Path | str) -> type | None:
     """The class of the pipeline in a folder or on the hub; None where it cannot be seen, which loading will say."""
     import diffusers
 
@@ -23,9 +23,9 @@ def class_of(source: Path | str) -> type | None:
     return getattr(diffusers, name, None) if isinstance(name, str) else None
 
 
-def check_pictures(pipeline: type | None) -> None:
+def check_returns_pictures(pipeline: type | None) -> None:
     """Raises `ModelError` if the results of a class of pipelines are known to be no pictures."""
-    names = [] if pipeline is None else _fields(pipeline)
+    names = [] if pipeline is None else _list_output_fields(pipeline)
     if pipeline is not None and names and "images" not in names:
         raise ModelError(
             f"{pipeline.__name__} returns {names[0]}, and only pictures are written here; in Python, "
@@ -34,19 +34,19 @@ def check_pictures(pipeline: type | None) -> None:
 
 
 @contextlib.contextmanager
-def refusals(pipe: Any) -> Iterator[None]:
+def convert_value_errors(pipe: Any) -> Iterator[None]:
     """Makes a `ModelError` of a `ValueError` that the pipeline's own code raises, as of a size; others are bugs."""
     try:
         yield
     except DitileError:
         raise
     except ValueError as error:
-        if _where(error) not in {cls.__module__ for cls in type(pipe).__mro__}:
+        if _find_raising_module(error) not in {cls.__module__ for cls in type(pipe).__mro__}:
             raise
         raise ModelError(f"{type(pipe).__name__} refuses this call: {' '.join(str(error).split())}") from error
 
 
-def _fields(pipeline: type) -> list[str]:
+def _list_output_fields(pipeline: type) -> list[str]:
     """The fields of all classes of results in the module of a pipeline."""
     from diffusers.utils.outputs import BaseOutput
 
@@ -55,7 +55,7 @@ def _fields(pipeline: type) -> list[str]:
     return [field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
 
 
-def _where(error: BaseException) -> str:
+def _find_raising_module(error: BaseException) -> str:
     """The module of the code that raised an error."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 from ditile.cli import files
 
 
-def save(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
     """Writes a picture with its texts.
 
     Raises:
@@ -23,10 +23,10 @@ def save(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
         info.add_text(key, text)
     encoded = io.BytesIO()
     image.save(encoded, format="PNG", pnginfo=info)
-    files.write(path, encoded.getvalue())
+    files.write_atomically(path, encoded.getvalue())
 
 
-def texts(path: Path) -> dict[str, str]:
+def read_png_texts(path: Path) -> dict[str, str]:
     """The texts of a whole PNG; empty if there is none, or its data or checksums are not right."""
     try:
         with Image.open(path, formats=["PNG"]) as image:

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cli import png
-from ditile.cli.cache_options import Cache
-from ditile.cli.options import Generate, Run
+from ditile.cli.cache_options import CacheOptions
+from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import dtype_of, find
+from ditile.runner.load import choose_weight_dtype, find_model_source
 
-DIGITS = 4
-NOT_OF_A_PICTURE = ("prompt", "prompts_file", "seed", "num_images")
+MIN_DIGITS = 4
+FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images")
 
 
-class Line(NamedTuple):
+class PromptLine(NamedTuple):
     """A picture to make."""
 
     prompt: str
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     path: str
 
 
-def read(name: str, option: str = "prompts_file") -> list[str]:
+def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
     """The prompts of a file that an option names: its lines without blank ones and those that begin with #.
 
     Raises:
@@ -43,26 +43,30 @@ def read(name: str, option: str = "prompts_file") -> list[str]:
         text = Path(name).read_text("utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
-    found = [line.strip() for line in text.splitlines()]
-    found = [line for line in found if line and not line.startswith("#")]
-    if not found:
+    prompts = [line.strip() for line in text.splitlines()]
+    prompts = [line for line in prompts if line and not line.startswith("#")]
+    if not prompts:
         raise ModelError(f"{option}={name!r} has no prompt; write one per line")
-    return found
+    return prompts
 
 
-def lines(wanted: Generate, run: Run) -> list[Line]:
+def list_prompt_lines(wanted: GenerateOptions, run: RunOptions) -> list[PromptLine]:
     """A line for every prompt of the file; without a seed the first is 0, so that the same command resumes.
 
     Raises:
         ModelError: as `read`.
     """
     assert wanted.prompts_file is not None
-    prompts, seed = read(wanted.prompts_file), wanted.seed or 0
-    digits = max(DIGITS, len(str(len(prompts) - 1)))
-    return [Line(prompt, seed + k, str(run.numbered(f"{k:0{digits}}"))) for k, prompt in enumerate(prompts)]
+    prompts, seed = read_prompts(wanted.prompts_file), wanted.seed or 0
+    digits = max(MIN_DIGITS, len(str(len(prompts) - 1)))
+    return [
+        PromptLine(prompt, seed + k, str(run.build_image_path(f"{k:0{digits}}"))) for k, prompt in enumerate(prompts)
+    ]
 
 
-def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapping[str, Any]) -> str:
+def describe_request(
+    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, defaults: Mapping[str, Any]
+) -> str:
     """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`.
 
     Files that were given are known by what is in them, and a dtype that was not by what this machine takes.
@@ -70,31 +74,35 @@ def request(wanted: Generate, run: Run, plan: Plan, cache: Cache, defaults: Mapp
     Raises:
         ModelError: if a file cannot be read, or the dtype is not known.
     """
-    asked = {name: value for name, value in dataclasses.asdict(wanted).items() if name not in NOT_OF_A_PICTURE}
-    also = {
-        "dtype": str(dtype_of(find(wanted.model), run.dtype)).removeprefix("torch."),
-        "contents": {name: _content(name) for name in (wanted.image, cache.lora) if name and Path(name).is_file()},
+    request_fields = {
+        name: value for name, value in dataclasses.asdict(wanted).items() if name not in FIELDS_NOT_COMPARED
+    }
+    run_fields = {
+        "dtype": str(choose_weight_dtype(find_model_source(wanted.model), run.dtype)).removeprefix("torch."),
+        "contents": {
+            name: _hash_file_content(name) for name in (wanted.image, cache.lora) if name and Path(name).is_file()
+        },
         "attention": run.attention,
         "plan": str(replace(plan, data=1)),
         "defaults": dict(defaults),
     }
-    settings = cache.settings()
-    also |= {"cache": settings} if settings else {}
-    return json.dumps(asked | also, sort_keys=True)
+    settings = cache.describe_settings()
+    run_fields |= {"cache": settings} if settings else {}
+    return json.dumps(request_fields | run_fields, sort_keys=True)
 
 
-def _content(name: str) -> str:
+def _hash_file_content(name: str) -> str:
     try:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError as error:
         raise ModelError(f"{name!r} cannot be read: {error}") from error
 
 
-def left(all_lines: Sequence[Line], wanted: str) -> list[Line]:
+def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[PromptLine]:
     """The lines whose picture is not there, or was made otherwise, or is not whole."""
-    return [line for line in all_lines if not _is_made(line, wanted)]
+    return [line for line in all_lines if not _has_matching_picture(line, wanted)]
 
 
-def _is_made(line: Line, wanted: str) -> bool:
-    texts = png.texts(Path(line.path))
+def _has_matching_picture(line: PromptLine, wanted: str) -> bool:
+    texts = png.read_png_texts(Path(line.path))
     return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

@@ -17,24 +17,24 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """What came out, the same on every rank."""
 
     title: str
     checks: list[Check]
 
     @property
-    def ok(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether nothing is false."""
         return all(check.ok is not False for check in self.checks)
 
 
-def as_table(verdict: Verdict) -> Table:
+def build_verdict_table(verdict: PlanVerdict) -> Table:
     """The verdict with a tick or a cross for every check."""
     table = Table(title=verdict.title, title_justify="left")
     for title in ("", "check", "found"):
         table.add_column(title, overflow="fold")
     for check in verdict.checks:
         table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
-    table.add_row("✓" if verdict.ok else "✗", "proven" if verdict.ok else "not proven", "")
+    table.add_row("✓" if verdict.is_proven else "✗", "proven" if verdict.is_proven else "not proven", "")
     return table

@@ -31,62 +31,66 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ditile
-from ditile.cli.generate import arguments, quiet
-from ditile.cli.options import Generate, Proof
-from ditile.cli.pipelines import refusals
-from ditile.cli.verdict import Check, Verdict
+from ditile.cli.generate import build_call_arguments, silence_libraries
+from ditile.cli.options import GenerateOptions, VerifyOptions
+from ditile.cli.pipelines import convert_value_errors
+from ditile.cli.verdict import Check, PlanVerdict
 from ditile.distributed import env, gloo
-from ditile.distributed.launch import PATIENCE
+from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.mesh import join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.hooks.kv_store import AgeChecks
-from ditile.models.registry import model_of
+from ditile.models.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
-from ditile.plan.units import amount
-from ditile.runner.load import defaults, load
+from ditile.plan.units import format_bytes
+from ditile.runner.load import load, read_generation_options
 from ditile.runner.runner import LOG, Runner, parallelize
 
-ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By how much of the largest value an exact plan may differ: sums in another order, grown over the steps."""
 
-Make = Callable[[Plan | None], Any]
+PipelineFactory = Callable[[Plan | None], Any]
 """See `prove`."""
-Call = Callable[[Any], dict[str, Any]]
+ArgumentsFactory = Callable[[Any], dict[str, Any]]
 
 
-def verify(proof: Proof, plan: Plan) -> Verdict:
+def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
     """Runs this rank's part on a model by name.
 
     Raises:
         DitileError: if the model or the plan does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        quiet()
+        silence_libraries()
         LOG.setLevel(logging.ERROR)  # these few steps are not those that a user means to run
         if proof.threads is not None:
             torch.set_num_threads(proof.threads)
         join_torchrun(proof.stall_timeout)
 
-        def make(plan: Plan | None) -> Any:
+        def make_pipeline(plan: Plan | None) -> Any:
             pipe: Any = load(proof.model, dtype=proof.dtype, plan=plan)
             pipe.set_progress_bar_config(disable=True)
             return pipe
 
-        def call(pipe: Any) -> dict[str, Any]:
-            base = arguments(pipe, _wanted(proof), defaults(proof.model)) | {"output_type": "latent"}
+        def make_verify_arguments(pipe: Any) -> dict[str, Any]:
+            base = build_call_arguments(
+                pipe, _convert_to_generate_options(proof), read_generation_options(proof.model)
+            ) | {"output_type": "latent"}
             seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
             if plan.data == 1:
                 return base | {"generator": seeds[0]}
             lists = {name: [base[name]] * plan.data for name in ("prompt", "negative_prompt") if name in base}
             return base | lists | {"generator": seeds}
 
-        checks, where = prove(make, call, plan, proof.steps, device=proof.device)
-    return Verdict(f"{proof.model}, {proof.steps} steps; {plan}; {where}", checks)
+        checks, where = run_plan_checks(make_pipeline, make_verify_arguments, plan, proof.steps, device=proof.device)
+    return PlanVerdict(f"{proof.model}, {proof.steps} steps; {plan}; {where}", checks)
 
 
-def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = None) -> tuple[list[Check], str]:
+def run_plan_checks(
+    make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None = None
+) -> tuple[list[Check], str]:
     """All checks of a plan, and on what; every rank must call it, and gets the same.
 
     Args:
@@ -97,91 +101,97 @@ def prove(make: Make, call: Call, plan: Plan, steps: int, device: str | None = N
         steps: of the calls, at least 3.
         device: this rank's; by default its GPU, else the CPU.
     """
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
-    with _awaited():
-        plain = _plain(make(None), call, pick_device(device, local)) if rank == 0 else None
+    with _wait_for_slowest_rank():
+        reference_latents = (
+            _compute_reference_latents(make(None), call, pick_device(device, local)) if rank == 0 else None
+        )
     exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
-    checks = [_exact(runner, runner(**call(runner.pipe))[0], plain)]
+    checks = [_check_exactness(runner, runner(**call(runner.pipe))[0], reference_latents)]
     del runner
-    _tidy()
+    _release_memory()
     ages = AgeChecks()
     runner = parallelize(make(plan), plan, device, checks=ages)
-    waits = _Waits(runner, steps)
-    with waits.counted():
-        first = _result(runner, call, plain)
-    after_first, counted = _held(runner), _counted(runner)
-    second = _result(runner, call, plain)
+    sync_counter = _HostSyncCounter(runner, steps)
+    with sync_counter.count_host_syncs():
+        first = _digest_call_result(runner, call, reference_latents)
+    after_first, traffic_bytes = _measure_tensor_bytes(runner), _count_traffic_bytes(runner)
+    second = _digest_call_result(runner, call, reference_latents)
     checks += [
-        _repeatable(runner, first, second),
-        _ages(runner, ages, steps),
-        waits.check(),
-        _bytes(runner, counted),
-        _memory(runner, after_first, _held(runner)),
+        _check_repeatability(runner, first, second),
+        _check_key_ages(runner, ages, steps),
+        sync_counter.check_host_syncs(),
+        _check_traffic_bytes(runner, traffic_bytes),
+        _check_memory_growth(runner, after_first, _measure_tensor_bytes(runner)),
     ]
-    return checks, _where(runner)
+    return checks, _describe_environment(runner)
 
 
 # The checks
 
 
-def _exact(runner: Runner, got: Tensor, plain: Tensor | None) -> Check:
+def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor | None) -> Check:
     """Rank 0 compares; the others must have what it has."""
-    difference = _difference(got, plain) if plain is not None else 0.0
-    everyone = gather_json([difference, _digest(got), _rounding(runner, got)], runner.mesh.everyone)
+    difference = _compute_difference(latents, reference_latents) if reference_latents is not None else 0.0
+    everyone = gather_json(
+        [difference, _hash_latents(latents), _find_allowed_rounding(runner, latents)], runner.mesh.everyone
+    )
     difference, alike = everyone[0][0], len({digest for _, digest, _ in everyone}) == 1
     allowed = max(rounding for _, _, rounding in everyone)
-    found = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
-    found += f" (rounding: {allowed:.0e})" if difference else ""
-    found += "" if alike else "; ranks differ from each other"
-    return Check("warmup = steps equals one rank", difference <= allowed and alike, found)
+    finding = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
+    finding += f" (rounding: {allowed:.0e})" if difference else ""
+    finding += "" if alike else "; ranks differ from each other"
+    return Check("warmup = steps equals one rank", difference <= allowed and alike, finding)
 
 
-def _rounding(runner: Runner, got: Tensor) -> float:
+def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
     """What the coarsest type allows: that of the latents, or of the model's weights, which some loops keep finer."""
-    kinds = {got.dtype} | {parameter.dtype for parameter in model_of(runner.pipe).parameters()}
-    return max(rounding for kind, rounding in ROUNDING.items() if kind in kinds)
+    kinds = {latents.dtype} | {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()}
+    return max(rounding for kind, rounding in ROUNDING_BY_DTYPE.items() if kind in kinds)
 
 
-def _result(runner: Runner, call: Call, plain: Tensor | None) -> tuple[str, float]:
+def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference_latents: Tensor | None) -> tuple[str, float]:
     """A call's result, of which no tensor is left: its digest, and on rank 0 how far it is from the plain one."""
-    got = runner(**call(runner.pipe))[0]
-    return _digest(got), _difference(got, plain) if plain is not None else 0.0
+    latents = runner(**call(runner.pipe))[0]
+    return _hash_latents(latents), _compute_difference(
+        latents, reference_latents
+    ) if reference_latents is not None else 0.0
 
 
-def _repeatable(runner: Runner, first: tuple[str, float], second: tuple[str, float]) -> Check:
+def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple[str, float]) -> Check:
     everyone = gather_json([first[0], second[0], first[1]], runner.mesh.everyone)
     of_first, of_second = ({answer[k] for answer in everyone} for k in range(2))
-    found = [] if len(of_first) == len(of_second) == 1 else ["ranks have different results"]
-    found += [] if of_first == of_second else ["the second call differs from the first"]
+    problems = [] if len(of_first) == len(of_second) == 1 else ["ranks have different results"]
+    problems += [] if of_first == of_second else ["the second call differs from the first"]
     says = f"equal on {len(everyone)} rank(s), twice; {everyone[0][2]:.1e} of the largest value from one rank"
-    return Check("the plan twice is one result", not found, "; ".join(found) or says)
+    return Check("the plan twice is one result", not problems, "; ".join(problems) or says)
 
 
-def _ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
+def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
     """A wrong age raises `StateError` in mid-run; here it is counted whether any was looked at."""
     everyone = gather_json(ages.passed, runner.mesh.everyone)
-    schedule = Schedule.of(runner.plan, steps)
-    if not any(schedule.is_stale(step) for step in range(steps)):
+    schedule = Schedule.from_plan(runner.plan, steps)
+    if not any(schedule.reads_stale_keys(step) for step in range(steps)):
         return Check("ages of keys as scheduled", None, "nothing is stale in this plan")
     return Check("ages of keys as scheduled", min(everyone) > 0, f"{sum(everyone):,} reads, on {len(everyone)} rank(s)")
 
 
-def _counted(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
+def _count_traffic_bytes(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the last call by kind: counted, and by formula."""
     assert runner.report is not None
     job = runner.job()
-    return runner.report.sent, {} if job is None else cost.sent(job, runner.mesh.rank)
+    return runner.report.sent, {} if job is None else cost.count_traffic_bytes(job, runner.mesh.rank)
 
 
-def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Check:
+def _check_traffic_bytes(runner: Runner, traffic_bytes: tuple[dict[str, int], dict[str, int]]) -> Check:
     name = "bytes sent are the formula"
     if runner.plan.warmup == AUTO:
         return Check(name, None, f"warmup={AUTO} has none")
     if runner.job() is None:
         return Check(name, None, "a model without a ModelSpec has none")
-    everyone = gather_json(counted, runner.mesh.everyone)
+    everyone = gather_json(traffic_bytes, runner.mesh.everyone)
     wrong, total, others = [], 0, dict[str, int]()
     for rank, (sent, formula) in enumerate(everyone):
         for kind in (kind for kind in cost.KINDS if sent.get(kind, 0) != formula.get(kind, 0)):
@@ -190,62 +200,66 @@ def _bytes(runner: Runner, counted: tuple[dict[str, int], dict[str, int]]) -> Ch
             total += size if kind in cost.KINDS else 0
             if kind not in cost.KINDS:
                 others[kind] = others.get(kind, 0) + size
-    also = ", ".join(f"{kind} {amount(size)}" for kind, size in others.items())
-    says = f"{amount(total)} over {len(everyone)} rank(s)" + (f"; not in a formula: {also}" if also else "")
+    also = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in others.items())
+    says = f"{format_bytes(total)} over {len(everyone)} rank(s)" + (f"; not in a formula: {also}" if also else "")
     return Check(name, not wrong, "; ".join(wrong) or says)
 
 
-def _memory(runner: Runner, before: int, after: int) -> Check:
+def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
     everyone = gather_json([before, after], runner.mesh.everyone)
     grown = [(rank, b - a) for rank, (a, b) in enumerate(everyone) if b > a]
-    says = "; ".join(f"rank {rank} holds {amount(more)} more" for rank, more in grown)
-    return Check("memory back after a call", not grown, says or f"{amount(max(a for a, _ in everyone))} held, no more")
+    says = "; ".join(f"rank {rank} holds {format_bytes(more)} more" for rank, more in grown)
+    return Check(
+        "memory back after a call", not grown, says or f"{format_bytes(max(a for a, _ in everyone))} held, no more"
+    )
 
 
-class _Waits:
+class _HostSyncCounter:
     """Counts how often the host waits for the device in the micro-steps behind the first stale step.
 
     Before that, constants are made and schedulers find their place, which may wait.
     """
 
     def __init__(self, runner: Runner, steps: int) -> None:
-        self._runner, schedule = runner, Schedule.of(runner.plan, steps)
-        self._micros = [len(schedule.micros(step)) for step in range(steps)]
+        self._runner, schedule = runner, Schedule.from_plan(runner.plan, steps)
+        self._micros = [len(schedule.list_micro_steps(step)) for step in range(steps)]
         self._skipped = min(steps - 1, schedule.warmup + 1)
-        self._seen: list[Any] = []
-        self._calls, self._on = 0, torch.device(runner.devices[runner.mesh.rank]).type == "cuda"
+        self._sync_warnings: list[Any] = []
+        self._calls, self._is_cuda = 0, torch.device(runner.devices[runner.mesh.rank]).type == "cuda"
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
+    def count_host_syncs(self) -> Iterator[None]:
         """Counts within."""
-        if not self._on:
+        if not self._is_cuda:
             yield
             return
-        job, model = self._runner.job(), model_of(self._runner.pipe)
-        calls = [(1 if job is None else job.calls(step)) * micros for step, micros in enumerate(self._micros)]
+        job, model = self._runner.job(), find_loop_model(self._runner.pipe)
+        calls = [
+            (1 if job is None else job.count_calls_in_step(step)) * micros for step, micros in enumerate(self._micros)
+        ]
         first, last = sum(calls[: self._skipped]), sum(calls)
 
-        def called(*_: Any) -> None:
+        def update_sync_mode(*_: Any) -> None:
             mode = "warn" if first <= self._calls < last - 1 else "default"
             self._calls += 1
             torch.cuda.set_sync_debug_mode(mode)
 
-        handle = model.register_forward_pre_hook(called)
+        handle = model.register_forward_pre_hook(update_sync_mode)
         try:
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as sync_warnings:
                 warnings.simplefilter("always")
                 yield
-            self._seen = [w for w in seen if "synchroniz" in str(w.message)]
+            self._sync_warnings = [w for w in sync_warnings if "synchroniz" in str(w.message)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
             handle.remove()
 
-    def check(self) -> Check:
+    def check_host_syncs(self) -> Check:
         """The count of all ranks."""
         name = "no waiting for the device"
-        where = sorted({f"{os.path.basename(w.filename)}:{w.lineno}" for w in self._seen})
-        everyone = gather_json([len(self._seen), where], self._runner.mesh.everyone)
-        if not self._on:
+        where = sorted({f"{os.path.basename(w.filename)}:{w.lineno}" for w in self._sync_warnings})
+        everyone = gather_json([len(self._sync_warnings), where], self._runner.mesh.everyone)
+        if not self._is_cuda:
             return Check(name, None, "not applicable on a CPU")
         micros = sum(self._micros[self._skipped :])
         count = max(count for count, _ in everyone)
@@ -256,31 +270,31 @@ class _Waits:
 # What they measure with
 
 
-def _wanted(proof: Proof) -> Generate:
-    return Generate(
+def _convert_to_generate_options(proof: VerifyOptions) -> GenerateOptions:
+    return GenerateOptions(
         prompt=proof.prompt, model=proof.model, steps=proof.steps, guidance=proof.guidance, true_cfg=proof.true_cfg,
         height=proof.height, width=proof.width,
     )  # fmt: skip
 
 
-def _plain(pipe: Any, call: Call, device: torch.device) -> Tensor:
+def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
-    model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
+    find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
-    with refusals(pipe):
+    with convert_value_errors(pipe):
         latents: Tensor = pipe(**call(pipe))[0].cpu()
     del pipe
-    _tidy()
+    _release_memory()
     return latents
 
 
 @contextlib.contextmanager
-def _awaited() -> Iterator[None]:
+def _wait_for_slowest_rank() -> Iterator[None]:
     """At its end ranks wait for the slowest, however long it takes: the first fetches and runs a whole model."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    everyone = gloo.new_group(range(dist.get_world_size()), PATIENCE, "gloo")
+    everyone = gloo.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:
         yield
     finally:  # of one that fails too, so that the others find out what it did
@@ -288,43 +302,45 @@ def _awaited() -> Iterator[None]:
         dist.destroy_process_group(everyone)
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
+def _compute_difference(latents: Tensor, reference_latents: Tensor) -> float:
     """The largest difference as a share of the largest value; infinite if either is not finite."""
-    got = got.cpu()
-    if got.shape != wanted.shape or not (got.isfinite().all() and wanted.isfinite().all()):
+    latents = latents.cpu()
+    if latents.shape != reference_latents.shape or not (
+        latents.isfinite().all() and reference_latents.isfinite().all()
+    ):
         return float("inf")
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    return float((latents.double() - reference_latents.double()).abs().max() / reference_latents.double().abs().max())
 
 
-def _digest(latents: Tensor) -> str:
+def _hash_latents(latents: Tensor) -> str:
     data = latents.detach().cpu().contiguous().view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def _held(runner: Runner) -> int:
+def _measure_tensor_bytes(runner: Runner) -> int:
     """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
-    _tidy()
+    _release_memory()
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return min(_alive(seconds) for seconds in (0.0, 0.05, 0.05))
+    return min(_count_live_cpu_bytes(seconds) for seconds in (0.0, 0.05, 0.05))
 
 
-def _alive(after: float) -> int:
+def _count_live_cpu_bytes(wait_seconds: float) -> int:
     """Bytes of tensors on the CPU, after some seconds: a thread of gloo lets go of what it sent a moment later than who
     waited for it goes on."""
-    time.sleep(after)
-    alive = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in alive if storage.device.type == "cpu"}.values())
+    time.sleep(wait_seconds)
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
 
 
-def _tidy() -> None:
+def _release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _where(runner: Runner) -> str:
+def _describe_environment(runner: Runner) -> str:
     """What a bug report must say."""
     names = {"cpu": platform.machine()}
     kinds = {torch.device(device).type for device in runner.devices}

@@ -19,7 +19,7 @@ LOG = logging.getLogger("ditile")
 NCCL = "cpu:gloo,cuda:nccl"
 
 
-def backend(store: Any, rank: int, world: int, device: torch.device) -> str:
+def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> str:
     """The backend for all ranks, the same on each: NCCL for GPUs if no two ranks have the same one, else gloo.
 
     Args:
@@ -28,9 +28,9 @@ def backend(store: Any, rank: int, world: int, device: torch.device) -> str:
         device: that this rank takes.
     """
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
-    store.set(str(rank), json.dumps(_identity(device)))
+    store.set(str(rank), json.dumps(_identify_gpu(device)))
     everyone = [json.loads(store.get(str(each))) for each in range(world)]
-    shortage = _shortage(everyone)
+    shortage = _describe_gpu_shortage(everyone)
     if shortage is None:
         return NCCL
     if rank == 0 and any(everyone):
@@ -38,14 +38,14 @@ def backend(store: Any, rank: int, world: int, device: torch.device) -> str:
     return "gloo"
 
 
-def _identity(device: torch.device) -> str | None:
+def _identify_gpu(device: torch.device) -> str | None:
     """What tells a GPU from all others, on all hosts; None for a CPU."""
     if device.type != "cuda":
         return None
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
 
 
-def _shortage(everyone: Sequence[str | None]) -> str | None:
+def _describe_gpu_shortage(everyone: Sequence[str | None]) -> str | None:
     """Which rank has no GPU, or none of its own; None if all have."""
     owners: dict[str, int] = {}
     for rank, gpu in enumerate(everyone):

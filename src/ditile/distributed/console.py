@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def console(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """Where tables go. Into a pipe they are as wide as a table needs."""
     from rich.console import Console
 
@@ -21,13 +21,13 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
 
 
-def print_both(table: Any, text: str, json: str | None) -> None:
+def print_table_and_json(table: Any, text: str, json: str | None) -> None:
     """A table for people, and JSON where it is asked for: into a file, or with `-` on the standard output.
 
     Raises:
         ModelError: if the file cannot be written.
     """
-    console(stderr=json == "-").print(table)
+    make_console(stderr=json == "-").print(table)
     if json == "-":
         print(text)
     elif json is not None:
@@ -37,7 +37,7 @@ def print_both(table: Any, text: str, json: str | None) -> None:
             raise ModelError(f"json={json!r} cannot be written: {error}") from error
 
 
-def writes() -> bool:
+def is_writing_process() -> bool:
     """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     return place is None or place.rank == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def name() -> str:
+def read_cpu_name() -> str:
     """Its name."""
     if CPUINFO.exists():
         for line in CPUINFO.read_text("utf-8", "replace").splitlines():
@@ -19,11 +19,11 @@ def name() -> str:
     return platform.processor() or platform.machine()
 
 
-def cores() -> int:
+def count_usable_cores() -> int:
     """The cores that this process may use."""
-    return len(own())
+    return len(list_usable_cores())
 
 
-def own() -> list[int]:
+def list_usable_cores() -> list[int]:
     """Their numbers."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Departure:
+class HostCopy:
     """From a GPU by one asynchronous copy: whoever reads it waits for that alone, and not for what was launched since.
 
     Args:
@@ -23,11 +23,11 @@ class Departure:
             self._done.record(torch.cuda.current_stream(numbers.device))
 
     @property
-    def is_here(self) -> bool:
+    def needs_no_wait(self) -> bool:
         """Whether nobody has to wait."""
         return self._done is None
 
-    def wait(self) -> Tensor:
+    def wait_for_numbers(self) -> Tensor:
         """The numbers, on the CPU."""
         if self._done is not None:
             self._done.synchronize()

@@ -33,18 +33,18 @@ class Torchrun(NamedTuple):
     local_rank: int
 
 
-def checks() -> bool:
+def should_check_key_ages() -> bool:
     """Whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
     return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
 
 
-def profile() -> Path:
+def find_profile_path() -> Path:
     """Where the profile of this machine is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("DITILE_PROFILE") or cache / "ditile" / "profile.json")
 
 
-def torchrun() -> Torchrun | None:
+def read_torchrun_place() -> Torchrun | None:
     """Its variables; None outside torchrun.
 
     A script that sets them itself may leave out LOCAL_RANK, which then counts as RANK.
@@ -55,18 +55,18 @@ def torchrun() -> Torchrun | None:
     return Torchrun(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
 
 
-def master() -> str:
+def read_master_address() -> str:
     """The address of the first rank: torchrun's, or this machine."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def progress_fd() -> int | None:
+def read_progress_fd() -> int | None:
     """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     return int(text) if text else None
 
 
-def directory() -> Path | None:
+def read_shared_directory() -> Path | None:
     """The folder that the ranks of a `launch` share; None outside `launch`."""
     text = os.environ.get("DITILE_DIRECTORY", "")
     return Path(text) if text else None
@@ -80,7 +80,7 @@ TORCHAO = {
 """Logger -> how it complains while torchao is imported, which diffusers does where it is installed, wanted or not."""
 
 
-class Without(NamedTuple):
+class PrefixFilter(NamedTuple):
     """A filter of a logger that drops what begins so."""
 
     beginning: str
@@ -90,26 +90,26 @@ class Without(NamedTuple):
         return not str(record.msg).startswith(self.beginning)
 
 
-def hush() -> None:
+def silence_library_imports() -> None:
     """Leaves out what transformers says while it is imported, in processes started from here on too, and torchao."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    hush_torchao()
+    silence_torchao()
 
 
-def hush_torchao() -> None:
+def silence_torchao() -> None:
     """Leaves out that torchao is built for another torch, or cannot load kernels that nobody asked for."""
     for name, beginning in TORCHAO.items():
-        logging.getLogger(name).addFilter(Without(beginning))
+        logging.getLogger(name).addFilter(PrefixFilter(beginning))
 
 
 @contextlib.contextmanager
-def connecting() -> Iterator[None]:
+def redirect_native_stdout() -> Iterator[None]:
     """Groups are made within: what torch's native code says of it goes to standard error.
 
     The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that somebody reads.
     """
     try:
-        kept = os.dup(1)
+        saved_stdout = os.dup(1)
     except OSError:  # there is no standard output
         yield
         return
@@ -117,13 +117,13 @@ def connecting() -> Iterator[None]:
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
-def advance() -> None:
+def report_progress() -> None:
     """Tells `launch` that this rank has got one thing done; nothing outside `launch`."""
-    fd = progress_fd()
+    fd = read_progress_fd()
     if fd is not None:
         os.write(fd, b".")
 
@@ -134,13 +134,15 @@ depends on which of them a process got: up to 15 % apart on one core. And what i
 operation has to be mapped anew for the next, so up to 512 MiB are kept."""
 
 
-def _tunables() -> str:
-    said = os.environ.get("GLIBC_TUNABLES", "")
-    mine = [f"glibc.malloc.{name}={value}" for name, value in MALLOC.items() if f"malloc.{name}=" not in said]
-    return ":".join(filter(None, (said, *mine)))
+def _merge_malloc_tunables() -> str:
+    user_tunables = os.environ.get("GLIBC_TUNABLES", "")
+    added_tunables = [
+        f"glibc.malloc.{name}={value}" for name, value in MALLOC.items() if f"malloc.{name}=" not in user_tunables
+    ]
+    return ":".join(filter(None, (user_tunables, *added_tunables)))
 
 
-def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
+def build_host_environment(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
     """The whole environment of the one rank of a host; its connections go through `interface` to the others."""
     return os.environ | {
         "RANK": str(rank),
@@ -150,14 +152,14 @@ def for_host(rank: int, world: int, master: str, interface: str) -> dict[str, st
         "MASTER_ADDR": master,
         "MASTER_PORT": "29577",
         "OMP_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": _tunables(),
+        "GLIBC_TUNABLES": _merge_malloc_tunables(),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else it warns of hosts without names
     }
 
 
-def for_rank(rank: int, world: int, threads: int, directory: str, progress_fd: int) -> dict[str, str]:
+def build_rank_environment(rank: int, world: int, threads: int, directory: str, progress_fd: int) -> dict[str, str]:
     """The whole environment of a rank that `launch` starts; its connections stay on the loopback device.
 
     Also where what was exported for a run of several hosts is still there.
@@ -170,7 +172,7 @@ def for_rank(rank: int, world: int, threads: int, directory: str, progress_fd: i
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(threads),
-        "GLIBC_TUNABLES": _tunables(),
+        "GLIBC_TUNABLES": _merge_malloc_tunables(),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "DITILE_PROGRESS_FD": str(progress_fd),

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditile.distributed.transport import meet
+from ditile.distributed.transport import connect_group
 
-NAME = "gloo_on_one_loop"
+BACKEND_NAME = "gloo_on_one_loop"
 
 
-def new_group(ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None) -> dist.ProcessGroup:
+def make_group_on_one_loop(
+    ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None
+) -> dist.ProcessGroup:
     """A group of some ranks; all ranks must call it.
 
     Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own. Gloo's ranks have all
@@ -30,16 +32,16 @@ def new_group(ranks: Sequence[int], timeout: datetime.timedelta | None, backend:
         timeout: how long they wait for each other; None for torch's own.
         backend: None for that of the group of all ranks.
     """
-    own: dict[str, Any] = {"backend": backend}
-    if _is_gloo(backend) and (devices := _devices()):
-        own = {"backend": _registered(), "pg_options": _options(devices, timeout)}
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **own)
+    backend_options: dict[str, Any] = {"backend": backend}
+    if _is_gloo_only(backend) and (devices := _find_world_devices()):
+        backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
     if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
-        meet(group, torch.device("cpu"))
+        connect_group(group, torch.device("cpu"))
     return group
 
 
-def _is_gloo(backend: str | None) -> bool:
+def _is_gloo_only(backend: str | None) -> bool:
     """Whether groups of a backend are gloo's on all devices."""
     if backend is not None:
         return backend == "gloo"
@@ -47,7 +49,7 @@ def _is_gloo(backend: str | None) -> bool:
     return {entry.partition(":")[2] for entry in config.split(",")} == {"gloo"}
 
 
-def _devices() -> list[Any]:
+def _find_world_devices() -> list[Any]:
     """Those of the group of all ranks; none where it is not gloo's, or lies in torch's wrapper for debugging."""
     everyone: Any = dist.group.WORLD
     try:
@@ -56,7 +58,7 @@ def _devices() -> list[Any]:
         return []
 
 
-def _options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
+def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices, options._threads = devices, 2 * len(devices)  # so many threads as torch has
@@ -66,11 +68,11 @@ def _options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
 
 
 @functools.cache
-def _registered() -> str:
+def _register_backend() -> str:
     """The name of the backend that makes them, known to torch."""
 
-    def make(what: Any, options: Any) -> Any:
+    def make_gloo_group(what: Any, options: Any) -> Any:
         return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)
 
-    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    return NAME
+    dist.Backend.register_backend(BACKEND_NAME, make_gloo_group, extended_api=True, devices=["cpu", "cuda"])
+    return BACKEND_NAME

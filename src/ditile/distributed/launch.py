@@ -39,21 +39,21 @@ from ditile.distributed import cpus, env
 from ditile.distributed.supervise import (
     HEADER,
     HEARTBEAT,
-    PLAIN,
+    PLAIN_ERRORS,
     PROGRESS,
     READING,
     STACK_SIGNAL,
-    Failure,
-    Limits,
-    Rank,
-    Returned,
-    end,
-    watch,
+    LaunchLimits,
+    RankFailure,
+    RankProcess,
+    RankResult,
+    terminate_ranks,
+    watch_ranks,
 )
 from ditile.errors import PlanError, StateError
 
 _PR_SET_PDEATHSIG = 1
-PATIENCE = datetime.timedelta(days=30)
+PEER_TIMEOUT = datetime.timedelta(days=30)
 """How long ranks wait for each other: as long as any of them makes progress, and one may load for hours. The parent
 ends a run in which none does, and has every stack."""
 
@@ -66,7 +66,7 @@ def launch(
     threads: int | None = None,
     stall_timeout: float = 600.0,
     progress: Callable[[int, int], None] | None = None,
-    limits: Limits | None = None,
+    limits: LaunchLimits | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` in each of `ranks` new processes and returns their results, in the order of the ranks.
 
@@ -86,11 +86,11 @@ def launch(
         ModelError, LoadError: if a rank raised one.
         RankError: if a rank failed in any other way; it names the first.
     """
-    ranks = _count("ranks", ranks)
-    threads = max(1, cpus.cores() // ranks) if threads is None else _count("threads", threads)
+    ranks = _require_count("ranks", ranks)
+    threads = max(1, cpus.count_usable_cores() // ranks) if threads is None else _require_count("threads", threads)
     if not 0 < stall_timeout < math.inf:
         raise PlanError(f"stall_timeout={stall_timeout!r} is no time; try stall_timeout=600")
-    if env.progress_fd() is not None:
+    if env.read_progress_fd() is not None:
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
         )
@@ -98,24 +98,24 @@ def launch(
         raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
     if not isinstance(args, tuple | list):
         raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
-    call = _pickled(fn, args)
-    prepare = _main_module(call) | {"sys_argv": sys.argv}
-    times = dataclasses.replace(limits or Limits(), stall=float(stall_timeout))
-    started: list[Rank] = []
-    with unwinding_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
+    call = _pickle_call(fn, args)
+    prepare = _find_main_module(call) | {"sys_argv": sys.argv}
+    times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
+    started: list[RankProcess] = []
+    with unwind_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
         try:
             for number in range(ranks):
-                serve = f"serve({number}, {ranks}, {threads}, {directory!r}, {prepare})"
-                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import serve; {serve}"
+                rank_call = f"serve({number}, {ranks}, {threads}, {directory!r}, {prepare})"
+                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import serve; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
-                environ = functools.partial(env.for_rank, number, ranks, threads, directory)
-                started.append(Rank(number, command, environ, call, Path(directory, f"stacks-{number}")))
-            return watch(started, times, progress, check)
+                environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory)
+                started.append(RankProcess(number, command, environ, call, Path(directory, f"stacks-{number}")))
+            return watch_ranks(started, times, progress, check)
         finally:
-            end(started, times)
+            terminate_ranks(started, times)
 
 
-def serve(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
+def run_rank_process(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
     """The whole life of a rank; `launch` starts it, with the numbers of its three pipes as last words."""
     control, report, pulse = map(int, sys.argv[-3:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -125,29 +125,29 @@ def serve(number: int, world: int, threads: int, directory: str, prepare: dict[s
     with open(Path(directory, f"stacks-{number}"), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-        job = _read(control)
+        job = _read_frame(control)
         dismissed = threading.Event()
-        threading.Thread(target=_obey, args=(control, dismissed), daemon=True).start()
-        threading.Thread(target=_beat, args=(pulse,), daemon=True).start()
+        threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
+        threading.Thread(target=_send_heartbeats, args=(pulse,), daemon=True).start()
         try:
-            env.hush_torchao()  # once said by the parent is enough; the script's imports come next
+            env.silence_torchao()  # once said by the parent is enough; the script's imports come next
             multiprocessing.spawn.prepare(prepare)
-            _join(number, world, threads, directory)
+            _set_up_process_group(number, world, threads, directory)
             fn, args = pickle.loads(job)  # which imports what it needs
             del job
             os.write(pulse, PROGRESS)
-            outcome = pickle.dumps(Returned(fn(*args)), pickle.HIGHEST_PROTOCOL)
+            outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
         except BaseException as error:  # SystemExit too: whatever ends a rank must be reported
-            outcome = pickle.dumps(_failure(error))
+            outcome = pickle.dumps(_make_failure(error))
         with contextlib.suppress(OSError):  # a reader of our output that has gone is no reason to lose the result
             sys.stdout.flush()
-        _write(report, outcome)
+        _write_frame(report, outcome)
         dismissed.wait()  # with its connections open: a peer that sees them closed would fail as well
-        _part()
+        _destroy_process_group()
         faulthandler.disable()
 
 
-def _join(number: int, world: int, threads: int, directory: str) -> None:
+def _set_up_process_group(number: int, world: int, threads: int, directory: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -156,64 +156,64 @@ def _join(number: int, world: int, threads: int, directory: str) -> None:
 
     device = mesh.pick_device(None, number)
     if device.type == "cpu":
-        keep_to_own_cores(number, world, threads)
+        pin_to_own_cores(number, world, threads)
     torch.set_num_threads(threads)
-    mesh.make_current(device)
-    with env.connecting():
+    mesh.make_device_current(device)
+    with env.redirect_native_stdout():
         store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
-        store.set_timeout(PATIENCE)
-        backend = gpus.backend(store, number, world, device)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PATIENCE)
+        store.set_timeout(PEER_TIMEOUT)
+        backend = gpus.choose_backend(store, number, world, device)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PEER_TIMEOUT)
 
 
-def keep_to_own_cores(number: int, world: int, threads: int) -> None:
+def pin_to_own_cores(number: int, world: int, threads: int) -> None:
     """Ranks that fill the cores each keep to theirs: one that is moved beside another makes the whole pipeline wait.
 
     Where cores are to spare they are left free to move, as other programs may run here too.
     """
-    cores = cpus.cores()
+    cores = cpus.count_usable_cores()
     if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
-        own = cpus.own()[number * threads : (number + 1) * threads]
-        os.sched_setaffinity(0, own)
+        own_cores = cpus.list_usable_cores()[number * threads : (number + 1) * threads]
+        os.sched_setaffinity(0, own_cores)
 
 
-def _part() -> None:
+def _destroy_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _obey(control: int, dismissed: threading.Event) -> None:
+def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
     """Waits for the byte that lets this rank leave; if the pipe ends instead, its parent is gone."""
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
 
 
-def _beat(pulse: int) -> NoReturn:
-    read = _read_from_disk()
+def _send_heartbeats(pulse: int) -> NoReturn:
+    read = _count_disk_reads()
     while True:
-        before, read = read, _read_from_disk()
+        before, read = read, _count_disk_reads()
         os.write(pulse, READING if read > before else HEARTBEAT)
         time.sleep(1)
 
 
-def _read_from_disk() -> int:
+def _count_disk_reads() -> int:
     """How often this process has so far: page faults that waited for a disk, a network's too, and blocks."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_majflt + used.ru_inblock
 
 
-def _failure(error: BaseException) -> Failure:
-    told = traceback.TracebackException.from_exception(error)
+def _make_failure(error: BaseException) -> RankFailure:
+    exception_trace = traceback.TracebackException.from_exception(error)
     kind = type(error)
     cause = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.errors"), "")
-    if plain in PLAIN:
-        return Failure(time.monotonic(), cause, str(error), "".join(told.format()), plain)
-    message = "".join(told.format_exception_only()).strip()
-    return Failure(time.monotonic(), cause, message, "".join(told.format()))
+    if plain in PLAIN_ERRORS:
+        return RankFailure(time.monotonic(), cause, str(error), "".join(exception_trace.format()), plain)
+    message = "".join(exception_trace.format_exception_only()).strip()
+    return RankFailure(time.monotonic(), cause, message, "".join(exception_trace.format()))
 
 
 def die_with_parent() -> None:
@@ -222,7 +222,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _read(fd: int) -> bytes:
+def _read_frame(fd: int) -> bytes:
     data = bytearray()
     while len(data) < HEADER or len(data) < HEADER + int.from_bytes(data[:HEADER], "little"):
         part = os.read(fd, 1 << 20)
@@ -232,13 +232,13 @@ def _read(fd: int) -> bytes:
     return bytes(memoryview(data)[HEADER:])
 
 
-def _write(fd: int, payload: bytes) -> None:
+def _write_frame(fd: int, payload: bytes) -> None:
     with open(fd, "wb") as pipe:
         pipe.write(len(payload).to_bytes(HEADER, "little"))
         pipe.write(payload)
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
     try:
         payload = pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
@@ -250,7 +250,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return len(payload).to_bytes(HEADER, "little") + payload
 
 
-def _main_module(call: bytes) -> dict[str, str]:
+def _find_main_module(call: bytes) -> dict[str, str]:
     """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `call` needs none."""
     if b"__main__" not in call:
         return {}
@@ -264,39 +264,41 @@ def _main_module(call: bytes) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def unwinding_on_signals() -> Iterator[Callable[[], None]]:
+def unwind_on_signals() -> Iterator[Callable[[], None]]:
     """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
 
     Yields what raises KeyboardInterrupt after a Ctrl-C that was lost: one that comes in a destructor is only printed.
     """
     interrupted = threading.Event()
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
+    def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    def raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
         interrupted.set()
         raise KeyboardInterrupt
 
-    def check() -> None:
+    def check_interrupt() -> None:
         if interrupted.is_set():
             raise KeyboardInterrupt
 
-    mine = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGINT: interrupt}
+    new_handlers = {signal.SIGTERM: exit_on_signal, signal.SIGHUP: exit_on_signal, signal.SIGINT: raise_interrupt}
     stock = (signal.SIG_DFL, signal.default_int_handler)
-    taken: dict[signal.Signals, Any] = {}
+    previous_handlers: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        taken = {number: found for number in mine if (found := signal.getsignal(number)) in stock}
-    for number in taken:
-        signal.signal(number, mine[number])
+        previous_handlers = {
+            number: handler for number in new_handlers if (handler := signal.getsignal(number)) in stock
+        }
+    for number in previous_handlers:
+        signal.signal(number, new_handlers[number])
     try:
-        yield check
+        yield check_interrupt
     finally:
-        for number, found in taken.items():
-            signal.signal(number, found)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
-def _count(name: str, value: int) -> int:
+def _require_count(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r} is not a whole number of at least 1; try {name}=1")
     return value

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from ditile.distributed import backend as gpus
 from ditile.distributed import env, gloo
-from ditile.distributed.transport import Traffic, meet
+from ditile.distributed.transport import Traffic, connect_group
 from ditile.errors import JoinError, PlanError
-from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, lines
+from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
-STALL = 600.0
+STALL_SECONDS = 600.0
 """Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
 
 
@@ -40,7 +40,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         """How many ranks."""
         return len(self.ranks)
 
@@ -69,7 +69,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
     sequence: Axis = Axis("sequence")
     image: Axis = Axis("image")
-    links: tuple[dist.ProcessGroup, ...] = ()
+    pipeline_groups: tuple[dist.ProcessGroup, ...] = ()
     latents: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
@@ -80,52 +80,52 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
-    def connect(self, plan: Plan, device: torch.device) -> None:
+    def connect_groups(self, plan: Plan, device: torch.device) -> None:
         """Makes the communicators that a picture needs: NCCL's are made at their first use, of which all ranks must be.
 
         So are the connections of ranks that send each other messages. In the midst of a picture both would be beside
         kernels which wait for messages. All ranks must call it.
         """
-        pairs = self._of_messages(plan)
-        for group in self._of_lines():
-            meet(group, device, pairs=group in pairs)
+        pairs = self._list_message_groups(plan)
+        for group in self._list_axis_groups():
+            connect_group(group, device, pairs=group in pairs)
 
-    def close(self) -> None:
+    def close_groups(self) -> None:
         """Gives groups that no other mesh has back: their threads run as long as they are there.
 
         All ranks must be done with them.
         """
         if not self.shared:
-            self.groups.close()
+            self.groups.destroy_groups()
 
-    def _of_lines(self) -> list[dist.ProcessGroup]:
-        return _each(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
+    def _list_axis_groups(self) -> list[dist.ProcessGroup]:
+        return _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
 
-    def _of_messages(self, plan: Plan) -> list[dist.ProcessGroup]:
+    def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
         """Those in which messages are started together: all but tensor parallel's, where a plan has use for them."""
-        lines = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
+        axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
         if plan.warmup_mode in ("sequence", "separate"):  # a crew; else stages have wires, which are tried one by one
-            lines.append(self.axes["pipefusion"])
+            axes.append(self.axes["pipefusion"])
         if plan.vae == "rows":
-            lines.append(self.image)
-        return _each(line.group for line in lines)
+            axes.append(self.image)
+        return _deduplicate_groups(axis.group for axis in axes)
 
     @property
-    def stage(self) -> int:
+    def stage_index(self) -> int:
         """The coordinate on the pipefusion axis."""
         return self.axes["pipefusion"].index
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """The size of the pipefusion axis."""
-        return self.axes["pipefusion"].size
+        return self.axes["pipefusion"].num_ranks
 
-    def down(self, stage: int) -> dist.ProcessGroup:
+    def select_downstream_group(self, stage: int) -> dist.ProcessGroup:
         """The group of what a stage sends to those behind it."""
-        return self.links[stage % len(self.links)]
+        return self.pipeline_groups[stage % len(self.pipeline_groups)]
 
 
-def _each(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
     """Those that are there, each once."""
     return list({id(group): group for group in groups if group is not None}.values())
 
@@ -140,15 +140,15 @@ class Communicators:
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
-    def of(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    def get_or_make_group(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         """The group of some ranks; all ranks must ask, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
-            with env.connecting():
-                self._groups[key] = gloo.new_group(ranks, _timeout(), backend)
+            with env.redirect_native_stdout():
+                self._groups[key] = gloo.make_group_on_one_loop(ranks, _read_world_timeout(), backend)
         return self._groups[key]
 
-    def close(self) -> None:
+    def destroy_groups(self) -> None:
         """Gives all of them back. All ranks must be done with them."""
         for group in self._groups.values():
             if isinstance(group, dist.ProcessGroup):  # torch gives others a number
@@ -156,7 +156,7 @@ class Communicators:
         self._groups.clear()
 
 
-def _timeout() -> datetime.timedelta | None:
+def _read_world_timeout() -> datetime.timedelta | None:
     """That of the group of all ranks: torch would give a group within it one of its own, of 30 minutes for gloo's.
 
     None, for torch's own, where the backend does not say.
@@ -169,7 +169,7 @@ def _timeout() -> datetime.timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def build(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
+def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
     """The mesh of a plan over the group that is there: torchrun's, `launch`'s or the script's own.
 
     Args:
@@ -185,43 +185,43 @@ def build(plan: Plan, groups: Communicators | None = None, device: torch.device 
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan.check_world(world)
     if device is not None:
-        make_current(device)
+        make_device_current(device)
     if world == 1:
         return Mesh(0, 1)
     rank = dist.get_rank()
-    made = groups or Communicators()
-    axes = {name: _axis(name, plan, rank, made) for name in AXES}
+    communicators = groups or Communicators()
+    axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
 
-    def along(name: str, names: Sequence[str]) -> Axis:
+    def merge_axes(name: str, names: Sequence[str]) -> Axis:
         """Several axes as one; where only one of them is used, that one."""
-        several = [axes[each] for each in names if axes[each].size > 1]
-        return several[0] if len(several) == 1 else _line(name, names, plan, rank, made)
+        several = [axes[each] for each in names if axes[each].num_ranks > 1]
+        return several[0] if len(several) == 1 else _make_subgroup_axis(name, names, plan, rank, communicators)
 
     return Mesh(
         rank, world, axes,
-        sequence=along("sequence", SEQUENCE), image=along("image", IMAGE),
-        links=_links(plan, rank, axes["pipefusion"], made),
-        latents=_line("latents", ("pipefusion",), plan, rank, made).group,
-        control=_line("control", IMAGE, plan, rank, made, backend="gloo").group,
-        everyone=made.of("everyone", range(world), "gloo"), groups=made, shared=groups is not None,
+        sequence=merge_axes("sequence", SEQUENCE), image=merge_axes("image", IMAGE),
+        pipeline_groups=_make_pipeline_groups(plan, rank, axes["pipefusion"], communicators),
+        latents=_make_subgroup_axis("latents", ("pipefusion",), plan, rank, communicators).group,
+        control=_make_subgroup_axis("control", IMAGE, plan, rank, communicators, backend="gloo").group,
+        everyone=communicators.get_or_make_group("everyone", range(world), "gloo"), groups=communicators, shared=groups is not None,
     )  # fmt: skip
 
 
-def local_rank() -> int:
+def find_local_rank() -> int:
     """This process's rank among those of its machine; in a script's own group its rank, as nothing else is known."""
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def rank_of_process(plan: Plan) -> int:
+def find_process_rank(plan: Plan) -> int:
     """This process's rank, before or after it has joined a group.
 
     Raises:
         PlanError: if the plan does not use all ranks.
     """
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     else:
@@ -230,34 +230,34 @@ def rank_of_process(plan: Plan) -> int:
     return rank
 
 
-def _axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
+def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
     """This rank's line along an axis. The only axis of a plan is the group of all ranks, which is there."""
     if getattr(plan, name) == plan.world:
         return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
-    return _line(name, (name,), plan, rank, groups)
+    return _make_subgroup_axis(name, (name,), plan, rank, groups)
 
 
-def _line(
+def _make_subgroup_axis(
     name: str, names: Sequence[str], plan: Plan, rank: int, groups: Communicators, *, backend: str | None = None
 ) -> Axis:
     """This rank's line along some axes, with its group; every rank makes the groups of all lines, in one order."""
-    mine = Axis(name, (rank,))
-    for ranks in lines(plan, names):
-        group = groups.of(name, ranks, backend) if len(ranks) > 1 else None
+    own_axis = Axis(name, (rank,))
+    for ranks in list_subgroups(plan, names):
+        group = groups.get_or_make_group(name, ranks, backend) if len(ranks) > 1 else None
         if rank in ranks:
-            mine = Axis(name, ranks, ranks.index(rank), group)
-    return mine
+            own_axis = Axis(name, ranks, ranks.index(rank), group)
+    return own_axis
 
 
-def _links(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
+def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
     """One group; two where a group has one queue for all: a stage never sends behind what it waits to receive."""
     if stages.group is None:
         return ()
     if not has_one_queue():
         return (stages.group,)
-    names = ("even links", "odd links")[: stages.size - 1]
-    made = [_line(name, ("pipefusion",), plan, rank, groups).group for name in names]
-    return tuple(group for group in made if group is not None)
+    names = ("even links", "odd links")[: stages.num_ranks - 1]
+    pipeline_groups = [_make_subgroup_axis(name, ("pipefusion",), plan, rank, groups).group for name in names]
+    return tuple(group for group in pipeline_groups if group is not None)
 
 
 def has_one_queue() -> bool:
@@ -268,7 +268,7 @@ def has_one_queue() -> bool:
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def line(
+def make_subgroup(
     purpose: str, names: Sequence[str], plan: Plan, mesh: Mesh, *, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A group of its own for the ranks along some axes; None where this rank is alone on them. All ranks must call it.
@@ -282,7 +282,7 @@ def line(
     """
     if all(getattr(plan, name) == 1 for name in names):
         return None
-    return _line(purpose, names, plan, mesh.rank, mesh.groups, backend=backend).group
+    return _make_subgroup_axis(purpose, names, plan, mesh.rank, mesh.groups, backend=backend).group
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
@@ -310,13 +310,13 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
     return device
 
 
-def make_current(device: torch.device) -> None:
+def make_device_current(device: torch.device) -> None:
     """Has torch take a GPU for what names none: batches of messages, pinned memory, streams."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def join_torchrun(timeout: float = STALL, device: torch.device | None = None) -> None:
+def join_torchrun(timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
     """Joins the ranks that torchrun started, if there are others and no group is there yet.
 
     Args:
@@ -326,25 +326,25 @@ def join_torchrun(timeout: float = STALL, device: torch.device | None = None) ->
     Raises:
         JoinError: if they cannot connect to each other.
     """
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     if not dist.is_initialized() and place is not None and place.world > 1:
-        join(place, timeout, device)
+        join_process_group(place, timeout, device)
 
 
-def join(place: env.Torchrun, timeout: float = STALL, device: torch.device | None = None) -> None:
+def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
     """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own.
 
     One store for what `gpus.backend` asks and for the group: torchrun's agent's, or that of rank 0.
     """
-    own = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
-    make_current(own)
+    own_device = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
+    make_device_current(own_device)
     limit = datetime.timedelta(seconds=timeout)
     try:
-        with env.connecting():
+        with env.redirect_native_stdout():
             store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
             store.set_timeout(limit)
             store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-            chosen = gpus.backend(store, rank, world, own)
+            chosen = gpus.choose_backend(store, rank, world, own_device)
             dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
         raise JoinError(
@@ -354,7 +354,7 @@ def join(place: env.Torchrun, timeout: float = STALL, device: torch.device | Non
         ) from error
 
 
-def part() -> None:
+def leave_process_group() -> None:
     """Leaves the group, when all ranks are done: one that left earlier would break the connections of the others."""
     if dist.is_initialized():
         dist.barrier()

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from ditile import errors
 from ditile.distributed import env
-from ditile.distributed.mesh import join_torchrun, part
+from ditile.distributed.mesh import join_torchrun, leave_process_group
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, PlanError
 
 
-def decided(decide: Callable[[int], Any], timeout: float) -> Any:
+def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
     """What `decide` returns on the first of torchrun's ranks, given how many hosts there are, on every rank.
 
     Args:
@@ -31,30 +31,32 @@ def decided(decide: Callable[[int], Any], timeout: float) -> Any:
     join_torchrun(timeout)
     if not dist.is_initialized():
         return decide(1)
-    hosts = by_host()
+    hosts = list_ranks_by_host()
     answer: Any = None
     if dist.get_rank() == 0:
         try:
-            answer = {"decided": decide(_even(hosts))}
+            answer = {"decided": decide(_count_even_hosts(hosts))}
         except DitileError as error:
             answer = {"refused": [type(error).__name__, str(error)]}
     answer = gather_json(answer, dist.group.WORLD)[0]
     if "refused" in answer:
-        part()
+        leave_process_group()
         kind, message = answer["refused"]
         raise getattr(errors, kind, DitileError)(message)
     return answer["decided"]
 
 
-def by_host() -> tuple[tuple[int, ...], ...]:
+def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
     """The ranks of each host, as torchrun counts them: one host after the other."""
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     assert place is not None
-    found = gather_json(place.rank - place.local_rank, dist.group.WORLD)
-    return tuple(tuple(rank for rank, first in enumerate(found) if first == host) for host in dict.fromkeys(found))
+    first_ranks = gather_json(place.rank - place.local_rank, dist.group.WORLD)
+    return tuple(
+        tuple(rank for rank, first in enumerate(first_ranks) if first == host) for host in dict.fromkeys(first_ranks)
+    )
 
 
-def _even(hosts: tuple[tuple[int, ...], ...]) -> int:
+def _count_even_hosts(hosts: tuple[tuple[int, ...], ...]) -> int:
     """How many hosts; the planner knows none that have other numbers of ranks than the first."""
     if len({len(ranks) for ranks in hosts}) > 1:
         each = ", ".join(str(len(ranks)) for ranks in hosts)

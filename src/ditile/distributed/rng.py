@@ -8,41 +8,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditile.distributed.transport import Traffic, broadcast
+from ditile.distributed.transport import Traffic, broadcast_tensor
 
 
-def sources(generator: Any, device: torch.device) -> list[torch.Generator]:
+def list_generators(generator: Any, device: torch.device) -> list[torch.Generator]:
     """The generators that a call may draw from: the given one or list, and torch's own, which some schedulers use."""
-    given = [generator] if isinstance(generator, torch.Generator) else list(generator or [])
+    generators = [generator] if isinstance(generator, torch.Generator) else list(generator or [])
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        given.append(torch.cuda.default_generators[index])
-    return [*given, torch.default_generator]
+        generators.append(torch.cuda.default_generators[index])
+    return [*generators, torch.default_generator]
 
 
-def states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+def read_generator_states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     """The states of generators; does not wait for a GPU."""
     return [generator.get_state() for generator in generators]
 
 
-def restore(generators: Sequence[torch.Generator], saved: Iterable[torch.Tensor]) -> None:
+def restore_generators(generators: Sequence[torch.Generator], saved: Iterable[torch.Tensor]) -> None:
     """Puts generators back into saved states."""
     for generator, state in zip(generators, saved, strict=True):
         generator.set_state(state)
 
 
-def moved(generators: Sequence[torch.Generator], saved: Sequence[torch.Tensor]) -> bool:
+def has_state_change(generators: Sequence[torch.Generator], saved: Sequence[torch.Tensor]) -> bool:
     """Whether a number was drawn since `saved`."""
-    return any(not torch.equal(now, then) for now, then in zip(states(generators), saved, strict=True))
+    return any(not torch.equal(now, then) for now, then in zip(read_generator_states(generators), saved, strict=True))
 
 
-def share(
+def synchronise_generators(
     generators: Sequence[torch.Generator], source: int, group: dist.ProcessGroup | None, traffic: Traffic
 ) -> None:
     """Puts the generators of every rank into the states that they have on group rank `source`."""
     if group is None:
         return
-    saved = states(generators)
-    joined = broadcast(torch.cat(saved), source, group, traffic, "control")
-    parts = torch.split(joined, [state.numel() for state in saved])
-    restore(generators, [part.clone() for part in parts])  # set_state reads a view from the start of its storage
+    saved = read_generator_states(generators)
+    joined_states = broadcast_tensor(torch.cat(saved), source, group, traffic, "control")
+    parts = torch.split(joined_states, [state.numel() for state in saved])
+    restore_generators(
+        generators, [part.clone() for part in parts]
+    )  # set_state reads a view from the start of its storage

@@ -40,7 +40,7 @@ LEAVE = b"!"
 HEADER = 8
 """Bytes of a frame's length, little-endian, before its pickle."""
 
-PLAIN = ("PlanError", "ModelError", "LoadError", "StateError")
+PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError")
 """What a rank may raise that needs no traceback: the parent raises the very type with the same message."""
 
 _CONSEQUENCE = re.compile(
@@ -50,7 +50,7 @@ _CONSEQUENCE = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class LaunchLimits:
     """How long each thing may take, in seconds."""
 
     stall: float = 600.0
@@ -67,13 +67,13 @@ class Limits:
     """for ranks that all returned to exit by themselves"""
 
 
-class Returned(NamedTuple):
+class RankResult(NamedTuple):
     """A rank's result."""
 
     value: Any
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """How a rank failed.
 
     Attributes:
@@ -91,11 +91,11 @@ class Failure(NamedTuple):
     plain: str = ""
 
     @property
-    def consequence(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether this is what a peer of the culprit sees: its connection to it broke."""
         return bool(_CONSEQUENCE.search(f"{self.message}\n{self.traceback}"))
 
-    def error(self, rank: int) -> DitileError:
+    def make_error(self, rank: int) -> DitileError:
         """What the parent raises."""
         error = RankError(rank, self.cause, self.message, self.traceback)
         if self.plain:
@@ -107,7 +107,7 @@ class Failure(NamedTuple):
         return error
 
 
-class Rank:
+class RankProcess:
     """One rank as its parent sees it.
 
     Args:
@@ -127,10 +127,10 @@ class Rank:
         stacks: Path,
     ) -> None:
         self.number, self.stacks = number, stacks
-        self.outcome: Returned | Failure | None = None
+        self.outcome: RankResult | RankFailure | None = None
         self.started = False
-        self.heard = self.moved = time.monotonic()
-        self._outbox, self._inbox = memoryview(job), bytearray()
+        self.last_sign_of_life = self.last_progress = time.monotonic()
+        self._unsent_bytes, self._received_bytes = memoryview(job), bytearray()
         (theirs_in, self._control), (self._report, theirs_out), (self._pulse, theirs_pulse) = (
             os.pipe(), os.pipe(), os.pipe(),
         )  # fmt: skip
@@ -144,83 +144,85 @@ class Rank:
                 start_new_session=True,
             )
         except OSError:
-            self.close()
+            self.close_pipes()
             raise
         finally:
             for fd in theirs:
                 os.close(fd)
 
-    def register(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
+    def register_pipes(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
         """Adds its three pipes; the data of each is a function that handles it, false when it is done."""
         for fd in (self._control, self._report, self._pulse):
             os.set_blocking(fd, False)
-        selector.register(self._control, selectors.EVENT_WRITE, self._send)
-        selector.register(self._report, selectors.EVENT_READ, self._receive)
-        selector.register(self._pulse, selectors.EVENT_READ, lambda: self._feel(progress))
+        selector.register(self._control, selectors.EVENT_WRITE, self._send_frame_chunk)
+        selector.register(self._report, selectors.EVENT_READ, self._receive_frame_chunk)
+        selector.register(self._pulse, selectors.EVENT_READ, lambda: self._read_pulse(progress))
 
-    def judge(self, limits: Limits) -> None:
+    def detect_failure(self, limits: LaunchLimits) -> None:
         """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
         code, now = self.process.poll(), time.monotonic()
         if code is not None and self.outcome is None:
             with contextlib.suppress(BlockingIOError):  # what it said last may still be in the pipe
-                while self._receive():
+                while self._receive_frame_chunk():
                     pass
         if self.outcome is not None:
             return
         if code is not None:
-            cause = _ended(code)
-            self.outcome = Failure(now, cause, cause, self.stack())
-        elif now - self.heard > (limits.silence if self.started else limits.start):
-            message = f"no sign of life for {now - self.heard:.0f} s: stopped, or its interpreter is blocked"
-            self.outcome = Failure(now, "no sign of life", message)
+            cause = _describe_exit(code)
+            self.outcome = RankFailure(now, cause, cause, self.read_stack_file())
+        elif now - self.last_sign_of_life > (limits.silence if self.started else limits.start):
+            message = (
+                f"no sign of life for {now - self.last_sign_of_life:.0f} s: stopped, or its interpreter is blocked"
+            )
+            self.outcome = RankFailure(now, "no sign of life", message)
 
-    def stack(self) -> str:
+    def read_stack_file(self) -> str:
         """What the rank wrote into its stack file so far."""
         return self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
 
-    def kill(self, number: signal.Signals) -> None:
+    def signal_process_group(self, number: signal.Signals) -> None:
         """Sends a signal to the rank and to whatever it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
             os.killpg(self.process.pid, number)
 
-    def dismiss(self) -> None:
+    def allow_exit(self) -> None:
         """Lets a rank that returned leave."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control, LEAVE)
 
-    def wait(self, deadline: float) -> None:
+    def wait_for_exit(self, deadline: float) -> None:
         """Returns when the process has ended, or at `deadline`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
+    def close_pipes(self) -> None:
         """Closes the parent's ends of the pipes."""
         for fd in (self._control, self._report, self._pulse):
             os.close(fd)
 
-    def _send(self) -> bool:
+    def _send_frame_chunk(self) -> bool:
         try:
-            self._outbox = self._outbox[os.write(self._control, self._outbox[: 1 << 16]) :]
+            self._unsent_bytes = self._unsent_bytes[os.write(self._control, self._unsent_bytes[: 1 << 16]) :]
         except BrokenPipeError:  # it ended: `judge` says how
             return False
-        return bool(self._outbox)
+        return bool(self._unsent_bytes)
 
-    def _receive(self) -> bool:
+    def _receive_frame_chunk(self) -> bool:
         data = os.read(self._report, 1 << 16)
-        self._inbox += data
-        self.moved = time.monotonic()
-        if self.outcome is None and len(self._inbox) >= HEADER:
-            end = HEADER + int.from_bytes(self._inbox[:HEADER], "little")
-            if len(self._inbox) >= end:
-                self.outcome = pickle.loads(memoryview(self._inbox)[HEADER:end])
-                self._inbox = bytearray()
+        self._received_bytes += data
+        self.last_progress = time.monotonic()
+        if self.outcome is None and len(self._received_bytes) >= HEADER:
+            end = HEADER + int.from_bytes(self._received_bytes[:HEADER], "little")
+            if len(self._received_bytes) >= end:
+                self.outcome = pickle.loads(memoryview(self._received_bytes)[HEADER:end])
+                self._received_bytes = bytearray()
         return bool(data)
 
-    def _feel(self, progress: Callable[[int, int], None] | None) -> bool:
+    def _read_pulse(self, progress: Callable[[int, int], None] | None) -> bool:
         data = os.read(self._pulse, 1 << 16)
-        self.heard = time.monotonic()
+        self.last_sign_of_life = time.monotonic()
         if data.strip(HEARTBEAT):
-            self.moved = self.heard
+            self.last_progress = self.last_sign_of_life
         if reports := len(data) - data.count(HEARTBEAT) - data.count(READING):
             reports -= not self.started  # the first says that it has started
             self.started = True
@@ -229,8 +231,11 @@ class Rank:
         return bool(data)
 
 
-def watch(
-    ranks: Sequence[Rank], limits: Limits, progress: Callable[[int, int], None] | None, check: Callable[[], None]
+def watch_ranks(
+    ranks: Sequence[RankProcess],
+    limits: LaunchLimits,
+    progress: Callable[[int, int], None] | None,
+    check: Callable[[], None],
 ) -> list[Any]:
     """What the ranks return, in their order; `check` may raise to end the run.
 
@@ -240,71 +245,71 @@ def watch(
     """
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
-            rank.register(selector, progress)
-        while not all(isinstance(rank.outcome, Returned) for rank in ranks):
+            rank.register_pipes(selector, progress)
+        while not all(isinstance(rank.outcome, RankResult) for rank in ranks):
             check()
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
             for rank in ranks:  # after the pipes were emptied: this process may have been stopped too
-                rank.judge(limits)
-            _raise_failure(ranks, limits)
-            _raise_stall(ranks, limits)
+                rank.detect_failure(limits)
+            _raise_first_failure(ranks, limits)
+            _raise_on_stall(ranks, limits)
     for rank in ranks:
-        rank.dismiss()
+        rank.allow_exit()
     deadline = time.monotonic() + limits.leave
     for rank in ranks:
-        rank.wait(deadline)
-    return [rank.outcome.value for rank in ranks if isinstance(rank.outcome, Returned)]
+        rank.wait_for_exit(deadline)
+    return [rank.outcome.value for rank in ranks if isinstance(rank.outcome, RankResult)]
 
 
-def end(ranks: Iterable[Rank], limits: Limits) -> None:
+def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
     """Ends every rank and what it started, however it is blocked; returns when none is left."""
     try:
         deadline = time.monotonic() + limits.term
         for rank in ranks:
-            rank.kill(signal.SIGTERM)
+            rank.signal_process_group(signal.SIGTERM)
         for rank in ranks:
-            rank.wait(deadline)
+            rank.wait_for_exit(deadline)
     finally:  # also when an impatient second Ctrl-C comes while it waits
         for rank in ranks:
-            rank.kill(signal.SIGKILL)
+            rank.signal_process_group(signal.SIGKILL)
         for rank in ranks:
             rank.process.wait()
-            rank.close()
+            rank.close_pipes()
 
 
-def _raise_failure(ranks: Sequence[Rank], limits: Limits) -> None:
-    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, Failure)]
+def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
+    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if not failed or time.monotonic() < min(failed)[0].at + limits.grace:
         return
-    failure, number = min([pair for pair in failed if not pair[0].consequence] or failed)
+    failure, number = min([pair for pair in failed if not pair[0].is_consequence] or failed)
     if failure.cause == "no sign of life":
-        failure = failure._replace(traceback=_stacks(ranks))
-    raise failure.error(number)
+        failure = failure._replace(traceback=_collect_stacks(ranks))
+    raise failure.make_error(number)
 
 
-def _raise_stall(ranks: Sequence[Rank], limits: Limits) -> None:
-    idle = time.monotonic() - max(rank.moved for rank in ranks)
+def _raise_on_stall(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
+    idle = time.monotonic() - max(rank.last_progress for rank in ranks)
     waiting = [rank for rank in ranks if rank.outcome is None]
     starting = not all(rank.started for rank in waiting)
     if not waiting or idle <= (max(limits.stall, limits.start) if starting else limits.stall):
         return
-    first = min(waiting, key=lambda rank: rank.moved)
+    first = min(waiting, key=lambda rank: rank.last_progress)
     message = f"no rank made progress for {idle:.0f} s; this one has been without for longest"
-    raise Failure(time.monotonic(), "no progress", message, _stacks(ranks)).error(first.number)
+    raise RankFailure(time.monotonic(), "no progress", message, _collect_stacks(ranks)).make_error(first.number)
 
 
-def _stacks(ranks: Sequence[Rank]) -> str:
+def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
     """The Python stacks of every rank, asked for now."""
     for rank in ranks:
         if rank.process.poll() is None and rank.stacks.exists():  # without its file the signal would end it
             rank.process.send_signal(STACK_SIGNAL)
     time.sleep(0.5)
-    return "\n".join(f"rank {rank.number}:\n{rank.stack() or '  (left no stack)'}" for rank in ranks)
+    return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with code {code} before it returned"
     with contextlib.suppress(ValueError):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One op with its start and end in seconds of the machine's monotonic clock."""
 
     kind: str
@@ -27,7 +27,7 @@ class Event(NamedTuple):
     end: float
 
 
-class Wait(NamedTuple):
+class TraceWait(NamedTuple):
     """A time in which this rank waited for messages of a kind and computed nothing, in seconds as above."""
 
     kind: str
@@ -35,10 +35,10 @@ class Wait(NamedTuple):
     end: float
 
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-class Clock:
+class DeviceClock:
     """Points in time as a device passes them: on CUDA events in its stream, which cost no wait until they are read.
 
     Args:
@@ -48,13 +48,13 @@ class Clock:
     def __init__(self, device: torch.device | None) -> None:
         kind = "cuda" if device is None else device.type
         self._device, self._is_cuda = device, kind == "cuda" and torch.cuda.is_available()
-        self._origin = (time.perf_counter(), self._mark() if self._is_cuda else None)
+        self._origin = (time.perf_counter(), self._record_cuda_event() if self._is_cuda else None)
 
-    def now(self) -> Any:
+    def mark_point(self) -> Any:
         """This point."""
-        return self._mark() if self._is_cuda else time.perf_counter()
+        return self._record_cuda_event() if self._is_cuda else time.perf_counter()
 
-    def seconds(self, point: Any) -> float:
+    def convert_to_seconds(self, point: Any) -> float:
         """A point in seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
         wall, origin = self._origin
         if origin is None:
@@ -62,13 +62,13 @@ class Clock:
         point.synchronize()
         return wall + float(origin.elapsed_time(point)) / 1e3
 
-    def _mark(self) -> torch.cuda.Event:
+    def _record_cuda_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
 
-class Trace:
+class GenerationTrace:
     """Records the ops of one generation; costs nothing while it is off.
 
     Attributes:
@@ -82,90 +82,96 @@ class Trace:
         self._events: list[tuple[str, int, int | None, int, Any, Any]] = []
         self._waits: list[tuple[str, int, Any, Any]] = []
         self._marks: list[Any] = []
-        self._clock: Clock | None = None
+        self._clock: DeviceClock | None = None
 
-    def clear(self) -> None:
+    def clear_records(self) -> None:
         """Forgets what was recorded."""
         self._events.clear()
         self._waits.clear()
         self._marks.clear()
         self._clock = None
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         """The first step begins, or a step ended."""
         if self.on:
-            self._marks.append(self.now())
+            self._marks.append(self.mark_point())
 
-    def waiting(self, kind: str) -> AbstractContextManager[None]:
+    def record_wait(self, kind: str) -> AbstractContextManager[None]:
         """Records that this rank waits for messages of a kind within."""
-        return self._waiting(kind) if self.on else _NOTHING
+        return self._record_wait(kind) if self.on else _NULL_CONTEXT
 
     @contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
-        start = self.now()
+    def _record_wait(self, kind: str) -> Iterator[None]:
+        start = self.mark_point()
         yield
-        self._waits.append((kind, len(self._marks) - 1, start, self.now()))
+        self._waits.append((kind, len(self._marks) - 1, start, self.mark_point()))
 
     @contextmanager
-    def span(self, kind: str, step: int, patch: int | None, branch: int = 0) -> Iterator[None]:
+    def record_span(self, kind: str, step: int, patch: int | None, branch: int = 0) -> Iterator[None]:
         """Records what happens within."""
-        start = self.now()
+        start = self.mark_point()
         yield
-        self.add(kind, step, patch, branch, start)
+        self.record_op(kind, step, patch, branch, start)
 
-    def now(self) -> Any:
+    def mark_point(self) -> Any:
         """A point in time, on the device's own clock."""
         if not self.on:
             return None
         if self._clock is None:
-            self._clock = Clock(self.device)
-        return self._clock.now()
+            self._clock = DeviceClock(self.device)
+        return self._clock.mark_point()
 
-    def add(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
+    def record_op(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
         """Records an op that began at `start` and ends now."""
         if self.on and start is not None:
-            self._events.append((kind, step, patch, branch, start, self.now()))
+            self._events.append((kind, step, patch, branch, start, self.mark_point()))
 
-    def events(self) -> list[Event]:
+    def list_events(self) -> list[TraceEvent]:
         """What was recorded. Waits for the GPU."""
-        return [Event(*event[:4], self._seconds(event[4]), self._seconds(event[5])) for event in self._events]
+        return [
+            TraceEvent(*event[:4], self._convert_to_seconds(event[4]), self._convert_to_seconds(event[5]))
+            for event in self._events
+        ]
 
-    def waits(self) -> list[Event]:
+    def list_waits(self) -> list[TraceEvent]:
         """The waits, as events. Waits for the GPU."""
         return [
-            Event(f"wait {kind}", step, None, 0, self._seconds(start), self._seconds(end))
+            TraceEvent(f"wait {kind}", step, None, 0, self._convert_to_seconds(start), self._convert_to_seconds(end))
             for kind, step, start, end in self._waits
         ]
 
-    def waited(self) -> tuple[list[float], dict[str, list[float]]]:
+    def measure_waits(self) -> tuple[list[float], dict[str, list[float]]]:
         """The seconds of each step, and how many of them this rank waited, by kind. Waits for the GPU."""
-        marks = [self._seconds(mark) for mark in self._marks]
-        waits = [Wait(kind, self._seconds(start), self._seconds(end)) for kind, _, start, end in self._waits]
-        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)], waited(waits, marks)
+        marks = [self._convert_to_seconds(mark) for mark in self._marks]
+        waits = [
+            TraceWait(kind, self._convert_to_seconds(start), self._convert_to_seconds(end))
+            for kind, _, start, end in self._waits
+        ]
+        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)], sum_waits_by_step(waits, marks)
 
-    def _seconds(self, point: Any) -> float:
+    def _convert_to_seconds(self, point: Any) -> float:
         assert self._clock is not None
-        return self._clock.seconds(point)
+        return self._clock.convert_to_seconds(point)
 
 
-def waited(waits: Sequence[Wait], marks: Sequence[float]) -> dict[str, list[float]]:
+def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dict[str, list[float]]:
     """Seconds of waiting in each step, by kind. Pure.
 
     Args:
         waits: in any order. Where two overlap, the time is that of the one which began first.
         marks: when the first step began, and when each one ended; what lies outside does not count.
     """
-    found: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     until = marks[0] if marks else 0.0
     for kind, start, end in sorted(waits, key=lambda wait: (wait.start, wait.end)):
         start, until = max(start, until), max(end, until)
         for step, (begin, stop) in enumerate(zip(marks, marks[1:], strict=False)):
             if (seconds := min(end, stop) - max(start, begin)) > 0:
-                found.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds
-    return found
+                by_kind.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds
+    return by_kind
 
 
-def write_chrome(path: str | Path, events_of_rank: list[list[Event]]) -> None:
+def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]]) -> None:
     """Writes a Chrome trace: one row per rank, one slice per op, times in microseconds from the first."""
     origin = min((e.start for events in events_of_rank for e in events), default=0.0)
     slices = [

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ditile.distributed.trace import Trace
+from ditile.distributed.trace import GenerationTrace
 
 
 @dataclass(slots=True)
@@ -27,24 +27,24 @@ class Traffic:
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    trace: Trace = field(default_factory=Trace, compare=False)
+    trace: GenerationTrace = field(default_factory=GenerationTrace, compare=False)
 
-    def waiting(self, kind: str) -> AbstractContextManager[None]:
+    def record_wait(self, kind: str) -> AbstractContextManager[None]:
         """Around all that waits for messages of a kind."""
-        return self.trace.waiting(kind)
+        return self.trace.record_wait(kind)
 
-    def count(self, kind: str, size: int) -> None:
+    def count_message(self, kind: str, size: int) -> None:
         """Adds one message."""
         self.bytes[kind] = self.bytes.get(kind, 0) + size
         self.calls[kind] = self.calls.get(kind, 0) + 1
 
-    def clear(self) -> None:
+    def reset_counts(self) -> None:
         """Starts from zero."""
         self.bytes.clear()
         self.calls.clear()
 
 
-class Receipt(NamedTuple):
+class PostedReceive(NamedTuple):
     """A receive that was posted."""
 
     key: Any
@@ -52,13 +52,13 @@ class Receipt(NamedTuple):
     buffer: Tensor
     device: torch.device
 
-    def wait(self) -> Tensor:
+    def wait_for_message(self) -> Tensor:
         """The message, on the device that it was asked for."""
         self.work.wait()
         return self.buffer.to(self.device)
 
 
-class Wire:
+class PeerChannel:
     """An ordered one-way channel to or from one peer of a group.
 
     Args:
@@ -72,33 +72,33 @@ class Wire:
     ) -> None:
         self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._posted: deque[Receipt] = deque()
+        self._posted: deque[PostedReceive] = deque()
         self._sent = self._settled = 0
 
     @property
-    def posted(self) -> int:
+    def num_open_receives(self) -> int:
         """Receives that were posted and not yet taken."""
         return len(self._posted)
 
-    def occupies(self, device: torch.device) -> bool:
+    def occupies_device(self, device: torch.device) -> bool:
         """Whether a receive for a device runs on it until its message is there, as NCCL's do."""
         return is_on_gpu(device, self._group)
 
-    def touch(self, device: torch.device, *, sends: bool) -> None:
+    def open_connection(self, device: torch.device, *, sends: bool) -> None:
         """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=_stage(device, self._group))
-        self._start(byte, sends=sends).wait()
+        byte = torch.zeros(1, dtype=torch.uint8, device=_choose_transfer_device(device, self._group))
+        self._start_transfer(byte, sends=sends).wait()
 
-    def send(self, message: Tensor) -> None:
+    def send_tensor(self, message: Tensor) -> None:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        message = _stageable(message.contiguous(), self._group)
-        self._sending.append((self._start(message, sends=True), message))
+        message = _move_to_transfer_device(message.contiguous(), self._group)
+        self._sending.append((self._start_transfer(message, sends=True), message))
         self._sent += 1
-        self._traffic.count(self._kind, message.numel() * message.element_size())
+        self._traffic.count_message(self._kind, message.numel() * message.element_size())
 
-    def settle(self) -> None:
+    def release_old_sends(self) -> None:
         """Lets go of what was sent before `settle` was last called, which must have been taken by now. Costs no wait.
 
         Gloo does not say of a message that it has arrived before somebody waits for it, and all of them would be kept.
@@ -107,73 +107,73 @@ class Wire:
             self._sending.popleft()[0].wait()
         self._settled = self._sent
 
-    def post(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
+    def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""
-        buffer = torch.empty(shape, dtype=like.dtype, device=_stage(like.device, self._group))
-        self._posted.append(Receipt(key, self._start(buffer, sends=False), buffer, like.device))
+        buffer = torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, self._group))
+        self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device))
 
-    def take(self, key: Any) -> Tensor:
+    def receive_message(self, key: Any) -> Tensor:
         """Waits for the first posted message, which must be `key`'s."""
         receipt = self._posted.popleft()
         if receipt.key != key:
             raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
-        with self._traffic.waiting(self._kind):
-            return receipt.wait()
+        with self._traffic.record_wait(self._kind):
+            return receipt.wait_for_message()
 
-    def flush(self) -> None:
+    def flush_sends(self) -> None:
         """Waits until all that was sent is gone."""
-        with self._traffic.waiting(self._kind):
+        with self._traffic.record_wait(self._kind):
             while self._sending:
                 self._sending.popleft()[0].wait()
 
-    def abandon(self) -> None:
+    def abandon_messages(self) -> None:
         """Forgets what is under way, after an error that ends the run."""
         self._sending.clear()
         self._posted.clear()
 
-    def _start(self, message: Tensor, *, sends: bool) -> dist.Work:
+    def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:
         start = dist.isend if sends else dist.irecv
         if self._shared:
             (work,) = dist.batch_isend_irecv([dist.P2POp(start, message, group=self._group, group_peer=self._peer)])
             return work
-        return _real(start(message, group=self._group, **{"group_dst" if sends else "group_src": self._peer}))
+        return _require_work(start(message, group=self._group, **{"group_dst" if sends else "group_src": self._peer}))
 
 
-class Ballot:
+class AsyncMax:
     """A vote that is open: the largest value that any rank of the group has cast."""
 
     def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
         self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
         self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
 
-    def result(self) -> int:
+    def wait_for_max(self) -> int:
         """Waits for all ranks and returns the largest value."""
         if self._work is not None:
-            with self._traffic.waiting("control"):
+            with self._traffic.record_wait("control"):
                 self._work.wait()
             self._work = None
         return int(self._value)
 
 
-class Tally:
+class AsyncSum:
     """A count that is open: the sums over the ranks of the group of some whole numbers."""
 
     def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
         self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
         self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.SUM, group, async_op=True)
         if group is not None:
-            traffic.count("control", 8 * len(values))
+            traffic.count_message("control", 8 * len(values))
 
-    def result(self) -> list[int]:
+    def wait_for_sums(self) -> list[int]:
         """Waits for all ranks and returns the sums."""
         if self._work is not None:
-            with self._traffic.waiting("control"):
+            with self._traffic.record_wait("control"):
                 self._work.wait()
             self._work = None
         return [int(value) for value in self._values]
 
 
-class Pending:
+class PendingMessages:
     """Messages under way.
 
     Args:
@@ -191,9 +191,9 @@ class Pending:
         self._works, self._received, self._device, self._sent = works, received, device, sent
         self._traffic, self._kind = traffic, kind
 
-    def wait(self) -> list[Tensor]:
+    def wait_for_tensors(self) -> list[Tensor]:
         """What arrived, in order."""
-        with self._traffic.waiting(self._kind):
+        with self._traffic.record_wait(self._kind):
             for work in self._works:
                 work.wait()
             return [x.to(self._device) for x in self._received]
@@ -201,53 +201,53 @@ class Pending:
 
 def start_all_to_all(
     flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
-) -> Pending:
+) -> PendingMessages:
     """Starts to send consecutive runs of a flat tensor to the group ranks, and to receive as many numbers as said.
 
     `wait()` gives one flat tensor, in rank order.
     """
-    staged = _stageable(flat, group)
+    staged = _move_to_transfer_device(flat, group)
     received = staged.new_empty(sum(receives))
     work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
-    traffic.count(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
-    return Pending([_real(work)], [received], flat.device, staged, traffic, kind)
+    traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
+    return PendingMessages([_require_work(work)], [received], flat.device, staged, traffic, kind)
 
 
 def start_exchange(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
     group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
-) -> Pending:  # fmt: skip
+) -> PendingMessages:  # fmt: skip
     """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
     if group is None:
-        return Pending([], [], like.device, None, traffic, kind)
+        return PendingMessages([], [], like.device, None, traffic, kind)
     for _, message in sends:
-        traffic.count(kind, message.numel() * message.element_size())
+        traffic.count_message(kind, message.numel() * message.element_size())
     return _start_messages(sends, receives, like, group, traffic, kind)
 
 
 def start_gather(
     x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
-) -> Pending:
+) -> PendingMessages:
     """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order.
 
     Counted as one message of what a rank sends: `x`, to each other one.
     """
     if group is None:
-        return Pending([], [x], x.device, None, traffic, kind)
-    own = dist.get_rank(group)
-    traffic.count(kind, (len(shapes) - 1) * x.numel() * x.element_size())
+        return PendingMessages([], [x], x.device, None, traffic, kind)
+    own_rank = dist.get_rank(group)
+    traffic.count_message(kind, (len(shapes) - 1) * x.numel() * x.element_size())
     if len(set(shapes)) == 1:
-        staged = _stageable(x.contiguous(), group)
+        staged = _move_to_transfer_device(x.contiguous(), group)
         everyone = [torch.empty_like(staged) for _ in shapes]
         work = dist.all_gather(everyone, staged, group=group, async_op=True)
-        return Pending([_real(work)], everyone, x.device, staged, traffic, kind)
-    others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own]
+        return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind)
+    others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own_rank]
     under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
-    under_way._received.insert(own, x)
+    under_way._received.insert(own_rank, x)
     return under_way
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
+def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
     """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all.
 
     Args:
@@ -256,51 +256,56 @@ def meet(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False)
         pairs: whether they will send each other messages; NCCL connects two ranks when they first do.
     """
     byte, size = torch.zeros(1, dtype=torch.uint8, device=device), group.size()
-    start_gather(byte, [(1,)] * size, group, Traffic(), "control").wait()
+    start_gather(byte, [(1,)] * size, group, Traffic(), "control").wait_for_tensors()
     if pairs and is_on_gpu(device, group):
         others = [rank for rank in range(size) if rank != dist.get_rank(group)]
         sends, receives = [(rank, byte) for rank in others], [(rank, (1,)) for rank in others]
-        _start_messages(sends, receives, byte, group, Traffic(), "control").wait()
+        _start_messages(sends, receives, byte, group, Traffic(), "control").wait_for_tensors()
 
 
-def start_shift(x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+def start_shift(
+    x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+) -> PendingMessages:
     """Starts to pass `x` to the next rank of a ring; `wait()` gives that of the rank before, which has this shape."""
-    own, size = dist.get_rank(group), group.size()
-    return start_exchange([((own + 1) % size, x)], [((own - 1) % size, shape)], x, group, traffic, kind)
+    own_rank, size = dist.get_rank(group), group.size()
+    return start_exchange([((own_rank + 1) % size, x)], [((own_rank - 1) % size, shape)], x, group, traffic, kind)
 
 
 def _start_messages(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
     group: dist.ProcessGroup, traffic: Traffic, kind: str,
-) -> Pending:  # fmt: skip
+) -> PendingMessages:  # fmt: skip
     """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
-    staged = [(peer, _stageable(x.contiguous(), group)) for peer, x in sends if x.numel()]
-    received = [torch.empty(shape, dtype=like.dtype, device=_stage(like.device, group)) for _, shape in receives]
+    staged = [(peer, _move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
+    received = [
+        torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, group))
+        for _, shape in receives
+    ]
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in staged]
     ops += [
         dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
         for (peer, _), buffer in zip(receives, received, strict=True)
         if buffer.numel()
     ]
-    return Pending(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged, traffic, kind)
+    return PendingMessages(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged, traffic, kind)
 
 
-def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Pending:
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
     """Starts to fill `x` with what it is on group rank `source`. `wait()` gives it, alone in a list."""
-    staged = _stageable(x, group)
+    staged = _move_to_transfer_device(x, group)
     work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
     if dist.get_rank(group) == source:
-        traffic.count(kind, (group.size() - 1) * x.numel() * x.element_size())
-    return Pending([_real(work)], [staged], x.device, staged, traffic, kind)
+        traffic.count_message(kind, (group.size() - 1) * x.numel() * x.element_size())
+    return PendingMessages([_require_work(work)], [staged], x.device, staged, traffic, kind)
 
 
-def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
+def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
     """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
-    staged = _stageable(tensor.contiguous(), group)
-    with traffic.waiting(kind):
+    staged = _move_to_transfer_device(tensor.contiguous(), group)
+    with traffic.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
     if dist.get_rank(group) == source:
-        traffic.count(kind, staged.numel() * staged.element_size())
+        traffic.count_message(kind, staged.numel() * staged.element_size())
     return staged.to(tensor.device)
 
 
@@ -309,9 +314,9 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
     if group is None:
         return numbers[None]
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
-    with traffic.waiting(kind):
+    with traffic.record_wait(kind):
         dist.all_gather(everyone, numbers.contiguous(), group=group)
-    traffic.count(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
+    traffic.count_message(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
     return torch.stack(everyone)
 
 
@@ -330,7 +335,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
 
 
-def broadcast_tensors(
+def broadcast_named_tensors(
     tensors: dict[str, Tensor], source: int, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None,
     device: torch.device, traffic: Traffic, kind: str,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -341,13 +346,15 @@ def broadcast_tensors(
     headers = gather_json(headers, control)[source]
     received = {}
     for name, (dtype, shape) in headers.items():
-        mine = dist.get_rank(group) == source
+        is_source = dist.get_rank(group) == source
         empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        received[name] = broadcast(tensors[name].to(device) if mine else empty, source, group, traffic, kind)
+        received[name] = broadcast_tensor(
+            tensors[name].to(device) if is_source else empty, source, group, traffic, kind
+        )
     return received
 
 
-def _real(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not in the group that it sends to or receives from")
     return work
@@ -355,10 +362,10 @@ def _real(work: dist.Work | None) -> dist.Work:
 
 def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether messages of a device are NCCL's: sent and received by the GPU itself."""
-    return _stage(device, group).type != "cpu"
+    return _choose_transfer_device(device, group).type != "cpu"
 
 
-def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """Where a message must lie: gloo cannot see a GPU."""
     backends = dist.get_backend_config(group)
     if device.type == "cuda" and "nccl" not in backends:
@@ -366,5 +373,5 @@ def _stage(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     return device
 
 
-def _stageable(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return message.to(_stage(message.device, group))
+def _move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return message.to(_choose_transfer_device(message.device, group))

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 from ditile.plan.spec import ModelSpec
 
 
-def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Every module of a model that has an attention processor, and that."""
     for name, module in transformer.named_modules():
         processor = getattr(module, "processor", None)
@@ -24,26 +24,30 @@ def attentions(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             yield name, module, processor
 
 
-def answer_at_once(stack: ExitStack, block: nn.Module) -> None:
+def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
     """diffusers asks each processor for its signature in every call, a tenth of a millisecond: here it is at hand."""
-    for _, module, processor in attentions(block):
+    for _, module, processor in find_attention_processors(block):
         if isinstance(processor, nn.Module):
             continue
         ready = copy.copy(processor)
-        asked = functools.partial(type(processor).__call__, processor)
-        asked.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
-        ready.__call__ = asked
-        override(stack, module, "processor", ready)
+        signed_call = functools.partial(type(processor).__call__, processor)
+        signed_call.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
+        ready.__call__ = signed_call
+        override_attribute(stack, module, "processor", ready)
 
 
-def seat_cross(stack: ExitStack, spec: ModelSpec, block: nn.Module, current: Callable[[], Generation]) -> None:
+def replace_cross_processors(
+    stack: ExitStack, spec: ModelSpec, block: nn.Module, current: Callable[[], Generation]
+) -> None:
     """Attention to the text, which is whole on every rank, until the stack is closed."""
     for name, make in spec.cross.items():
         attention: Any = getattr(block, name, None)
         if type(getattr(attention, "processor", None)) in spec.stock:
-            override(stack, attention, "processor", make(lambda key, found: current().constant(key, found)))
+            override_attribute(
+                stack, attention, "processor", make(lambda key, compute: current().get_branch_constant(key, compute))
+            )
 
 
-def dispatches(processor: Any) -> bool:
+def uses_dispatch(processor: Any) -> bool:
     """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
     return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")

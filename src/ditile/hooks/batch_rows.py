@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-def take_rows(
-    arguments: Mapping[str, Any], rows: int, take: Callable[[Tensor], Tensor], whole: Collection[str] = ()
+def slice_batch_arguments(
+    arguments: Mapping[str, Any], batch_size: int, select: Callable[[Tensor], Tensor], whole: Collection[str] = ()
 ) -> dict[str, Any]:
     """Arguments of a call on `rows` rows, cut down to some of them.
 
@@ -25,29 +25,32 @@ def take_rows(
         take: the wanted rows of a tensor.
         whole: names of arguments that have no rows, whatever their length: position ids.
     """
-    return {name: value if name in whole else _cut(value, rows, take) for name, value in arguments.items()}
+    return {
+        name: value if name in whole else _slice_batch_value(value, batch_size, select)
+        for name, value in arguments.items()
+    }
 
 
-def join_rows(results: Sequence[Any]) -> Any:
+def join_batch_results(results: Sequence[Any]) -> Any:
     """What a call on all rows would have returned: a tuple or an output object of batched tensors."""
     one = results[0]
     if isinstance(one, Tensor):
         return torch.cat(list(results))
     if isinstance(one, Mapping):  # diffusers' outputs are mappings, and dataclasses
-        return type(one)(**{name: join_rows([result[name] for result in results]) for name in one})
+        return type(one)(**{name: join_batch_results([result[name] for result in results]) for name in one})
     if isinstance(one, list | tuple):
-        return type(one)(join_rows(parts) for parts in zip(*results, strict=True))
+        return type(one)(join_batch_results(parts) for parts in zip(*results, strict=True))
     return one
 
 
-def _cut(value: Any, rows: int, take: Callable[[Tensor], Tensor]) -> Any:
+def _slice_batch_value(value: Any, batch_size: int, select: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return take(value) if value.ndim > 0 and value.shape[0] == rows else value
+        return select(value) if value.ndim > 0 and value.shape[0] == batch_size else value
     if isinstance(value, dict):
-        return {name: _cut(part, rows, take) for name, part in value.items()}
+        return {name: _slice_batch_value(part, batch_size, select) for name, part in value.items()}
     if isinstance(value, list):
-        return [_cut(part, rows, take) for part in value]
+        return [_slice_batch_value(part, batch_size, select) for part in value]
     if isinstance(value, tuple):
-        parts = [_cut(part, rows, take) for part in value]
+        parts = [_slice_batch_value(part, batch_size, select) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value

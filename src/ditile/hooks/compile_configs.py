@@ -37,11 +37,11 @@ def set_compile_configs(
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "recompile_limit": max(dynamo.recompile_limit, recompile_limit),
         "accumulated_recompile_limit": max(dynamo.accumulated_recompile_limit, 8 * recompile_limit),
     }
-    for name, value in found.items():
+    for name, value in settings.items():
         setattr(dynamo, name, value)
     flags = {
         "reorder_for_compute_comm_overlap": compute_comm_overlap,
@@ -53,6 +53,6 @@ def set_compile_configs(
     for name, value in flags.items():
         setattr(inductor, name, value)
     inductor.triton.cudagraphs = cuda_graphs
-    found |= flags | {"triton.cudagraphs": cuda_graphs}
-    LOG.info("torch.compile: %s", ", ".join(f"{name}={value}" for name, value in found.items()))
-    return found
+    settings |= flags | {"triton.cudagraphs": cuda_graphs}
+    LOG.info("torch.compile: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
+    return settings

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ditile.distributed.departure import Departure
+from ditile.distributed.departure import HostCopy
 
-SCALE = 1_000_000
+MILLIONTHS = 1_000_000
 """Changes travel as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
 
-BEYOND = 1_000 * SCALE  # stands for what is no number
+NOT_FINITE = 1_000 * MILLIONTHS  # stands for what is no number
 
 
-class Row(NamedTuple):
+class ChangeKey(NamedTuple):
     """What changes: `kind` is "keys" (and values) or "latents". A half of the guidance may have branches of its own."""
 
     kind: str
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     row: int
 
 
-class Copy:
+class ChangeCopy:
     """Mean changes on their way from a device.
 
     Args:
@@ -40,60 +40,60 @@ class Copy:
     """
 
     def __init__(self, means: Tensor, counts: Sequence[int]) -> None:
-        self._means, self._counts = Departure(means), counts
+        self._means, self._counts = HostCopy(means), counts
 
     @property
-    def is_here(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether nobody has to wait."""
-        return self._means.is_here
+        return self._means.needs_no_wait
 
-    def wait(self) -> list[int]:
+    def wait_for_changes(self) -> list[int]:
         """Sum and number of the changes of each row, when they are here."""
-        pairs = zip(self._means.wait().tolist(), self._counts, strict=True)
-        return [number for mean, count in pairs for number in (_whole(mean) * count, count)]
+        pairs = zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True)
+        return [number for mean, count in pairs for number in (_round_to_millionths(mean) * count, count)]
 
 
-class Drift:
+class RelativeChange:
     """The changes of one step on this rank, in a half of the guidance."""
 
     def __init__(self, half: int = 0) -> None:
         self._half = half
-        self._changes: dict[Row, list[tuple[Tensor, Tensor]]] = {}
+        self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
 
-    def note(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
+    def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
         """Tensors of some rows of a batch, and those that they replace; `what` is their kind, branch and first row."""
         kind, branch, row = what
-        pair = (_length(fresh - stale), _length(fresh))
-        self._changes.setdefault(Row(kind, self._half, branch, row), []).append(pair)
+        pair = (_compute_row_norms(fresh - stale), _compute_row_norms(fresh))
+        self._changes.setdefault(ChangeKey(kind, self._half, branch, row), []).append(pair)
 
-    def close(self, rows: Sequence[Row]) -> Copy:
+    def start_change_copy(self, keys: Sequence[ChangeKey]) -> ChangeCopy:
         """Ends the step: the changes start on their way, and the next step begins.
 
         Args:
             rows: every row that may have changed on some rank, one by one, in an order that all ranks agree on.
         """
-        means: dict[Row, Tensor] = {}
-        counts: dict[Row, int] = {}
-        for first, pairs in self._changes.items():
+        means: dict[ChangeKey, Tensor] = {}
+        counts: dict[ChangeKey, int] = {}
+        for first_key, pairs in self._changes.items():
             distances, lengths = (torch.stack(part) for part in zip(*pairs, strict=True))
             mean = (distances / lengths.clamp_min(torch.finfo(torch.float32).tiny)).mean(dim=0)
-            for row, value in enumerate(mean.unbind(), start=first.row):
-                means[first._replace(row=row)], counts[first._replace(row=row)] = value, len(pairs)
+            for row, value in enumerate(mean.unbind(), start=first_key.row):
+                means[first_key._replace(row=row)], counts[first_key._replace(row=row)] = value, len(pairs)
         self._changes = {}
         zero = torch.zeros(()) if not means else torch.zeros_like(next(iter(means.values())))
-        return Copy(torch.stack([means.get(row, zero) for row in rows]), [counts.get(row, 0) for row in rows])
+        return ChangeCopy(torch.stack([means.get(row, zero) for row in keys]), [counts.get(row, 0) for row in keys])
 
 
-def largest(numbers: Sequence[int]) -> float:
+def find_largest_change(numbers: Sequence[int]) -> float:
     """The largest mean change of any row, from sums and numbers over all ranks; 0 if nothing changed."""
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return max((total / count / SCALE for total, count in pairs if count), default=0.0)
+    return max((total / count / MILLIONTHS for total, count in pairs if count), default=0.0)
 
 
-def _length(x: Tensor) -> Tensor:
+def _compute_row_norms(x: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), dtype=torch.float32)
     return length
 
 
-def _whole(change: float) -> int:
-    return min(round(change * SCALE), BEYOND) if math.isfinite(change) else BEYOND
+def _round_to_millionths(change: float) -> int:
+    return min(round(change * MILLIONTHS), NOT_FINITE) if math.isfinite(change) else NOT_FINITE

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 from ditile.plan.spec import ModelSpec
 
 
@@ -18,17 +18,17 @@ def embed_patches(stack: ExitStack, spec: ModelSpec, transformer: nn.Module, cur
         return
     module = transformer.get_submodule(spec.image_tokens)
     forward: Callable[[Tensor], Tensor] = module.forward
-    some = spec.embed(module, forward)
+    embed_run = spec.embed(module, forward)
 
-    def embedded(latents: Tensor) -> Tensor:
+    def embed_own_tokens(latents: Tensor) -> Tensor:
         now = current()
-        if now.micro.patch is None or now.branch not in now.layouts:
+        if now.micro_step.patch is None or now.branch not in now.layouts:
             return forward(latents)
-        runs = now.part(now.micro.patch).image
-        tokens = [some(latents, run) for run in runs]
-        whole = tokens[0].new_empty((latents.shape[0], now.layout.image, tokens[0].shape[2]))
-        for run, found in zip(runs, tokens, strict=True):
-            whole[:, run.start : run.stop] = found
+        runs = now.get_own_part(now.micro_step.patch).image
+        tokens = [embed_run(latents, run) for run in runs]
+        whole = tokens[0].new_empty((latents.shape[0], now.branch_layout.image_tokens, tokens[0].shape[2]))
+        for run, run_tokens in zip(runs, tokens, strict=True):
+            whole[:, run.start : run.stop] = run_tokens
         return whole
 
-    override(stack, module, "forward", embedded)
+    override_attribute(stack, module, "forward", embed_own_tokens)

@@ -15,23 +15,23 @@ import torch
 from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
-from ditile.hooks.fused import plain_on
-from ditile.hooks.overrides import override
+from ditile.hooks.fused import is_plain_linear
+from ditile.hooks.overrides import override_attribute
 
 
-def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is such a kernel; `torch.backends.mkldnn.flags(enabled=False)` says that it is not wanted."""
     onednn = torch.backends.mkldnn  # enabled where torch was built without it, too
     return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+def compute_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """GELU of a linear layer's output, in one kernel: `[..., k]` and `[n, k]` to `[..., n]`, where one `can_fuse`."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
     return out
 
 
-def fuse_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may: Callable[[], bool]) -> None:
+def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may_round: Callable[[], bool]) -> None:
     """Makes one kernel of each linear layer of a block and the GELU behind it, where it may, until it is closed.
 
     Args:
@@ -40,11 +40,11 @@ def fuse_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may: Cal
         device: where it runs; nothing is done on other ones than CPUs.
         may: whether it may round otherwise now.
     """
-    for owner, name, linear, activation, place in _pairs(block):
-        if plain_on(linear, device) and can_fuse(device, linear.weight.dtype):
-            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, may)
-            override(stack, linear, "forward", fused.product)
-            override(stack, activation, place, fused.activation)
+    for owner, name, linear, activation, place in _find_gelu_pairs(block):
+        if is_plain_linear(linear, device) and can_fuse_gelu(device, linear.weight.dtype):
+            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, may_round)
+            override_attribute(stack, linear, "forward", fused.run_linear)
+            override_attribute(stack, activation, place, fused.run_activation)
 
 
 class FusedGELU:
@@ -60,33 +60,33 @@ class FusedGELU:
 
     def __init__(
         self, owner: nn.Module, name: str, linear: nn.Linear, activation: Callable[[Tensor], Tensor], approximate: str,
-        may: Callable[[], bool],
+        may_round: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._owner, self._name, self._linear, self._approximate = owner, name, linear, approximate
-        self._product, self._activation, self._may_round = linear.forward, activation, may
-        self._made: Tensor | None = None
+        self._product, self._activation, self._may_round = linear.forward, activation, may_round
+        self._activated: Tensor | None = None
 
-    def product(self, x: Tensor) -> Tensor:
+    def run_linear(self, x: Tensor) -> Tensor:
         """`[..., k]` to `[..., n]`, with GELU applied where that may round otherwise."""
-        if not self._may(x):
+        if not self._may_fuse(x):
             return self._product(x)
-        self._made = linear_gelu(x, self._linear.weight, self._linear.bias, self._approximate)
-        return self._made
+        self._activated = compute_linear_gelu(x, self._linear.weight, self._linear.bias, self._approximate)
+        return self._activated
 
-    def activation(self, x: Tensor) -> Tensor:
+    def run_activation(self, x: Tensor) -> Tensor:
         """GELU of `[..., n]`, unless the product has it."""
-        if self._made is None or x is not self._made:
+        if self._activated is None or x is not self._activated:
             return self._activation(x)
-        self._made = None
+        self._activated = None
         return x
 
-    def _may(self, x: Tensor) -> bool:
+    def _may_fuse(self, x: Tensor) -> bool:
         free = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         is_one = x.dtype == torch.float32 and x.numel() > 0 and getattr(self._owner, self._name) is self._linear
         return self._may_round() and is_one and free
 
 
-def _pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
+def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
     """Each linear layer with the GELU behind it: (whose, name, layer, activation, the method that applies it)."""
     for module in block.modules():
         if type(module) is GELU:

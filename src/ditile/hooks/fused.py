@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 
 STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
 """What diffusers calls the projections of one stream."""
 
 
-def project_at_once(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
+def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
     """Makes one product of the projections of each stream, where they are plain ones on the device, until it is closed.
 
     Args:
@@ -34,13 +34,13 @@ def project_at_once(stack: ExitStack, attentions: Iterable[tuple[str, Any]], dev
     for _, attention in attentions:
         for names in STREAMS:
             linears: list[Any] = [getattr(attention, name, None) for name in names]
-            if _are_alike(linears, device):
-                at_once = AtOnce(linears)
+            if _are_linears_alike(linears, device):
+                fused = FusedProjections(linears)
                 for index, linear in enumerate(linears):
-                    override(stack, linear, "forward", partial(at_once, index))
+                    override_attribute(stack, linear, "forward", partial(fused, index))
 
 
-class AtOnce:
+class FusedProjections:
     """Linear layers that see the same tokens: the first computes what the others are asked for next.
 
     One that is called with other tokens computes its own, and so do all whose weights do not lie there any more.
@@ -53,58 +53,58 @@ class AtOnce:
         self._linears = linears
         self._forwards: list[Callable[[Tensor], Tensor]] = [linear.forward for linear in linears]
         self._widths = [linear.out_features for linear in linears]
-        self._weight = side_by_side([linear.weight for linear in linears])
-        self._bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
-        self._places = self._where()
+        self._weight = pack_parameters([linear.weight for linear in linears])
+        self._bias = None if linears[0].bias is None else pack_parameters([linear.bias for linear in linears])
+        self._addresses = self._read_addresses()
         self._tokens: Tensor | None = None
-        self._made: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """What the layer of this index makes of `[..., C]`."""
-        if x is self._tokens and index in self._made:
-            mine = self._made.pop(index)
-            if not self._made:
+        if x is self._tokens and index in self._outputs:
+            output = self._outputs.pop(index)
+            if not self._outputs:
                 self._tokens = None
-            return mine
-        if index or torch.is_grad_enabled() or self._where() != self._places:
+            return output
+        if index or torch.is_grad_enabled() or self._read_addresses() != self._addresses:
             return self._forwards[index](x)
-        made: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
-        self._tokens, self._made = x, dict(enumerate(made[1:], start=1))
-        return made[0]
+        outputs: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
+        self._tokens, self._outputs = x, dict(enumerate(outputs[1:], start=1))
+        return outputs[0]
 
-    def _where(self) -> list[int]:
+    def _read_addresses(self) -> list[int]:
         """Where in memory the parameters lie."""
         return [p.data_ptr() for linear in self._linears for p in (linear.weight, linear.bias) if p is not None]
 
 
-def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters as one tensor, in whose memory each of them has its part; they are moved where they do not yet."""
-    first, rows = parameters[0], [len(p) for p in parameters]
+    first, lengths = parameters[0], [len(p) for p in parameters]
     places = accumulate((p.numel() for p in parameters), initial=first.storage_offset())
     memory = first.untyped_storage().data_ptr()
     if all(
         p.untyped_storage().data_ptr() == memory and p.storage_offset() == place and p.is_contiguous()
         for p, place in zip(parameters, places, strict=False)
     ):
-        return first.data.as_strided((sum(rows), *first.shape[1:]), first.stride())
+        return first.data.as_strided((sum(lengths), *first.shape[1:]), first.stride())
     whole = torch.cat([p.data for p in parameters])
-    for p, part in zip(parameters, whole.split(rows), strict=True):
+    for p, part in zip(parameters, whole.split(lengths), strict=True):
         p.data = part
     return whole
 
 
-def plain_on(linear: Any, device: torch.device) -> bool:
+def is_plain_linear(linear: Any, device: torch.device) -> bool:
     """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device."""
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return False
     parameters = [p for p in (linear.weight, linear.bias) if p is not None]
-    plain = all(type(p) is nn.Parameter and type(p.data) is Tensor and not p.is_inference() for p in parameters)
-    on = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
-    return plain and on and not linear._forward_hooks and not linear._forward_pre_hooks
+    is_plain = all(type(p) is nn.Parameter and type(p.data) is Tensor and not p.is_inference() for p in parameters)
+    is_on_device = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
+    return is_plain and is_on_device and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def _are_alike(linears: Sequence[Any], device: torch.device) -> bool:
+def _are_linears_alike(linears: Sequence[Any], device: torch.device) -> bool:
     """Whether all are such layers, of one width and type."""
-    if not all(plain_on(linear, device) for linear in linears):
+    if not all(is_plain_linear(linear, device) for linear in linears):
         return False
     return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1

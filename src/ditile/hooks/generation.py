@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ditile.errors import StateError
-from ditile.hooks.kv_store import Memory
-from ditile.plan.layout import DUMMY_TEXT, Layout, Part, Split
-from ditile.plan.schedule import Micro
+from ditile.hooks.kv_store import GenerationMemory
+from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard
+from ditile.plan.schedule import MicroStep
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class LayerTokens:
     """The tokens of an attention layer at a micro-step.
 
     Attributes:
@@ -37,16 +37,16 @@ class Tokens:
     dummies_first: bool
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def rank_lengths(self) -> tuple[int, ...]:
         """Tokens of each rank, dummies apart."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
 
     @property
-    def real(self) -> slice:
+    def real_tokens(self) -> slice:
         """This rank's tokens without the dummies."""
         if not self.dummies:
             return slice(None)
-        return slice(self.dummies, None) if self.dummies_first else slice(0, self.lengths[self.index])
+        return slice(self.dummies, None) if self.dummies_first else slice(0, self.rank_lengths[self.index])
 
 
 @dataclass(slots=True)
@@ -60,80 +60,80 @@ class Generation:
     computes whole steps together, `crew` and `crew_index` say which tokens of those.
     """
 
-    ages: Callable[[Micro], tuple[int, ...]]
+    ages: Callable[[MicroStep], tuple[int, ...]]
     keeps_keys: Callable[[int], bool]
     is_stale: Callable[[int], bool] = lambda step: False
     split: Split = Split()
     index: int = 0
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
-    memory: Memory = field(default_factory=Memory)
-    micro: Micro = Micro(0, None)
+    memory: GenerationMemory = field(default_factory=GenerationMemory)
+    micro_step: MicroStep = MicroStep(0, None)
     branch: int = 0
     calls: int | None = None
     batch: int = 1
-    piece: int = 0
-    rows: range | None = None
-    crew: Split | None = None
-    crew_index: int = 0
+    micro_batch: int = 0
+    batch_range: range | None = None
+    warmup_split: Split | None = None
+    warmup_index: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)
-    _parts: dict[tuple[int, int | None], tuple[Part, ...]] = field(default_factory=dict)
-    _tokens: dict[tuple[int, int | None, bool], Tokens] = field(default_factory=dict)
+    _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
+    _tokens: dict[tuple[int, int | None, bool], LayerTokens] = field(default_factory=dict)
 
     @property
-    def layout(self) -> Layout:
+    def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch]
 
-    def parts(self, patch: int | None, branch: int | None = None) -> tuple[Part, ...]:
+    def list_rank_parts(self, patch: int | None, branch: int | None = None) -> tuple[TokenShard, ...]:
         """What each rank of the sequence axes has of a patch (None: of the image), in the branch at hand or another."""
         branch = self.branch if branch is None else branch
         if (branch, patch) not in self._parts:
-            split, _ = self._place(patch)
-            self._parts[branch, patch] = split.parts(self.layouts[branch], patch)
+            split, _ = self._get_split(patch)
+            self._parts[branch, patch] = split.shard_tokens(self.layouts[branch], patch)
         return self._parts[branch, patch]
 
-    def part(self, patch: int | None, branch: int | None = None) -> Part:
+    def get_own_part(self, patch: int | None, branch: int | None = None) -> TokenShard:
         """What this rank has of it."""
-        _, index = self._place(patch)
-        return self.parts(patch, branch)[index]
+        _, index = self._get_split(patch)
+        return self.list_rank_parts(patch, branch)[index]
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_image_tokens(self) -> bool:
         """Whether this rank computes all tokens of the image at the micro-step at hand."""
-        return self.micro.patch is None and self._place(None)[0].ranks == 1
+        return self.micro_step.patch is None and self._get_split(None)[0].num_ranks == 1
 
-    def _place(self, patch: int | None) -> tuple[Split, int]:
+    def _get_split(self, patch: int | None) -> tuple[Split, int]:
         """How ranks share out a patch (None: the image), and this rank's place among them."""
-        if patch is None and self.crew is not None:
-            return self.crew, self.crew_index
+        if patch is None and self.warmup_split is not None:
+            return self.warmup_split, self.warmup_index
         return self.split, self.index
 
-    def tokens(self, *, joint: bool) -> Tokens:
+    def get_layer_tokens(self, *, joint: bool) -> LayerTokens:
         """The tokens of an attention layer that sees the text, or does not, at the micro-step at hand."""
-        key = (self.branch, self.micro.patch, joint)
+        key = (self.branch, self.micro_step.patch, joint)
         if key not in self._tokens:
-            layout, parts = self.layout, self.parts(self.micro.patch)
+            layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
             joint = joint and layout.joint != "none"
-            runs = tuple(layout.runs(part, joint=joint) for part in parts)
-            _, own = self._place(self.micro.patch)
-            dummies = 0 if parts[own].text or not joint else DUMMY_TEXT
-            length = layout.image + (layout.text if joint else 0)
+            runs = tuple(layout.locate_in_sequence(part, joint=joint) for part in parts)
+            _, own_index = self._get_split(self.micro_step.patch)
+            dummies = 0 if parts[own_index].text or not joint else DUMMY_TEXT
+            length = layout.image_tokens + (layout.text if joint else 0)
             first = layout.joint == "text_first"
-            start = length - layout.image if first else 0
-            image = range(start, start + layout.image)
-            self._tokens[key] = Tokens(runs, own, length, image, dummies, first)
+            start = length - layout.image_tokens if first else 0
+            image = range(start, start + layout.image_tokens)
+            self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first)
         return self._tokens[key]
 
-    def constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What does not change in calls of the branch and the piece at hand: made once."""
-        return self.memory.constant((key, self.branch, self.piece), make)
+        return self.memory.get_constant((key, self.branch, self.micro_batch), make)
 
-    def end_call(self) -> None:
+    def advance_branch(self) -> None:
         """One transformer call is over."""
         self.branch += 1
-        self.piece, self.rows = 0, None
+        self.micro_batch, self.batch_range = 0, None
 
-    def end_micro(self) -> None:
+    def end_micro_step(self) -> None:
         """The scheduler stepped: the calls of a micro-step are over, and where tokens are cut must be as many as ever.
 
         Raises:
@@ -143,7 +143,7 @@ class Generation:
             self.calls = self.branch
         elif self.calls != self.branch and self.layouts:  # keys and messages belong to calls
             raise StateError(
-                f"the pipeline called the transformer {self.branch} times in step {self.micro.step} and {self.calls} "
+                f"the pipeline called the transformer {self.branch} times in step {self.micro_step.step} and {self.calls} "
                 "times before; guidance that changes the number of calls in mid-run cannot be divided into patches"
             )
         self.branch = 0

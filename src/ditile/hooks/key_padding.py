@@ -10,7 +10,7 @@ from torch import Tensor
 from ditile.errors import ModelError
 
 
-class KeyMask(NamedTuple):
+class KeyPaddingMask(NamedTuple):
     """Which keys of all ranks that share out the tokens are attended to.
 
     Attributes:
@@ -18,14 +18,14 @@ class KeyMask(NamedTuple):
             `[B or 1, own heads or 1, 1, keys]`. Where this rank has all tokens it is the mask as it was given.
     """
 
-    rows: tuple[Tensor, ...]
+    ring_masks: tuple[Tensor, ...]
 
-    def whole(self) -> Tensor:
+    def join_ring_masks(self) -> Tensor:
         """Of all keys, in the order of the ranks."""
-        return torch.cat(self.rows, dim=-1)
+        return torch.cat(self.ring_masks, dim=-1)
 
 
-class Extra(NamedTuple):
+class AttentionOptions(NamedTuple):
     """What goes with q, k and v.
 
     Attributes:
@@ -33,11 +33,11 @@ class Extra(NamedTuple):
         scale: of the scores; None is that of the head size.
     """
 
-    mask: KeyMask | None = None
+    mask: KeyPaddingMask | None = None
     scale: float | None = None
 
 
-def of_keys(mask: Tensor, batch: int) -> Tensor:
+def normalize_key_mask(mask: Tensor, batch: int) -> Tensor:
     """A mask of keys alone, boolean or additive, as `[B or 1, N or 1, 1, keys]`.
 
     Args:
@@ -57,7 +57,7 @@ def of_keys(mask: Tensor, batch: int) -> Tensor:
     )
 
 
-def refuse_masks(extra: Extra, layer: str) -> None:
+def refuse_key_masks(extra: AttentionOptions, layer: str) -> None:
     """Raises `ModelError` if there is a mask: stale keys are kept without one."""
     if extra.mask is not None:
         raise ModelError(

@@ -9,41 +9,43 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import matching, override
+from ditile.hooks.overrides import match_modules, override_attribute
 from ditile.plan.spec import ModelSpec
 
 
-class Memo:
+class OutputMemoizer:
     """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
 
     def __init__(self, spec: ModelSpec, current: Callable[[], Generation]) -> None:
         self._spec, self._current = spec, current
 
-    def install(self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()) -> None:
+    def install_hooks(
+        self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
+    ) -> None:
         """Off the first stage the embedded latents are never read, and so are as good as constant.
 
         Within blocks that are compiled nothing is remembered: what they call is part of their graph.
         """
         constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
-        for patterns, wrap in ((constant, self._constant), (self._spec.per_step, self._of_step)):
+        for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
             for pattern in patterns:
-                for name, module in matching(transformer, pattern):
+                for name, module in match_modules(transformer, pattern):
                     if not any(name.startswith(f"{block}.") for block in compiled):
-                        override(stack, module, "forward", wrap(name, module.forward))
+                        override_attribute(stack, module, "forward", wrap(name, module.forward))
 
-    def _constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(*args: Any, **kwargs: Any) -> Any:
+    def _memoize_constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
             now = self._current()
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            return now.constant((name, shapes), lambda: forward(*args, **kwargs))
+            return now.get_branch_constant((name, shapes), lambda: forward(*args, **kwargs))
 
-        return remembered
+        return forward_once
 
-    def _of_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(*args: Any, **kwargs: Any) -> Any:
+    def _memoize_per_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_once_per_step(*args: Any, **kwargs: Any) -> Any:
             now = self._current()
-            if now.micro.patch is None:
+            if now.micro_step.patch is None:
                 return forward(*args, **kwargs)
-            return now.memory.of_step((name, now.branch), lambda: forward(*args, **kwargs))
+            return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
 
-        return remembered
+        return forward_once_per_step

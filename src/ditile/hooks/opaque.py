@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNT = itertools.count()
-_HIDDEN: WeakValueDictionary[int, Hidden] = WeakValueDictionary()
+_CUSTOM_OPS: WeakValueDictionary[int, CustomOp] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("ditile", "DEF")
 # `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator in it eagerly:
 # messages and keys are other ones at the next call, and may not be replayed. That `number` and `turn` are on the CPU
@@ -33,13 +33,13 @@ _LIBRARY.define(
 )
 
 
-def opaque(fn: F) -> F:
+def exclude_from_compile(fn: F) -> F:
     """A function that is not compiled, nor what it calls, unless that is compiled by itself."""
-    hidden: F = torch.compiler.disable(fn)
-    return hidden
+    excluded_fn: F = torch.compiler.disable(fn)
+    return excluded_fn
 
 
-class Hidden:
+class CustomOp:
     """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
 
     Args:
@@ -51,7 +51,7 @@ class Hidden:
         self.fn, self.turn = fn, turn
         number = next(_COUNT)
         self.number = torch.tensor(number)
-        _HIDDEN[number] = self
+        _CUSTOM_OPS[number] = self
 
     def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
         """Calls the function: as an operator where it is compiled."""
@@ -61,24 +61,24 @@ class Hidden:
         return out
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
+def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The module itself, where `torch.compile` made another around it."""
     inner = vars(module)["_modules"].get("_orig_mod")
-    return module if inner is None else uncompiled(inner)
+    return module if inner is None else unwrap_compiled(inner)
 
 
-def _call(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
-    out = _HIDDEN[int(number)].fn(*tensors, scale=scale).contiguous()
+def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    out = _CUSTOM_OPS[int(number)].fn(*tensors, scale=scale).contiguous()
     turn.add_(1)
-    given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-    return out.clone() if out.untyped_storage().data_ptr() in given else out
+    input_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    return out.clone() if out.untyped_storage().data_ptr() in input_addresses else out
 
 
-def _shape(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
-    first = tensors[0]
-    assert first is not None
-    return first.new_empty(first.shape)
+def _make_fake_output(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    first_tensor = tensors[0]
+    assert first_tensor is not None
+    return first_tensor.new_empty(first_tensor.shape)
 
 
-_LIBRARY.impl("hidden", _call, "CompositeExplicitAutograd")
-torch.library.register_fake("ditile::hidden", _shape, lib=_LIBRARY)
+_LIBRARY.impl("hidden", _run_custom_op, "CompositeExplicitAutograd")
+torch.library.register_fake("ditile::hidden", _make_fake_output, lib=_LIBRARY)

@@ -12,12 +12,12 @@ from torch import nn
 
 _ABSENT = object()
 
-HOOKED = "_old_forward"
+ACCELERATE_FORWARD = "_old_forward"
 """Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after
 each call and puts new ones on: what lies outside of them is gone then."""
 
 
-class Watched:
+class WatchedMethod:
     """A method of an instance, with somebody watching. A copy of the instance has the plain method, of its own.
 
     Args:
@@ -27,51 +27,51 @@ class Watched:
     """
 
     def __init__(
-        self, watch: Callable[..., Any], stock: Callable[..., Any], copied: Callable[[], None] = lambda: None
+        self, watch: Callable[..., Any], stock: Callable[..., Any], on_copy: Callable[[], None] = lambda: None
     ) -> None:
         functools.update_wrapper(self, stock)
-        self._watch, self._stock, self._copied = watch, stock, copied
+        self._watch, self._stock, self._on_copy = watch, stock, on_copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._watch(self._stock, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._copied()
+        self._on_copy()
         return copy.deepcopy(self._stock, memo)
 
 
-def override(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute on an instance until the stack is closed."""
     before = vars(owner).get(name, _ABSENT)
     vars(owner)[name] = value
 
-    def undo() -> None:
+    def undo_override() -> None:
         if before is _ABSENT:
             vars(owner).pop(name, None)
         else:
             vars(owner)[name] = before
 
-    stack.callback(undo)
+    stack.callback(undo_override)
 
 
-def forward_at(module: nn.Module) -> str:
+def find_forward_attribute(module: nn.Module) -> str:
     """The attribute of a module that holds its forward, inside of hooks that come and go."""
-    return HOOKED if HOOKED in vars(module) else "forward"
+    return ACCELERATE_FORWARD if ACCELERATE_FORWARD in vars(module) else "forward"
 
 
-def found_at(module: nn.Module, mine: object) -> str | None:
+def locate_override(module: nn.Module, mine: object) -> str | None:
     """The same for what was laid around the forward: hooks may have moved it. None if it is not there any more."""
-    return next((name for name in ("forward", HOOKED) if vars(module).get(name) is mine), None)
+    return next((name for name in ("forward", ACCELERATE_FORWARD) if vars(module).get(name) is mine), None)
 
 
-def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
     """Sub-modules whose path matches a pattern in which `*` stands for one name."""
-    found = [("", root)]
+    matches = [("", root)]
     for part in pattern.split("."):
-        found = [
+        matches = [
             (f"{path}.{name}".lstrip("."), child)
-            for path, module in found
+            for path, module in matches
             for name, child in module.named_children()
             if part in ("*", name)
         ]
-    yield from found
+    yield from matches

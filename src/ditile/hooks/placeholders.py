@@ -10,11 +10,11 @@ import torch
 from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 
-Parts = tuple[dict[str, Any], ...]
+ModuleContents = tuple[dict[str, Any], ...]
 """What a module held: children, parameters, buffers."""
 
 
-class StandIn(Protocol):
+class ReplacementBlock(Protocol):
     """Computes a block whose own module is hollow."""
 
     block: nn.Module
@@ -23,41 +23,41 @@ class StandIn(Protocol):
         """The block's forward."""
 
 
-def hollow(module: nn.Module) -> Parts:
+def turn_into_placeholder(module: nn.Module) -> ModuleContents:
     """Takes everything out of a module, and returns it."""
-    held = _parts(module)
-    kept = tuple(dict(part) for part in held)
-    for part in held:
-        part.clear()
-    return kept
+    containers = _list_contents(module)
+    contents = tuple(dict(container) for container in containers)
+    for container in containers:
+        container.clear()
+    return contents
 
 
-def refill(module: nn.Module, kept: Parts) -> None:
+def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
     """Puts back what `hollow` took out."""
-    for part, held in zip(_parts(module), kept, strict=True):
-        part.clear()
-        part.update(held)
+    for container, content in zip(_list_contents(module), contents, strict=True):
+        container.clear()
+        container.update(content)
 
 
-def is_hollow(module: nn.Module) -> bool:
+def is_placeholder(module: nn.Module) -> bool:
     """Whether a module has neither children nor parameters, as an activation function has none either."""
     return not module._modules and not module._parameters
 
 
 @contextlib.contextmanager
-def weightless() -> Iterator[None]:
+def init_on_meta_device() -> Iterator[None]:
     """Models made within are on the meta device: structure and shapes alone, and no time goes into first values."""
     with no_init_weights(), torch.device("meta"):
         yield
 
 
-def twin(transformer: nn.Module) -> nn.Module:
+def build_meta_model(transformer: nn.Module) -> nn.Module:
     """The structure of a transformer as its config has it, whole and without weights."""
     model: Any = transformer
-    with weightless():
-        made: nn.Module = type(model).from_config(model.config)
-    return made
+    with init_on_meta_device():
+        meta_model: nn.Module = type(model).from_config(model.config)
+    return meta_model
 
 
-def _parts(module: nn.Module) -> Parts:
+def _list_contents(module: nn.Module) -> ModuleContents:
     return (module._modules, module._parameters, module._buffers)

@@ -12,14 +12,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from ditile.hooks.generation import Tokens
-from ditile.hooks.key_padding import Extra, KeyMask
+from ditile.hooks.generation import LayerTokens
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 
-Make = Callable[[], Tensor]
+DeferredTensor = Callable[[], Tensor]
 """Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
 
 
-class Exchange(Protocol):
+class HeadExchange(Protocol):
     """Trades a split over tokens for one over heads, and back.
 
     Attributes:
@@ -28,27 +28,27 @@ class Exchange(Protocol):
 
     overlaps: bool
 
-    def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
+    def exchange_tokens_for_heads(self, makes: Sequence[DeferredTensor], tokens: LayerTokens) -> Sequence[Tensor]:
         """Makes q, k and v `[B, own tokens, N, H]` into `[B, tokens of the ulysses ranks, own heads, H]`."""
         ...
 
-    def to_tokens(self, out: Tensor, tokens: Tokens, heads: int) -> Tensor:
+    def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """The way back, of an output with `heads` heads in all."""
         ...
 
 
-class Keys(Protocol):
+class KeySource(Protocol):
     """Which keys and values the queries attend to."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of fresh queries `[B, S, N, H]`."""
         ...
 
 
-class Masks(Protocol):
+class KeyMaskSource(Protocol):
     """Makes a layer's mask that of the keys of all ranks that share out the tokens."""
 
-    def gather(self, mask: Tensor, batch: int, tokens: Tokens, heads: int | None) -> KeyMask:
+    def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
         """From what a layer was given for `batch` rows: of this rank's keys, or of all of them in sequence.
 
         Of the heads only this rank's are kept; all, if their number is None.
@@ -56,13 +56,13 @@ class Masks(Protocol):
         ...
 
 
-class Gather(Protocol):
+class KeyGather(Protocol):
     """Collects the fresh keys and values of the ranks along ring."""
 
-    def __call__(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """Attention over `[B, S, N, H]` tensors; the keys may be longer than the queries.
 
     `mask` is boolean or additive, and broadcasts to `[B, N, queries, keys]`.
@@ -72,75 +72,75 @@ class Kernel(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor: ...
 
-    def with_lse(
+    def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
         ...
 
 
-class Streams(Protocol):
+class TokenStreams(Protocol):
     """What a rank has of its tokens between the Linears of a block: all, or (split_scheme=sequence) a share."""
 
-    def begin(self, image: int, text: int) -> None:
+    def set_stream_lengths(self, image: int, text: int) -> None:
         """A call is about to enter the blocks with these tokens."""
         ...
 
-    def own(self, length: int) -> slice:
+    def locate_own_share(self, length: int) -> slice:
         """Where a rank's share of a stream is."""
         ...
 
-    def gather(self, x: Tensor, length: int) -> Tensor:
+    def gather_stream(self, x: Tensor, length: int) -> Tensor:
         """The whole of a stream `[B, length, C]` from every rank's share."""
         ...
 
 
-class WholeStreams:
+class WholeTokenStreams:
     """All of them."""
 
-    def begin(self, image: int, text: int) -> None:
+    def set_stream_lengths(self, image: int, text: int) -> None:
         """Nothing."""
 
-    def own(self, length: int) -> slice:
+    def locate_own_share(self, length: int) -> slice:
         """Everything."""
         return slice(0, length)
 
-    def gather(self, x: Tensor, length: int) -> Tensor:
+    def gather_stream(self, x: Tensor, length: int) -> Tensor:
         """Nothing."""
         return x
 
 
-class Batch(Protocol):
+class BatchShare(Protocol):
     """Which images and calls are this rank's, as the loop needs to know it."""
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether this rank has no images: it calls no model, and stays in step."""
         ...
 
-    def begin(self) -> None:
+    def begin_generation(self) -> None:
         """A generation begins."""
 
-    def branches(self, step: int, calls: int) -> Sequence[int]:
+    def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
         ...
 
-    def check(self, prediction: Tensor, sample: Tensor) -> None:
+    def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """The scheduler is about to be stepped with these."""
 
-    def own(self, batch: Tensor) -> Tensor:
+    def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of the rows of `[images, ...]` that are this rank's."""
         ...
 
-    def gathered(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         """All latents, where each replica's own are right; collective over the last stages of all replicas."""
         ...
 
-    def end(self) -> None:
+    def end_generation(self) -> None:
         """The last step is over."""
 
 
-class Moment(NamedTuple):
+class CallPosition(NamedTuple):
     """Where the pipeline is when it calls a model whose blocks may be left out.
 
     Attributes:
@@ -159,10 +159,10 @@ class Moment(NamedTuple):
     sizes: Callable[[], Sequence[int]] = lambda: ()
     has_text: Callable[[], bool] = lambda: True
     images: int | None = None
-    must: bool = False
+    must_compute: bool = False
 
 
-class Labelled(Protocol):
+class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 
     Attributes:
@@ -172,19 +172,19 @@ class Labelled(Protocol):
     label: str | None
 
 
-class Clock(Protocol):
+class PipelineClock(Protocol):
     """Says where the pipeline is, to what lies around its model's blocks."""
 
-    def begin_call(self, model: Labelled) -> Moment | None:
+    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
         """A model is called; None if all of it must be computed, and nothing remembered."""
         ...
 
-    def end_call(self, model: Labelled) -> None:
+    def end_model_call(self, model: LabelledModel) -> None:
         """It returns."""
         ...
 
 
-class Agreement(Protocol):
+class SkipAgreement(Protocol):
     """How the ranks of an image agree on what is left out.
 
     Attributes:
@@ -193,26 +193,26 @@ class Agreement(Protocol):
 
     owned: Collection[nn.Module] | None
 
-    def add(self, sums: Tensor) -> Tensor:
+    def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums over the ranks that share out the tokens and branches of these blocks, on the CPU."""
         ...
 
-    def tell(self, skips: Sequence[bool]) -> None:
+    def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Says to the stages behind what was decided."""
         ...
 
-    def hear(self, count: int) -> Sequence[bool]:
+    def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """What a stage in front has decided, for so many units."""
         ...
 
-    def give_start(self, tokens: Tensor, to: nn.Module) -> None:
+    def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """The tokens in front of a probe, to the stage that has this last block of it."""
         ...
 
-    def take_start(self, like: Tensor, of: nn.Module) -> Tensor:
+    def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """The same there; `of` is the first block of the probe."""
         ...
 
-    def left_out(self, blocks: Sequence[nn.Module], moment: Moment) -> None:
+    def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """These blocks were not run, for any row: what others remember of them stands for this step."""
         ...

@@ -15,10 +15,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.models.block_lists import block_lists, candidates, flow_in_list, known_lists, list_at
-from ditile.models.block_table import row_of
-from ditile.models.patterns import ForwardPattern, pattern_of
-from ditile.models.source import TEXTS, image_of, inner, parameters_of
+from ditile.models.block_lists import (
+    find_block_lists,
+    find_candidate_lists,
+    find_list_flow,
+    get_module_list,
+    look_up_block_lists,
+)
+from ditile.models.block_table import find_table_entry
+from ditile.models.patterns import ForwardPattern, find_flow_pattern
+from ditile.models.source import TEXT_PARAMETERS, find_image_parameter, list_forward_parameters, unwrap_module
 from ditile.plan.spec import BlockList, Flow
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
@@ -85,11 +91,11 @@ class BlockAdapter:
 
     def __post_init__(self) -> None:
         if not self.skip_post_init:
-            validate(self)
+            validate_adapter(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class TransformerBlockLists:
     """A transformer and the lists of its chain.
 
     Attributes:
@@ -107,11 +113,11 @@ class Adapted:
     undo: Callable[[], None] = lambda: None
 
 
-Part = tuple[str, Sequence[nn.Module]]
+NamedBlocks = tuple[str, Sequence[nn.Module]]
 """A list, or a part of one: its name, and blocks."""
 
 
-class _Said(NamedTuple):
+class _AdapterFields(NamedTuple):
     """What an adapter says of one transformer: its lists, and a pattern and a modifier for each, or one for all."""
 
     transformer: nn.Module
@@ -120,7 +126,7 @@ class _Said(NamedTuple):
     modifiers: list[Any]
 
 
-def validate(adapter: BlockAdapter) -> None:
+def validate_adapter(adapter: BlockAdapter) -> None:
     """Refuses fields that mean nothing.
 
     Raises:
@@ -130,7 +136,7 @@ def validate(adapter: BlockAdapter) -> None:
         raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")
     if adapter.blocks_policy not in ("max", "min"):
         raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
-    for pattern in _flat(adapter.forward_pattern):
+    for pattern in _flatten_nested(adapter.forward_pattern):
         if pattern is not None and not isinstance(pattern, ForwardPattern):
             names = ", ".join(each.name for each in ForwardPattern)
             raise ModelError(f"forward_pattern={pattern!r} is unknown; ForwardPattern has {names}")
@@ -141,26 +147,29 @@ def validate(adapter: BlockAdapter) -> None:
         raise ModelError(f"patch_functor={functor!r} has no method apply; derive it from PatchFunctor")
 
 
-def resolve(adapter: BlockAdapter) -> list[Adapted]:
+def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
     """The lists that an adapter means, for each of its transformers.
 
     Raises:
         ModelError: if blocks are not the transformer's, or patterns are not what the blocks do.
     """
-    validate(adapter)
-    return [_adapt(adapter, said) for said in _said(adapter)]
+    validate_adapter(adapter)
+    return [_resolve_transformer(adapter, fields) for fields in _split_by_transformer(adapter)]
 
 
-def block_lists_of(pipe: Any) -> list[Adapted]:
+def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
     """The lists of each transformer of a pipeline (or of the transformer that is given), by table or source.
 
     Raises:
         ModelError: if there is no transformer, or its blocks cannot be told.
     """
-    return [Adapted(inner(transformer), block_lists(transformer)) for transformer in transformers_of(pipe)]
+    return [
+        TransformerBlockLists(unwrap_module(transformer), find_block_lists(transformer))
+        for transformer in find_transformers(pipe)
+    ]
 
 
-def transformers_of(pipe: Any) -> list[nn.Module]:
+def find_transformers(pipe: Any) -> list[nn.Module]:
     """The transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
 
     Raises:
@@ -170,108 +179,116 @@ def transformers_of(pipe: Any) -> list[nn.Module]:
         return [pipe]
     parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    found = [part for name, part in modules.items() if "transformer" in name or row_of(type(inner(part)))]
-    if not found:
+    transformers = [
+        part for name, part in modules.items() if "transformer" in name or find_table_entry(type(unwrap_module(part)))
+    ]
+    if not transformers:
         raise ModelError(
             f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
             "transformer or a BlockAdapter"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(transformers))
 
 
-def _said(adapter: BlockAdapter) -> list[_Said]:
+def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
     """The fields of an adapter, sorted by transformer."""
-    given = adapter.transformer
-    transformers = [given] if isinstance(given, nn.Module) else list(given or transformers_of(adapter.pipe))
-    if given is not None and adapter.pipe is not None:
-        called = [inner(each) for each in transformers_of(adapter.pipe)]
-        for stranger in (each for each in transformers if inner(each) not in called):
+    transformer_field = adapter.transformer
+    transformers = (
+        [transformer_field]
+        if isinstance(transformer_field, nn.Module)
+        else list(transformer_field or find_transformers(adapter.pipe))
+    )
+    if transformer_field is not None and adapter.pipe is not None:
+        called = [unwrap_module(each) for each in find_transformers(adapter.pipe)]
+        for stranger in (each for each in transformers if unwrap_module(each) not in called):
             raise ModelError(
-                f"the {type(inner(stranger)).__name__} of BlockAdapter is not that of its "
+                f"the {type(unwrap_module(stranger)).__name__} of BlockAdapter is not that of its "
                 f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
             )
     count = len(transformers)
-    blocks = _by_transformer("blocks", adapter.blocks if adapter.blocks is not None else adapter.blocks_name, count)
-    patterns = _by_transformer("forward_pattern", adapter.forward_pattern, count)
-    modifiers = _by_transformer("params_modifiers", adapter.params_modifiers, count)
+    blocks = _split_adapter_field(
+        "blocks", adapter.blocks if adapter.blocks is not None else adapter.blocks_name, count
+    )
+    patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
+    modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
     return [
-        _Said(inner(transformer), blocks[index], patterns[index] or [None], modifiers[index] or [])
+        _AdapterFields(unwrap_module(transformer), blocks[index], patterns[index] or [None], modifiers[index] or [])
         for index, transformer in enumerate(transformers)
     ]
 
 
-def _by_transformer(what: str, value: Any, count: int) -> list[list[Any] | None]:
+def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
     """A field as a list for each transformer; one value is that of all."""
     if not isinstance(value, (list, tuple)):
         return [None if value is None else [value]] * count
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        nested = len(value) == 1 and isinstance(value[0], (list, tuple)) and not _are_blocks(value[0])
-        return [_each(value[0] if nested else value)]
+        nested = len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0])
+        return [_list_field_entries(value[0] if nested else value)]
     if len(value) != count:
         raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
-    return [_each(each) for each in value]
+    return [_list_field_entries(each) for each in value]
 
 
-def _each(value: Any) -> list[Any]:
+def _list_field_entries(value: Any) -> list[Any]:
     """The entries for one transformer; blocks in a plain list are one entry."""
-    return list(value) if isinstance(value, (list, tuple)) and not _are_blocks(value) else [value]
+    return list(value) if isinstance(value, (list, tuple)) and not _is_list_of_blocks(value) else [value]
 
 
-def _are_blocks(value: Any) -> bool:
+def _is_list_of_blocks(value: Any) -> bool:
     """Whether a list holds blocks, rather than lists of them."""
     return bool(value) and all(isinstance(each, nn.Module) and not isinstance(each, nn.ModuleList) for each in value)
 
 
-def _flat(value: Any) -> list[Any]:
-    return [item for each in value for item in _flat(each)] if isinstance(value, (list, tuple)) else [value]
+def _flatten_nested(value: Any) -> list[Any]:
+    return [item for each in value for item in _flatten_nested(each)] if isinstance(value, (list, tuple)) else [value]
 
 
-def _adapt(adapter: BlockAdapter, said: _Said) -> Adapted:
-    model = said.transformer
-    undo = _patched(model, adapter.patch_functor)
-    every = known_lists(model)  # refuses what may not be left out
+def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
+    model = fields.transformer
+    undo = _apply_functor(model, adapter.patch_functor)
+    every = look_up_block_lists(model)  # refuses what may not be left out
     for name in adapter.dummy_blocks_names or ():
-        list_at(model, name)
-    parts: list[list[Part]]
+        get_module_list(model, name)
+    parts: list[list[NamedBlocks]]
     if adapter.auto:
-        parts = [[_searched(adapter, model, said.patterns[0])]]
-    elif said.blocks is None:
-        parts = [[(each.name, each.blocks)] for each in every or block_lists(model)]
+        parts = [[_search_block_list(adapter, model, fields.patterns[0])]]
+    elif fields.blocks is None:
+        parts = [[(each.name, each.blocks)] for each in every or find_block_lists(model)]
     else:
-        parts = [_owned(model, each) for each in said.blocks]
-    patterns = _for_each("forward_pattern", said.patterns, len(parts))
-    modifiers = _for_each("params_modifiers", said.modifiers, len(parts)) if said.modifiers else []
+        parts = [_group_by_owner(model, each) for each in fields.blocks]
+    patterns = _repeat_for_lists("forward_pattern", fields.patterns, len(parts))
+    modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts)) if fields.modifiers else []
     lists, settings = [], []
     for index, part in enumerate(parts):
         for name, blocks in part:
             if name not in (adapter.dummy_blocks_names or ()) or len(part) > 1:
-                flow = _flow(adapter, model, name, blocks, patterns[index])
+                flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
                 lists.append(BlockList(name, tuple(blocks), flow))
                 settings += modifiers[index : index + 1]
     if not lists:
         raise ModelError(f"dummy_blocks_names={adapter.dummy_blocks_names} leaves no block of {type(model).__name__}")
-    return Adapted(model, lists, settings, adapter.has_separate_cfg, undo)
+    return TransformerBlockLists(model, lists, settings, adapter.has_separate_cfg, undo)
 
 
-def _for_each(what: str, values: list[Any], count: int) -> list[Any]:
+def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
     """One value for each list."""
     if len(values) not in (1, count):
         raise ModelError(f"{what} has {len(values)} entries for {count} lists of blocks; give one, or one for each")
     return values if len(values) == count else values * count
 
 
-def _owned(model: nn.Module, blocks: Any) -> list[Part]:
+def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
     """Given blocks by the lists of the transformer that own them; a list may join several of these."""
     if isinstance(blocks, str):
-        return [(blocks, tuple(list_at(model, blocks)))]
+        return [(blocks, tuple(get_module_list(model, blocks)))]
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
         raise ModelError(f"blocks is a {type(blocks).__name__}; it must be a ModuleList of {type(model).__name__}")
     members = list(blocks)
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
     owners = {id(member): name for name, each in reversed(lists) for member in each}
-    strangers = [type(inner(member)).__name__ for member in members if id(member) not in owners]
+    strangers = [type(unwrap_module(member)).__name__ for member in members if id(member) not in owners]
     if strangers or not members:
         names = ", ".join(name for name, _ in lists if "." not in name)
         what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
@@ -279,70 +296,72 @@ def _owned(model: nn.Module, blocks: Any) -> list[Part]:
     return [(name, list(each)) for name, each in groupby(members, lambda member: owners[id(member)])]
 
 
-def _searched(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> Part:
+def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
     """The list that auto=True finds.
 
     Raises:
         ModelError: if none is as the adapter wants it.
     """
-    found, others = [], []
-    for name, blocks, call in candidates(model):
-        flow = flow_in_list(model, name, blocks)
+    matches, others = [], []
+    for name, blocks, call in find_candidate_lists(model):
+        flow = find_list_flow(model, name, blocks)
         named = not adapter.check_prefixes or name.startswith(tuple(adapter.allow_prefixes))
         ends = tuple(adapter.allow_suffixes)
-        classed = not adapter.check_suffixes or all(type(inner(block)).__name__.endswith(ends) for block in blocks)
+        classed = not adapter.check_suffixes or all(
+            type(unwrap_module(block)).__name__.endswith(ends) for block in blocks
+        )
         alike = pattern is None or flow is None or adapter.check_forward_pattern is False
         alike = alike or pattern.flow.returns == flow.returns  # type: ignore[union-attr]
         usable = (flow is not None or pattern is not None) and (call is None or call.alone)
         if named and classed and alike and usable and name not in (adapter.dummy_blocks_names or ()):
-            found.append((name, tuple(blocks)))
-        others.append(f"{name} ({pattern_of(flow).name if flow else 'of no known pattern'})")
-    if not found:
+            matches.append((name, tuple(blocks)))
+        others.append(f"{name} ({find_flow_pattern(flow).name if flow else 'of no known pattern'})")
+    if not matches:
         raise ModelError(
             f"auto=True finds no list of {type(model).__name__} with forward_pattern="
             f"{pattern.name if pattern else None} and allow_prefixes={list(adapter.allow_prefixes)}; "
             f"it has {', '.join(others) or 'no list of blocks'}"
         )
     best = max if adapter.blocks_policy == "max" else min
-    return best(found, key=lambda each: len(each[1]))
+    return best(matches, key=lambda each: len(each[1]))
 
 
-def _flow(
+def _resolve_flow(
     adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
 ) -> Flow:
     """How the blocks of a list pass tokens on: as the pattern says, where the table or the source do not differ."""
-    told = flow_in_list(model, name, blocks)
+    known_flow = find_list_flow(model, name, blocks)
     where = f"{type(model).__name__}.{name}"
     if pattern is None:
-        if told is None:
+        if known_flow is None:
             raise ModelError(
                 f"{where}: it cannot be told in which order its blocks return image and text; say it with "
                 "forward_pattern=ForwardPattern...."
             )
-        return told
-    if told is None:
-        return _trusted(pattern, where, blocks[0])
-    right = pattern_of(told)
+        return known_flow
+    if known_flow is None:
+        return _bind_pattern(pattern, where, blocks[0])
+    right = find_flow_pattern(known_flow)
     wrong = f"{where}: forward_pattern={pattern}, and its blocks are {right}"
-    if adapter.check_num_outputs and len(told.returns) != len(pattern.flow.returns):
+    if adapter.check_num_outputs and len(known_flow.returns) != len(pattern.flow.returns):
         raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_num_outputs=False")
     if adapter.check_forward_pattern is False:
-        return _trusted(pattern, where, blocks[0])
-    if told.returns != pattern.flow.returns:
+        return _bind_pattern(pattern, where, blocks[0])
+    if known_flow.returns != pattern.flow.returns:
         if adapter.check_forward_pattern:
             raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_forward_pattern=False")
         warnings.warn(f"{wrong}; ForwardPattern.{right.name} is used", UserWarning, stacklevel=4)
-    return told
+    return known_flow
 
 
-def _trusted(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
+def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
     """A pattern with the names that the parameters of a block have."""
-    parameters = parameters_of(block)
-    image = image_of(parameters)
+    parameters = list_forward_parameters(block)
+    image = find_image_parameter(parameters)
     if pattern.flow.text is None:
         return Flow(pattern.flow.returns, image, None)
     others = [name for name in parameters if name != image]
-    text = next((name for name in TEXTS if name in others), None)
+    text = next((name for name in TEXT_PARAMETERS if name in others), None)
     if text is None and "text" in pattern.flow.returns:
         text = next(iter(others), None)
         if text is None:
@@ -350,12 +369,12 @@ def _trusted(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
     return Flow(pattern.flow.returns, image, text)
 
 
-def _patched(model: nn.Module, functor: Any) -> Callable[[], None]:
+def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
     """Lets a functor edit a transformer; what it returns puts back the attributes of instances that it set."""
     if functor is None:
         return lambda: None
     before = [(module, dict(vars(module))) for module in model.modules()]
-    if inner(functor.apply(model)) is not model:
+    if unwrap_module(functor.apply(model)) is not model:
         raise ModelError(
             f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
         )
@@ -366,11 +385,11 @@ def _patched(model: nn.Module, functor: Any) -> Callable[[], None]:
         if name not in old or old[name] is not value
     ]
 
-    def undo() -> None:
+    def undo_edits() -> None:
         for module, name, old, was, value in edits:
             if vars(module).get(name) is value:  # nobody has set it since
                 vars(module).pop(name)
                 if was:
                     vars(module)[name] = old
 
-    return undo
+    return undo_edits

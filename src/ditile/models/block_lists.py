@@ -14,158 +14,170 @@ import diffusers
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.models.block_table import TABLE, Row, class_of, row_of
-from ditile.models.registry import specs
-from ditile.models.source import TEXTS, Call, calls_of, flow_of, image_of, inner, parameters_of
+from ditile.models.block_table import TRANSFORMER_TABLE, TransformerEntry, find_diffusers_class, find_table_entry
+from ditile.models.registry import list_model_specs
+from ditile.models.source import (
+    TEXT_PARAMETERS,
+    BlockCall,
+    find_image_parameter,
+    infer_block_flow,
+    list_forward_parameters,
+    read_block_calls,
+    unwrap_module,
+)
 from ditile.plan.spec import BlockList, Flow, ModelSpec
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
 """Lists with such a name prepare tokens once, ahead of the chain."""
 
 
-def block_lists(transformer: nn.Module) -> list[BlockList]:
+def find_block_lists(transformer: nn.Module) -> list[BlockList]:
     """The lists of a transformer's blocks, in order of execution.
 
     Raises:
         ModelError: if its blocks may not be left out, no list is found, or it cannot be told how blocks pass tokens on.
     """
-    return known_lists(transformer) or discovered(transformer)
+    return look_up_block_lists(transformer) or discover_block_lists(transformer)
 
 
-def known_lists(transformer: nn.Module) -> list[BlockList]:
+def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
     """The lists that a `ModelSpec` or the table has of a transformer; empty if neither knows it.
 
     Raises:
         ModelError: if its blocks may not be left out.
     """
-    model = inner(transformer)
+    model = unwrap_module(transformer)
     for cls in type(model).__mro__:
-        if cls in specs():
-            return _of_spec(model, specs()[cls])
-    row = row_of(type(model))
-    return _of_row(model, row) if row is not None else []
+        if cls in list_model_specs():
+            return _build_lists_from_spec(model, list_model_specs()[cls])
+    entry = find_table_entry(type(model))
+    return _build_lists_from_entry(model, entry) if entry is not None else []
 
 
-def flow_in_list(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
+def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
     """How blocks of a list pass tokens on, as table or source have it; None if they differ, or it cannot be told."""
-    model = inner(transformer)
-    for each in known_lists(model):
+    model = unwrap_module(transformer)
+    for each in look_up_block_lists(model):
         if each.name == name:
             return each.flow
-    return _read(blocks, calls_of(model).get(name))
+    return _infer_common_flow(blocks, read_block_calls(model).get(name))
 
 
-def _read(blocks: Iterable[nn.Module], call: Call | None) -> Flow | None:
+def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
     """What the sources say of the blocks of a list."""
-    flows = {flow_of(block, call) for block in {type(inner(block)): block for block in blocks}.values()}
+    flows = {
+        infer_block_flow(block, call) for block in {type(unwrap_module(block)): block for block in blocks}.values()
+    }
     return flows.pop() if len(flows) == 1 else None
 
 
-def row_of_model(transformer: nn.Module) -> Row:
+def find_model_entry(transformer: nn.Module) -> TransformerEntry:
     """What the table says of a transformer besides its lists; an empty row if it is not in it."""
-    return row_of(type(inner(transformer))) or Row()
+    return find_table_entry(type(unwrap_module(transformer))) or TransformerEntry()
 
 
-def discovered(transformer: nn.Module) -> list[BlockList]:
+def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
     """The lists of blocks of a transformer that no table knows, as its source has them.
 
     Raises:
         ModelError: if there is none, two are called in turns, or it cannot be told how blocks pass tokens on.
     """
-    model = inner(transformer)
-    found = [_told(model, *candidate) for candidate in candidates(model)]
-    if not found:
+    model = unwrap_module(transformer)
+    block_lists = [_build_discovered_list(model, *candidate) for candidate in find_candidate_lists(model)]
+    if not block_lists:
         raise ModelError(
             f"{type(model).__name__} has no ModuleList that its forward runs its tokens through; name one with "
             "BlockAdapter(transformer=..., blocks=..., forward_pattern=...)"
         )
-    return found
+    return block_lists
 
 
-def candidates(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, Call | None]]:
+def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
     """The lists of a transformer that can hold its chain of blocks, in order of execution, and how they are called."""
-    calls = calls_of(transformer)
+    calls = read_block_calls(transformer)
     children = transformer.named_children()
-    lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _holds_blocks(child)}
+    lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _has_custom_blocks(child)}
     for name in [name for name in calls if name in lists] or list(lists):
-        if not _prepares(name, lists[name], calls.get(name)):
+        if not _only_prepares_tokens(name, lists[name], calls.get(name)):
             yield name, lists[name], calls.get(name)
 
 
 def supported_pipelines() -> tuple[int, list[str]]:
     """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
-    known = {cls.__name__ for cls in specs()} | {name for name, row in TABLE.items() if not row.refusal}
-    names = sorted(name for name, models in transformers_of_pipelines().items() if models & known)
+    known = {cls.__name__ for cls in list_model_specs()} | {
+        name for name, row in TRANSFORMER_TABLE.items() if not row.refusal
+    }
+    names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 
 
-def transformers_of_pipelines() -> dict[str, set[str]]:
+def map_pipeline_components() -> dict[str, set[str]]:
     """Each diffusers pipeline, and the names of the classes that its components may have."""
-    found = {}
+    components = {}
     for name in dir(diffusers):
         cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
         if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
             annotations = [p.annotation for p in inspect.signature(cls.__init__).parameters.values()]
-            found[name] = {
+            components[name] = {
                 word for a in annotations for word in re.findall(r"\w+", a if isinstance(a, str) else str(a))
             }
-    return found
+    return components
 
 
-def pipelines_of(transformer: str) -> tuple[str, ...]:
+def find_pipelines(transformer: str) -> tuple[str, ...]:
     """The diffusers pipelines that call a transformer of that class name."""
-    return tuple(name for name, models in transformers_of_pipelines().items() if transformer in models)
+    return tuple(name for name, models in map_pipeline_components().items() if transformer in models)
 
 
-def _of_spec(model: nn.Module, spec: ModelSpec) -> list[BlockList]:
+def _build_lists_from_spec(model: nn.Module, spec: ModelSpec) -> list[BlockList]:
     lists = []
     for name, io in spec.blocks.items():
-        blocks = list_at(model, name)
-        parameters = parameters_of(blocks[0]) if len(blocks) else []
-        image = image_of(parameters)
-        text = next((text for text in TEXTS if text in parameters and text != image), None)
+        blocks = get_module_list(model, name)
+        parameters = list_forward_parameters(blocks[0]) if len(blocks) else []
+        image = find_image_parameter(parameters)
+        text = next((text for text in TEXT_PARAMETERS if text in parameters and text != image), None)
         lists.append(BlockList(name, tuple(blocks), Flow(io.returns, image, text)))
     return lists
 
 
-def _of_row(model: nn.Module, row: Row) -> list[BlockList]:
-    if row.refusal:
+def _build_lists_from_entry(model: nn.Module, entry: TransformerEntry) -> list[BlockList]:
+    if entry.refusal:
         raise ModelError(
-            f"{type(model).__name__}: {row.refusal}, so its blocks cannot be left out; run it without a cache"
+            f"{type(model).__name__}: {entry.refusal}, so its blocks cannot be left out; run it without a cache"
         )
     lists = []
-    for name, flow in row.lists.items():
-        blocks = list_at(model, name)
-        apart = int(getattr(model, row.apart[name])) if name in row.apart else 0
+    for name, flow in entry.lists.items():
+        blocks = get_module_list(model, name)
+        apart = int(getattr(model, entry.apart[name])) if name in entry.apart else 0
         lists.append(BlockList(name, tuple(blocks)[: len(blocks) - apart], flow))
     return [each for each in lists if len(each.blocks)]
 
 
-def list_at(model: nn.Module, name: str) -> nn.ModuleList:
+def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
     """The list of that name.
 
     Raises:
         ModelError: if there is none.
     """
-    found = model
+    module = model
     for part in name.split("."):
-        found = getattr(found, part, None)  # type: ignore[assignment]
-    if not isinstance(found, nn.ModuleList):
+        module = getattr(module, part, None)  # type: ignore[assignment]
+    if not isinstance(module, nn.ModuleList):
         lists = ", ".join(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
         raise ModelError(f"{type(model).__name__} has no ModuleList {name!r}; it has {lists or 'none'}")
-    return found
+    return module
 
 
-def _told(model: nn.Module, name: str, blocks: nn.ModuleList, call: Call | None) -> BlockList:
+def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, call: BlockCall | None) -> BlockList:
     """A list with the flow that its blocks agree on."""
     if call is not None and not call.alone:
         raise ModelError(
             f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
             "run it without a cache"
         )
-    flow = _read(blocks, call)
+    flow = _infer_common_flow(blocks, call)
     if flow is None:
-        classes = ", ".join(sorted({type(inner(block)).__name__ for block in blocks}))
+        classes = ", ".join(sorted({type(unwrap_module(block)).__name__ for block in blocks}))
         raise ModelError(
             f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return "
             "image and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern....)"
@@ -173,24 +185,24 @@ def _told(model: nn.Module, name: str, blocks: nn.ModuleList, call: Call | None)
     return BlockList(name, tuple(blocks), flow)
 
 
-def _holds_blocks(modules: nn.ModuleList) -> bool:
+def _has_custom_blocks(modules: nn.ModuleList) -> bool:
     """Whether a list holds modules that are more than PyTorch's own layers."""
-    kinds = {type(inner(module)): module for module in modules}
+    kinds = {type(unwrap_module(module)): module for module in modules}
     own = all(not cls.__module__.startswith("torch.") and cls.forward is not nn.Module.forward for cls in kinds)
-    return bool(kinds) and own and all(parameters_of(module) for module in kinds.values())
+    return bool(kinds) and own and all(list_forward_parameters(module) for module in kinds.values())
 
 
-def _prepares(name: str, blocks: nn.ModuleList, call: Call | None) -> bool:
+def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
     """Whether a list only prepares tokens for those behind it, or does not hand on what it is given."""
     if _PREPARES.search(name):
         return True
     if call is None or not call.results:
         return False
-    parameters = parameters_of(blocks[0])
-    tokens = call.arguments(parameters).get(image_of(parameters), "")
+    parameters = list_forward_parameters(blocks[0])
+    tokens = call.bind_arguments(parameters).get(find_image_parameter(parameters), "")
     return tokens == "encoder_hidden_states" or _PREPARES.search(tokens) is not None or tokens not in call.results
 
 
-def known() -> Mapping[type[nn.Module], Row]:
+def map_installed_classes() -> Mapping[type[nn.Module], TransformerEntry]:
     """Every class of the table that the installed diffusers has."""
-    return {cls: row for name, row in TABLE.items() if (cls := class_of(name)) is not None}
+    return {cls: row for name, row in TRANSFORMER_TABLE.items() if (cls := find_diffusers_class(name)) is not None}

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 
 Forward = Callable[..., Tensor]
 
 
-def linear(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
+def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
     """A Linear over tokens `[B, S, C]`."""
 
-    def embed(tokens: Tensor, run: range) -> Tensor:
+    def embed_linear_run(tokens: Tensor, run: range) -> Tensor:
         return forward(tokens[:, run.start : run.stop])
 
-    return embed
+    return embed_linear_run
 
 
 def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
@@ -30,17 +30,17 @@ def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tens
     """
     known: dict[torch.Size, Tensor] = {}
 
-    def positions(latents: Tensor, width: int) -> Tensor:
+    def read_positions(latents: Tensor, width: int) -> Tensor:
         shape = latents.shape[2:]
         if shape not in known:
             grid = (length // module.patch_size for length in shape)
             nothing = torch.zeros(1, width, *grid, device=latents.device)
             with ExitStack() as stack:
-                override(stack, module.proj, "forward", lambda _: nothing)
+                override_attribute(stack, module.proj, "forward", lambda _: nothing)
                 known[shape] = forward(latents[:1])
         return known[shape]
 
-    def embed(latents: Tensor, run: range) -> Tensor:
+    def embed_patch_run(latents: Tensor, run: range) -> Tensor:
         side = module.patch_size
         per_row = latents.shape[3] // side
         top, bottom = run.start // per_row, -(-run.stop // per_row)
@@ -48,7 +48,7 @@ def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tens
         tokens = rows[:, run.start - top * per_row : run.stop - top * per_row]
         if module.layer_norm:
             tokens = module.norm(tokens)
-        placed: Tensor = tokens + positions(latents, tokens.shape[2])[:, run.start : run.stop]
+        placed: Tensor = tokens + read_positions(latents, tokens.shape[2])[:, run.start : run.stop]
         return placed.to(tokens.dtype)
 
-    return embed
+    return embed_patch_run

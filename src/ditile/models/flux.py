@@ -18,14 +18,20 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
-from ditile.hooks.protocols import Make
+from ditile.hooks.protocols import DeferredTensor
 from ditile.models import embeds
-from ditile.models.tokens import TEXT_STREAM, behind, projections, refuse_ip_adapters, rotary
+from ditile.models.tokens import (
+    TEXT_STREAM,
+    defer_concatenation,
+    defer_projections,
+    explain_ip_adapter_refusal,
+    slice_rotary_tables,
+)
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
 
-class FluxProjections:
+class FluxOverlappedProcessor:
     """Stands for `FluxAttnProcessor` where each projection is to travel while the next is computed.
 
     Raises:
@@ -44,26 +50,26 @@ class FluxProjections:
             raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
         heads = (-1, attn.head_dim)
         linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makes = projections(hidden_states, linears, norms, heads)
+        makes = defer_projections(hidden_states, linears, norms, heads)
         if encoder_hidden_states is not None:
             linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makes = behind(projections(encoder_hidden_states, linears, norms, heads), makes)
+            makes = defer_concatenation(defer_projections(encoder_hidden_states, linears, norms, heads), makes)
         if image_rotary_emb is not None:
-            makes = [*(partial(_rotated, make, image_rotary_emb) for make in makes[:2]), makes[2]]
-        out = self._core.of(*makes, mask=attention_mask).flatten(2).to(hidden_states.dtype)
+            makes = [*(partial(_apply_rotary, make, image_rotary_emb) for make in makes[:2]), makes[2]]
+        out = self._core.project_and_attend(*makes, mask=attention_mask).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return out  # type: ignore[no-any-return]
-        words, image = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
-        return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(words.contiguous())
+        text_tokens, image = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(text_tokens.contiguous())
 
 
-def _rotated(make: Make, table: tuple[Tensor, Tensor]) -> Tensor:
+def _apply_rotary(make: DeferredTensor, table: tuple[Tensor, Tensor]) -> Tensor:
     out: Any = apply_rotary_emb(make(), table, sequence_dim=1)  # type: ignore[arg-type]
     return out  # type: ignore[no-any-return]
 
 
-def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
+def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     """Packed latents `[B, N, C]` are tokens already; their columns are read off the last position once per image."""
     ids = inputs["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
@@ -71,24 +77,24 @@ def grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     return Grid(ids.shape[0] // columns, columns, columns)
 
 
-def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Kontext, and IP-adapters."""
     if isinstance(pipe, FluxKontextPipeline):
         return (
             f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
             "cut into patches of one; run it without a plan"
         )
-    return refuse_ip_adapters(call)
+    return explain_ip_adapter_refusal(call)
 
 
-def conditioning(call: Mapping[str, Any]) -> Conditioning:
+def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
     """True CFG, where it is on, is a second call."""
     embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
     guided = call.get("true_cfg_scale", 1.0) > 1 and (call.get("negative_prompt") is not None or embedded)
     return Conditioning(text=call.get("max_sequence_length", 512), calls=1 + guided)
 
 
-def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     """Packed latents, T5's states, CLIP's pooled state, positions."""
     tokens = grid.rows * grid.tokens_per_row
     return {
@@ -117,27 +123,27 @@ FLUX = ModelSpec(
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
     blocks={
         "transformer_blocks": BlockIO(
-            returns=("text", "image"), tokens={"image_rotary_emb": rotary}, text=TEXT_STREAM
+            returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}, text=TEXT_STREAM
         ),
-        "single_transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": rotary}),
+        "single_transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}),
     },
     joint="text_first",
     latent_dim=1,
-    grid=grid,
+    grid=read_flux_grid,
     latent_per_token=lambda config: 2,
-    conditioning=conditioning,
-    example=example,
+    conditioning=read_flux_conditioning,
+    example=make_flux_inputs,
     image_tokens="x_embedder",
-    embed=embeds.linear,
+    embed=embeds.linear_embed,
     constant=("context_embedder", "pos_embed"),
     per_step=(
         "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
         "single_transformer_blocks.*.norm.linear", "norm_out.linear",
     ),
-    overlapped=FluxProjections,
+    overlapped=FluxOverlappedProcessor,
     stock=(FluxAttnProcessor,),
     tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
-    refuse=refuse,
+    refuse=explain_flux_refusal,
 )  # fmt: skip

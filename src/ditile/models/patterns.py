@@ -50,7 +50,7 @@ _FLOWS = (
 )
 
 
-def pattern_of(flow: Flow) -> ForwardPattern:
+def find_flow_pattern(flow: Flow) -> ForwardPattern:
     """The pattern of a flow, whatever its parameters are called.
 
     Raises:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditile.models import embeds
-from ditile.models.tokens import image_grid, latents, projections
+from ditile.models.tokens import defer_projections, image_grid, make_empty_latents
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
 
-KEYS = 64
+KEY_UNIT = 64
 """Text keys are left out in whole units of so many."""
-ABSENT = -9000.0
+MASKED_BELOW = -9000.0
 """A mask below it means a weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
 
 
@@ -31,8 +31,8 @@ class PixArtSelfAttention:
     def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
         """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
-        q, k, v = projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
-        return _out(attn, self._core.of(q, k, v).to(hidden_states.dtype))
+        q, k, v = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
+        return _project_output(attn, self._core.project_and_attend(q, k, v).to(hidden_states.dtype))
 
 
 class PixArtCrossAttention:
@@ -54,13 +54,13 @@ class PixArtCrossAttention:
         mask = attention_mask
         if mask is not None:
             if not torch.compiler.is_compiling():
-                length, mask = self._constant(("text", mask.shape), functools.partial(attended_keys, mask))
+                length, mask = self._constant(("text", mask.shape), functools.partial(trim_key_mask, mask))
                 k, v = k[:, :, :length], v[:, :, :length]
             mask = None if mask is None else mask[:, None]
-        return _out(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
+        return _project_output(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
 
 
-def attended_keys(mask: Tensor) -> tuple[int, Tensor | None]:
+def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
     """How many keys from the first on hold all that some row attends to, and their mask, if they need one.
 
     In whole units of `KEYS`, with which torch's kernels sum in the same order whatever follows; of the mask itself a
@@ -69,31 +69,31 @@ def attended_keys(mask: Tensor) -> tuple[int, Tensor | None]:
     Args:
         mask: `[B, 1, L]`, added to scores: 0 where a row attends, -10000 where it does not.
     """
-    seen = mask > ABSENT
+    seen = mask > MASKED_BELOW
     length = mask.shape[2]
     if bool(seen.any(dim=2).all()):  # a row that sees nothing attends to everything alike
         last = int(seen.any(dim=1).any(dim=0).nonzero().max())
-        length = min(length, -(-(last + 1) // KEYS) * KEYS)
+        length = min(length, -(-(last + 1) // KEY_UNIT) * KEY_UNIT)
     mask = mask[:, :, :length]
     return length, mask if bool(mask.any()) else None
 
 
-def _out(attn: Attention, attended: Tensor) -> Tensor:
+def _project_output(attn: Attention, attended: Tensor) -> Tensor:
     out: Tensor = attn.to_out[0](attended.flatten(2))
     return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
 
 
-def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     """Latents and T5's states, which have no place in the sequence."""
     return {
-        "hidden_states": latents(config, grid),
+        "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
         "encoder_attention_mask": torch.empty(1, text), "timestep": torch.empty(1),
         "added_cond_kwargs": {"resolution": torch.empty(1, 2), "aspect_ratio": torch.empty(1, 1)},
     }  # fmt: skip
 
 
-TENSOR = {
+PIXART_TENSOR_PLAN = {
     f"transformer_blocks.*.{name}": style
     for attention in ("attn1", "attn2")
     for name, style in {
@@ -124,7 +124,7 @@ PIXART = ModelSpec(
     latent_dim=2,
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
-    example=example,
+    example=make_pixart_inputs,
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
@@ -132,6 +132,6 @@ PIXART = ModelSpec(
     processor=PixArtSelfAttention,
     cross={"attn2": PixArtCrossAttention},
     stock=(AttnProcessor2_0,),
-    tensor=TENSOR,
+    tensor=PIXART_TENSOR_PLAN,
     tensor_tokens=TENSOR_TOKENS,
 )

@@ -17,8 +17,8 @@ from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Trans
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.opaque import uncompiled
-from ditile.models.block_table import TABLE, class_of
+from ditile.hooks.opaque import unwrap_compiled
+from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
@@ -26,7 +26,17 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
-__all__ = ["BlockIO", "Family", "ModelSpec", "families", "model_of", "register", "spec_of", "specs", "support"]
+__all__ = [
+    "BlockIO",
+    "Family",
+    "ModelSpec",
+    "list_families",
+    "find_loop_model",
+    "register",
+    "require_model_spec",
+    "list_model_specs",
+    "select_plan_spec",
+]
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
@@ -34,7 +44,7 @@ _SPECS: dict[type, ModelSpec] = {
     SD3Transformer2DModel: SD3,
 }
 
-UNKNOWN = ModelSpec(
+UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
     blocks={},
     joint="none",
@@ -47,7 +57,7 @@ UNKNOWN = ModelSpec(
 """The lowest rung: a call, of which nothing is known but that its tensors have rows."""
 
 
-_PLAIN = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
+_CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +84,20 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     _SPECS[transformer] = spec
 
 
-def known_spec(transformer: object) -> ModelSpec | None:
+def find_model_spec(transformer: object) -> ModelSpec | None:
     """The table of a transformer, by its class or the nearest of its bases; None if there is none."""
     return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
 
 
-def spec_of(transformer: nn.Module) -> ModelSpec:
+def require_model_spec(transformer: nn.Module) -> ModelSpec:
     """The table of a transformer, by its class or the nearest of its bases.
 
     Raises:
         ModelError: if there is none.
     """
-    found = known_spec(transformer)
-    if found is not None:
-        return found
+    spec = find_model_spec(transformer)
+    if spec is not None:
+        return spec
     name = type(transformer).__name__
     inside = [type(module).__name__ for module in transformer.modules() if type(module) in _SPECS]
     if inside:
@@ -102,30 +112,34 @@ def spec_of(transformer: nn.Module) -> ModelSpec:
     )
 
 
-def specs() -> dict[type[nn.Module], ModelSpec]:
+def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
     """The table of each transformer class."""
     return dict(_SPECS)
 
 
-def families() -> list[Family]:
+def list_families() -> list[Family]:
     """Every family with the rung of the ladder that it is on, and why."""
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
     classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
     plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
-    lists = [name for name in sorted(TABLE) if not TABLE[name].refusal and class_of(name) not in (None, *_SPECS)]
+    lists = [
+        name
+        for name in sorted(TRANSFORMER_TABLE)
+        if not TRANSFORMER_TABLE[name].refusal and find_diffusers_class(name) not in (None, *_SPECS)
+    ]
     tables = [
-        Family(_PLAIN.sub("", name), name, (), *_rung(name, planned=name in plans))
+        Family(_CLASS_SUFFIX.sub("", name), name, (), *_describe_rung(name, planned=name in plans))
         for name in [*plans, *(name for name in lists if name not in plans)]
     ]
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
-def _rung(name: str, *, planned: bool) -> tuple[str, str]:
+def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
     """The rung of a transformer without a `ModelSpec`, and why it is on it."""
-    row = TABLE.get(name)
+    row = TRANSFORMER_TABLE.get(name)
     caches = row is not None and not row.refusal
     rungs = (("ulysses, ring",) if planned else ()) + (("caches",) if caches else ())
     why = (("diffusers has a _cp_plan of it",) if planned else ()) + (("its blocks are listed",) if caches else ())
@@ -133,7 +147,7 @@ def _rung(name: str, *, planned: bool) -> tuple[str, str]:
     return ", ".join(rungs), "; ".join((*why, *note))
 
 
-def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
+def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
     """The model that a pipeline calls in its loop: its transformer, or its U-Net; the module itself, if compiled.
 
     Raises:
@@ -144,25 +158,25 @@ def model_of(pipe: diffusers.DiffusionPipeline) -> nn.Module:
         if isinstance(model, nn.Module):
             if getattr(pipe, f"{name}_2", None) is not None:
                 raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
-            return uncompiled(model)
+            return unwrap_compiled(model)
     raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
 
 
-def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
+def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
     """The table of the model of a pipeline, or `UNKNOWN` where the plan needs none.
 
     Raises:
         ModelError: if the pipeline has no model with a table, or runs what a patch pipeline cannot honour.
         PlanError: if guidance branches are to be shared out that the model itself compares.
     """
-    model = model_of(pipe)
-    if plan.cfg > 1 and "pag_scale" in _call_parameters(pipe):
+    model = find_loop_model(pipe)
+    if plan.cfg > 1 and "pag_scale" in _list_call_parameters(pipe):
         raise PlanError(
             f"cfg={plan.cfg}: {type(pipe).__name__} tells branches of guidance apart inside attention; use data instead"
         )
     if plan.divides_the_batch_alone:
-        return known_spec(model) or UNKNOWN
-    if "pag_scale" in _call_parameters(pipe) and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
+        return find_model_spec(model) or UNKNOWN_MODEL
+    if "pag_scale" in _list_call_parameters(pipe) and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{type(pipe).__name__} puts an attention of its own into the transformer while it runs, which would see "
             "this rank's tokens alone; use data or tensor"
@@ -172,33 +186,33 @@ def support(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
             f"{type(pipe).__name__} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; "
             "use data or cfg alone"
         )
-    if "mask_image" in _call_parameters(pipe):
+    if "mask_image" in _list_call_parameters(pipe):
         raise ModelError(
             f"{type(pipe).__name__} paints parts of the latents over between steps, behind the scheduler; "
             "use data or cfg alone"
         )
-    return spec_of(model)
+    return require_model_spec(model)
 
 
-def planned(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """What is split over tokens in each transformer of a pipeline; empty where it has a `ModelSpec`, or no table.
 
     Args:
         pipe: the pipeline.
         cp_plan: the table to use; None is that of the transformer's own class.
     """
-    found = {}
+    cp_plans = {}
     for name in ("transformer", "transformer_2"):
         transformer = getattr(pipe, name, None)
         if not isinstance(transformer, nn.Module):
             continue
-        transformer = uncompiled(transformer)
-        known = known_spec(transformer) is not None
+        transformer = unwrap_compiled(transformer)
+        known = find_model_spec(transformer) is not None
         table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
         if table is not None:
-            found[name] = table
-    return found
+            cp_plans[name] = table
+    return cp_plans
 
 
-def _call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:
+def _list_call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:
     return set(inspect.signature(type(pipe).__call__).parameters)

@@ -14,7 +14,14 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from torch import Tensor
 
 from ditile.models import embeds
-from ditile.models.tokens import TEXT_STREAM, behind, image_grid, latents, projections, refuse_ip_adapters
+from ditile.models.tokens import (
+    TEXT_STREAM,
+    defer_concatenation,
+    defer_projections,
+    explain_ip_adapter_refusal,
+    image_grid,
+    make_empty_latents,
+)
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
@@ -31,46 +38,46 @@ class SD3Attention:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
         heads = (attn.heads, -1)
         linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makes = projections(hidden_states, linears, norms, heads)
+        makes = defer_projections(hidden_states, linears, norms, heads)
         if encoder_hidden_states is not None:
             linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makes = behind(makes, projections(encoder_hidden_states, linears, norms, heads))
-        out = self._core.of(*makes).flatten(2).to(hidden_states.dtype)
+            makes = defer_concatenation(makes, defer_projections(encoder_hidden_states, linears, norms, heads))
+        out = self._core.project_and_attend(*makes).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return attn.to_out[0](out)  # type: ignore[no-any-return]
-        image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
+        image, text_tokens = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
         if not attn.context_pre_only:
-            words = attn.to_add_out(words)
-        return attn.to_out[0](image), words
+            text_tokens = attn.to_add_out(text_tokens)
+        return attn.to_out[0](image), text_tokens
 
 
-def refuse(pipe: Any, call: Mapping[str, Any]) -> str | None:
+def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Skip-layer guidance and IP-adapters."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
             "divided model; use data and cfg alone, which call whole models, or leave it out"
         )
-    return refuse_ip_adapters(call)
+    return explain_ip_adapter_refusal(call)
 
 
-def conditioning(call: Mapping[str, Any]) -> Conditioning:
+def read_sd3_conditioning(call: Mapping[str, Any]) -> Conditioning:
     """CLIP's 77 tokens and T5's follow each other; guidance doubles the batch."""
     guided = call.get("guidance_scale", 7.0) > 1
     return Conditioning(text=77 + call.get("max_sequence_length", 256), rows=1 + guided)
 
 
-def example(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def make_sd3_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     """Latents, the joined states of three text encoders, CLIP's pooled state."""
     return {
-        "hidden_states": latents(config, grid),
+        "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
         "pooled_projections": torch.empty(1, config["pooled_projection_dim"]), "timestep": torch.empty(1),
     }  # fmt: skip
 
 
-TENSOR = {
+SD3_TENSOR_PLAN = {
     "transformer_blocks.*.attn.to_q": "colwise",
     "transformer_blocks.*.attn.to_k": "colwise",
     "transformer_blocks.*.attn.to_v": "colwise",
@@ -109,8 +116,8 @@ SD3 = ModelSpec(
     latent_dim=2,
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
-    conditioning=conditioning,
-    example=example,
+    conditioning=read_sd3_conditioning,
+    example=make_sd3_inputs,
     embed=embeds.patch_embed,
     constant=("context_embedder",),
     per_step=(
@@ -119,7 +126,7 @@ SD3 = ModelSpec(
     ),
     processor=SD3Attention,
     stock=(JointAttnProcessor2_0,),
-    tensor=TENSOR,
+    tensor=SD3_TENSOR_PLAN,
     tensor_tokens=TENSOR_TOKENS,
-    refuse=refuse,
+    refuse=explain_sd3_refusal,
 )  # fmt: skip

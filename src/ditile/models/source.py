@@ -16,13 +16,13 @@ from torch import nn
 
 from ditile.plan.spec import Flow
 
-IMAGE = "hidden_states"
-TEXTS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
+IMAGE_PARAMETER = "hidden_states"
+TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
 """Parameters that take text in blocks that do not return it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """How a transformer calls the blocks of a list.
 
     Attributes:
@@ -37,12 +37,12 @@ class Call:
     named: Mapping[str, str] = field(default_factory=dict)
     alone: bool = True
 
-    def arguments(self, parameters: Sequence[str]) -> dict[str, str]:
+    def bind_arguments(self, parameters: Sequence[str]) -> dict[str, str]:
         """Parameter of the block -> what is given for it."""
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
 
 
-def inner(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """What torch.compile or peft wrapped."""
     for _ in range(4):
         unwrap = getattr(module, "get_base_model", None)
@@ -50,63 +50,65 @@ def inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def parameters_of(block: nn.Module) -> list[str]:
+def list_forward_parameters(block: nn.Module) -> list[str]:
     """The named parameters of a block's forward."""
-    every = list(inspect.signature(type(inner(block)).forward).parameters.values())[1:]
+    every = list(inspect.signature(type(unwrap_module(block)).forward).parameters.values())[1:]
     return [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def image_of(parameters: Sequence[str]) -> str:
+def find_image_parameter(parameters: Sequence[str]) -> str:
     """The parameter that takes the image tokens; empty if there is no parameter."""
-    return IMAGE if IMAGE in parameters else next(iter(parameters), "")
+    return IMAGE_PARAMETER if IMAGE_PARAMETER in parameters else next(iter(parameters), "")
 
 
-def flow_of(block: nn.Module, call: Call | None = None) -> Flow | None:
+def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | None:
     """How a block passes tokens on; None if that cannot be told.
 
     Args:
         block: the block.
         call: how its transformer calls it, where that is known: it settles what the block's own source leaves open.
     """
-    parameters = parameters_of(block)
-    image = image_of(parameters)
-    given = call.arguments(parameters) if call else {}
-    flow = _of_returns(returns_of(block), parameters, image)
+    parameters = list_forward_parameters(block)
+    image = find_image_parameter(parameters)
+    arguments = call.bind_arguments(parameters) if call else {}
+    flow = _infer_from_returns(read_returned_names(block), parameters, image)
     if flow is None and call and call.results:
-        flow = _of_results(call.results, given, image)
+        flow = _infer_from_results(call.results, arguments, image)
     if flow is None or "text" in flow.returns:
         return flow
-    known = bool(given)
-    text = next((name for name in TEXTS if name in parameters and name != image), None)
-    unused = known and given.get(text or "", "None") == "None"
+    known = bool(arguments)
+    text = next((name for name in TEXT_PARAMETERS if name in parameters and name != image), None)
+    unused = known and arguments.get(text or "", "None") == "None"
     return Flow(flow.returns, image, None if unused else text)
 
 
-def returns_of(block: nn.Module) -> list[tuple[str, ...]]:
+def read_returned_names(block: nn.Module) -> list[tuple[str, ...]]:
     """The names that each return statement of a block's forward gives back; "" for what has no name."""
-    forward = inspect.unwrap(type(inner(block)).forward)
-    function = _parsed(forward)
+    forward = inspect.unwrap(type(unwrap_module(block)).forward)
+    function = _parse_function(forward)
     if function is None:
         return []
-    found = [node.value for node in _own(function) if isinstance(node, ast.Return) and node.value is not None]
-    return sorted({_names(value) for value in found})
+    values = [
+        node.value for node in _walk_own_nodes(function) if isinstance(node, ast.Return) and node.value is not None
+    ]
+    return sorted({_name_returned_values(value) for value in values})
 
 
-def calls_of(transformer: nn.Module) -> dict[str, Call]:
+def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
     """List -> how the transformer calls its blocks, in the order of its source; empty if that cannot be read."""
-    found: dict[str, Call] = {}
+    block_calls: dict[str, BlockCall] = {}
     overridden = {"__init__"}
     lists = {name for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
     for cls in type(transformer).__mro__[: type(transformer).__mro__.index(nn.Module)]:
-        functions = [function for function in _methods(cls, lists) if function.name not in overridden]
+        functions = [function for function in _parse_methods(cls, lists) if function.name not in overridden]
         overridden |= {function.name for function in functions}
-        for name, call in (each for function in functions for each in _loops(function)):
-            if name not in found or not found[name].results:
-                found[name] = call
-    return found
+        for name, call in (each for function in functions for each in _find_block_loops(function)):
+            if name not in block_calls or not block_calls[name].results:
+                block_calls[name] = call
+    return block_calls
 
 
-def _of_returns(returns: list[tuple[str, ...]], parameters: Sequence[str], image: str) -> Flow | None:
+def _infer_from_returns(returns: list[tuple[str, ...]], parameters: Sequence[str], image: str) -> Flow | None:
     """What the names of the return statements say."""
     if len(returns) != 1 or not returns[0] or "*" in returns[0]:
         return None
@@ -120,9 +122,9 @@ def _of_returns(returns: list[tuple[str, ...]], parameters: Sequence[str], image
     return None
 
 
-def _of_results(results: tuple[str, ...], given: Mapping[str, str], image: str) -> Flow | None:
+def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], image: str) -> Flow | None:
     """What the names say that the result is given to: a stream is what is given back to the next block."""
-    back = {value: parameter for parameter, value in given.items() if value not in ("", "None")}
+    back = {value: parameter for parameter, value in arguments.items() if value not in ("", "None")}
     streams = [back.get(name) for name in results]
     if image not in streams or None in streams or len(streams) > 2:
         return None
@@ -130,7 +132,7 @@ def _of_results(results: tuple[str, ...], given: Mapping[str, str], image: str) 
     return Flow(returns, image, next((stream for stream in streams if stream != image), None))
 
 
-def _names(value: ast.expr) -> tuple[str, ...]:
+def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
     """The names in a returned expression; "" is a tensor without one, "*" what may be anything."""
     if isinstance(value, ast.Tuple):
         return tuple(item.id if isinstance(item, ast.Name) else "*" for item in value.elts)
@@ -145,15 +147,15 @@ def _names(value: ast.expr) -> tuple[str, ...]:
     return ("*",)
 
 
-def _methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
+def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
     """The methods of a class that name one of its lists; none if there is no source."""
     for member in vars(cls).values():
         function: Any = inspect.unwrap(member) if inspect.isfunction(member) else None
         if function is not None and lists & set(function.__code__.co_names):
-            yield from filter(None, [_parsed(function)])
+            yield from filter(None, [_parse_function(function)])
 
 
-def _parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
+def _parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
     """A function as its source has it; None if there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
@@ -166,7 +168,7 @@ def _parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
     return body if isinstance(body, ast.FunctionDef) else None
 
 
-def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
+def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
     """The nodes of a function, in the order of its source, without those of functions inside it."""
     queue: list[ast.AST] = list(function.body)
     while queue:
@@ -176,33 +178,33 @@ def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
             queue[:0] = list(ast.iter_child_nodes(node))
 
 
-def _loops(function: ast.FunctionDef) -> Iterator[tuple[str, Call]]:
+def _find_block_loops(function: ast.FunctionDef) -> Iterator[tuple[str, BlockCall]]:
     """The lists over which a function loops."""
     aliases: dict[str, str] = {}
-    for node in _own(function):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _attribute(node.value):
-            aliases[node.targets[0].id] = _attribute(node.value)
+    for node in _walk_own_nodes(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _read_attribute_name(node.value):
+            aliases[node.targets[0].id] = _read_attribute_name(node.value)
         if isinstance(node, ast.For):
-            lists = _lists(node.iter, aliases)
-            together = any(_attribute(part, "id") == "zip" for part in ast.walk(node.iter)) and len(lists) > 1
+            lists = _find_loop_lists(node.iter, aliases)
+            together = any(_read_attribute_name(part, "id") == "zip" for part in ast.walk(node.iter)) and len(lists) > 1
             names = [part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)]
             for index, name in enumerate(lists):
                 block = names[index - len(lists)] if len(names) >= len(lists) else ""
-                yield name, _call(node, block, alone=not together)
+                yield name, _read_loop_call(node, block, alone=not together)
 
 
-def _lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str]:
+def _find_loop_lists(iterated: ast.expr, aliases: Mapping[str, str]) -> list[str]:
     """The attributes of `self` that a loop runs over, in order; not those that only say how far."""
     if isinstance(iterated, ast.Subscript):
-        return _lists(iterated.value, aliases)
+        return _find_loop_lists(iterated.value, aliases)
     if isinstance(iterated, ast.Call):
-        return [name for argument in iterated.args for name in _lists(argument, aliases)]
+        return [name for argument in iterated.args for name in _find_loop_lists(argument, aliases)]
     if isinstance(iterated, ast.Name) and iterated.id in aliases:
         return [aliases[iterated.id]]
-    return [name] if (name := _attribute(iterated)) else []
+    return [name] if (name := _read_attribute_name(iterated)) else []
 
 
-def _attribute(node: ast.AST, kind: str = "self") -> str:
+def _read_attribute_name(node: ast.AST, kind: str = "self") -> str:
     """`x` of `self.x`, or the name itself for kind "id"; empty if it is neither."""
     if kind == "id":
         return node.id if isinstance(node, ast.Name) else ""
@@ -210,34 +212,36 @@ def _attribute(node: ast.AST, kind: str = "self") -> str:
     return node.attr if own else ""  # type: ignore[attr-defined]
 
 
-def _call(loop: ast.For, block: str, *, alone: bool) -> Call:
+def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
     """The call of a block in the body of a loop, with what its result is given to."""
     for node in ast.walk(loop):
         if not isinstance(node, ast.Assign):
             continue
         for part in ast.walk(node.value):
-            if isinstance(part, ast.Call) and _attribute(part.func, "id") in (block, f"{block}_"):
+            if isinstance(part, ast.Call) and _read_attribute_name(part.func, "id") in (block, f"{block}_"):
                 starred = any(isinstance(argument, ast.Starred) for argument in part.args)
-                return Call(
-                    results=() if starred else _results(node, part),
-                    positional=() if starred else tuple(_argument(argument) for argument in part.args),
-                    named={word.arg: _argument(word.value) for word in part.keywords if word.arg},
+                return BlockCall(
+                    results=() if starred else _name_call_results(node, part),
+                    positional=() if starred else tuple(_name_call_argument(argument) for argument in part.args),
+                    named={word.arg: _name_call_argument(word.value) for word in part.keywords if word.arg},
                     alone=alone,
                 )
-    return Call(alone=alone)
+    return BlockCall(alone=alone)
 
 
-def _results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
+def _name_call_results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
     """The names that the result of a call is given to; "" if it is changed on the way."""
     value, target = assigned.value, assigned.targets[0]
     if isinstance(value, ast.Subscript) and value.value is call:
         return ()
     if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
-        return tuple(_attribute(name, "id") for name in (target.elts if isinstance(target, ast.Tuple) else [target]))
+        return tuple(
+            _read_attribute_name(name, "id") for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+        )
     return ("",)
 
 
-def _argument(value: ast.expr) -> str:
+def _name_call_argument(value: ast.expr) -> str:
     if isinstance(value, ast.Constant) and value.value is None:
         return "None"
-    return _attribute(value, "id")
+    return _read_attribute_name(value, "id")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditile.hooks.protocols import Make
+from ditile.hooks.protocols import DeferredTensor
 from ditile.plan.layout import DUMMY_TEXT, Grid
 from ditile.plan.spec import View
 
@@ -27,25 +27,27 @@ def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     return Grid(height // size, width // size, size)
 
 
-def latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
+def make_empty_latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
     """Latents `[1, C, H, W]` of a grid, of which only the shape says anything."""
     side = int(config["patch_size"])
     return torch.empty(1, config["in_channels"], grid.rows * side, grid.tokens_per_row * side)
 
 
-def joint_rows(table: Tensor, view: View) -> Tensor:
+def slice_joint_table(table: Tensor, view: View) -> Tensor:
     """The rows of a per-token table `[text + image, ...]` (text first) that a view needs; dummy text reads any rows."""
     layout, part = view
     text = table[part.text.start : part.text.stop] if part.text else table[:DUMMY_TEXT]
     return torch.cat([text, *(table[layout.text + run.start : layout.text + run.stop] for run in part.image)])
 
 
-def rotary(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
+def slice_rotary_tables(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
     """Rotary tables (cos, sin) of a joint sequence with the text first."""
-    return joint_rows(tables[0], view), joint_rows(tables[1], view)
+    return slice_joint_table(tables[0], view), slice_joint_table(tables[1], view)
 
 
-def projections(x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]) -> list[Make]:
+def defer_projections(
+    x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]
+) -> list[DeferredTensor]:
     """What computes q, k and v of `[B, S, C]`, each when it is called for.
 
     Args:
@@ -54,24 +56,30 @@ def projections(x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: 
         heads: (number, -1) or (-1, size).
     """
 
-    def make(linear: Any, norm: Any) -> Tensor:
-        made: Tensor = linear(x).unflatten(-1, heads)
-        return made if norm is None else norm(made)
+    def project_heads(linear: Any, norm: Any) -> Tensor:
+        projection: Tensor = linear(x).unflatten(-1, heads)
+        return projection if norm is None else norm(projection)
 
-    return [partial(make, *pair) for pair in zip(linears, norms, strict=True)]
+    return [partial(project_heads, *pair) for pair in zip(linears, norms, strict=True)]
 
 
-def behind(first: Sequence[Make], second: Sequence[Make]) -> list[Make]:
+def defer_concatenation(first: Sequence[DeferredTensor], second: Sequence[DeferredTensor]) -> list[DeferredTensor]:
     """The same for two streams, the tokens of the second behind those of the first."""
-    return [partial(_behind, *pair) for pair in zip(first, second, strict=True)]
+    return [partial(_concatenate_tokens, *pair) for pair in zip(first, second, strict=True)]
 
 
-def _behind(first: Make, second: Make) -> Tensor:
+def _concatenate_tokens(first: DeferredTensor, second: DeferredTensor) -> Tensor:
     return torch.cat([first(), second()], dim=1)
 
 
-def refuse_ip_adapters(call: Mapping[str, Any]) -> str | None:
+def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
     """They attend to image prompts in the processors that PipeFusion stands for."""
     images = ("ip_adapter_image", "ip_adapter_image_embeds")
-    given = [name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None]
-    return f"IP-adapter images are not supported by PipeFusion; leave {given[0]} out" if given else None
+    image_arguments = [
+        name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None
+    ]
+    return (
+        f"IP-adapter images are not supported by PipeFusion; leave {image_arguments[0]} out"
+        if image_arguments
+        else None
+    )

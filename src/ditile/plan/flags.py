@@ -40,7 +40,7 @@ class Reader:
             raise argparse.ArgumentTypeError(f"{text!r} is not {self.what}") from None
 
 
-def option(
+def define_option(
     default: Any,
     doc: str,
     *,
@@ -59,7 +59,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata | {"example": example})
 
 
-def documented(doc: str | None, fields: Mapping[str, Any]) -> str:
+def build_docstring(doc: str | None, fields: Mapping[str, Any]) -> str:
     """A class's docstring with what `--help` says of each of its fields as their `Attributes`.
 
     Args:
@@ -67,22 +67,22 @@ def documented(doc: str | None, fields: Mapping[str, Any]) -> str:
         fields: the names in the class's body.
     """
     head, raises, rest = inspect.cleandoc(doc or "").partition("Raises:")
-    of_each = [
+    field_lines = [
         f"    {name}: {field.metadata['doc']}" + ("" if field.default is None else f" (default {field.default})")
         for name, field in fields.items()
         if isinstance(field, dataclasses.Field)
     ]
-    return head + "\n".join(["Attributes:", *of_each]) + "\n\n" + raises + rest
+    return head + "\n".join(["Attributes:", *field_lines]) + "\n\n" + raises + rest
 
 
-def signature(fields: Mapping[str, Any]) -> inspect.Signature:
+def build_signature(fields: Mapping[str, Any]) -> inspect.Signature:
     """What a class of these fields is called with, for `help`, where it has a `__new__` that takes anything."""
     options = {name: field for name, field in fields.items() if isinstance(field, dataclasses.Field)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(n, keyword, default=field.default) for n, field in options.items()])
 
 
-def integers(text: str) -> tuple[int, ...]:
+def parse_integers(text: str) -> tuple[int, ...]:
     """`"7,7,8"` as `(7, 7, 8)`.
 
     Raises:
@@ -91,7 +91,7 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> tuple[float, ...]:
     """`"1,0.5"` as `(1.0, 0.5)`.
 
     Raises:
@@ -100,19 +100,19 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Reader]]:
+def iter_field_readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Reader]]:
     """Each field of a dataclass with what reads it from text."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        yield field, _reader(hints[field.name], field.metadata.get("example"))
+        yield field, _build_reader(hints[field.name], field.metadata.get("example"))
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> None:
     """Adds one flag per field of `cls`; a flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
-    for field, read in readers(cls):
+    for field, read in iter_field_readers(cls):
         doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
-        flags = (flag(field.name), *field.metadata["aliases"])
+        flags = (format_flag(field.name), *field.metadata["aliases"])
         if field.metadata["positional"]:
             group.add_argument(
                 field.name, type=read, help=doc, metavar=metavar or field.name.upper(), nargs="?",
@@ -129,33 +129,33 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
             )  # fmt: skip
 
 
-def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def collect_arguments(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of `cls` as keyword arguments."""
     return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
 
 
-def names(cls: type) -> list[str]:
+def list_flags(cls: type) -> list[str]:
     """The flags of `cls`, aliases included."""
     fields = dataclasses.fields(cls)
-    return [one for field in fields for one in (flag(field.name), *field.metadata["aliases"])]
+    return [one for field in fields for one in (format_flag(field.name), *field.metadata["aliases"])]
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     """The flag of a field: `stage_blocks` is `--stage-blocks`."""
     return "--" + name.replace("_", "-")
 
 
-def normalise(argv: list[str]) -> list[str]:
+def normalise_flags(argv: list[str]) -> list[str]:
     """`--stage_blocks=1,2` as `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
 
-    def one(word: str) -> str:
+    def normalise_word(word: str) -> str:
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value if word.startswith("--") and word != "--" else word
 
-    return [one(word) for word in argv]
+    return [normalise_word(word) for word in argv]
 
 
-def boolean(text: str) -> bool:
+def parse_boolean(text: str) -> bool:
     """`"True"` or `"false"`.
 
     Raises:
@@ -166,8 +166,8 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-BOOLEAN = Reader("True or False", boolean)
-_PLAIN = {
+BOOLEAN = Reader("True or False", parse_boolean)
+_READERS_OF_TYPES = {
     bool: BOOLEAN,
     int: Reader("a whole number", int),
     float: Reader("a number", float),
@@ -175,34 +175,36 @@ _PLAIN = {
 }
 
 
-def _reader(hint: Any, example: str | None = None) -> Reader:
+def _build_reader(hint: Any, example: str | None = None) -> Reader:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        kinds = [_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return kinds[0] if len(kinds) == 1 else Reader(" or ".join(kind.what for kind in kinds), _first_of(kinds))
+        kinds = [_build_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return (
+            kinds[0] if len(kinds) == 1 else Reader(" or ".join(kind.what for kind in kinds), _make_union_parser(kinds))
+        )
     if typing.get_origin(hint) is tuple:
         such = "" if example is None else f" such as {example}"
         whole = typing.get_args(hint)[0] is int
-        return Reader("whole numbers" + such, integers) if whole else Reader("numbers" + such, numbers)
+        return Reader("whole numbers" + such, parse_integers) if whole else Reader("numbers" + such, parse_numbers)
     if typing.get_origin(hint) is typing.Literal:
-        words = typing.get_args(hint)
-        return Reader(words[0] if len(words) == 1 else f"one of {', '.join(words)}", _one_of(words))
-    return _PLAIN[hint]
+        choices = typing.get_args(hint)
+        return Reader(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}", _make_choice_parser(choices))
+    return _READERS_OF_TYPES[hint]
 
 
-def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
+def _make_choice_parser(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse_choice(text: str) -> str:
+        if text not in choices:
             raise ValueError(text)
         return text
 
-    return read
+    return parse_choice
 
 
-def _first_of(kinds: list[Reader]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+def _make_union_parser(kinds: list[Reader]) -> Callable[[str], Any]:
+    def parse_first_match(text: str) -> Any:
         for kind in kinds:
             with contextlib.suppress(ValueError):
                 return kind.parse(text)
         raise ValueError(text)
 
-    return read
+    return parse_first_match

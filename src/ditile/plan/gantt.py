@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from ditile.plan.schedule import Kind, Micro, Schedule, simulate
+from ditile.plan.schedule import MicroStep, OpKind, Schedule, simulate_schedule
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def as_text(schedule: Schedule, steps: int, calls: int = 1) -> str:
+def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
     """The first `steps` steps. Each cell is the patch that a stage computes; `=` is a whole synchronous step."""
-    pieces = len(schedule.pieces(Micro(0, None))) * max(schedule.crew, 1)
-    cell = 1 / (schedule.stages * math.lcm(schedule.patches, pieces) * calls)
-    spans = [s for s in simulate(schedule, calls=calls) if s.op.kind is Kind.COMPUTE and s.op.step < steps]
+    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
+    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
+    spans = [s for s in simulate_schedule(schedule, calls=calls) if s.op.kind is OpKind.COMPUTE and s.op.step < steps]
     width = max(round(span.end / cell) for span in spans)
     lines = []
     for stage in range(schedule.stages):

@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from ditile.errors import PlanError
 
 
-def row_parts(rows: int, parts: int) -> list[range]:
+def split_batch_evenly(batch_size: int, parts: int) -> list[range]:
     """Runs of rows as even as can be, the larger ones first; as many as asked for, but none is empty."""
-    parts = min(rows, parts)
-    return [share(range(rows), parts, index) for index in range(parts)]
+    parts = min(batch_size, parts)
+    return [pick_even_chunk(range(batch_size), parts, index) for index in range(parts)]
 
 
 Joint = Literal["none", "text_first", "image_first"]
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenShard:
     """The tokens that one rank computes: a run of the text and runs of the image, each counted from 0.
 
     Where the model has a text stream and the run is empty, dummies stand for it.
@@ -60,33 +60,33 @@ class Layout:
     cuts: tuple[int, ...]
 
     @classmethod
-    def of(cls, grid: Grid, patches: int, text: int, joint: Joint) -> Layout:
+    def cut_into_patches(cls, grid: Grid, patches: int, text: int, joint: Joint) -> Layout:
         """Cuts a grid into patches of equal work, the text counted as work of patch 0."""
         ends = [0]
-        for rows in cut_rows(grid.rows, patches, text / grid.tokens_per_row):
+        for rows in balance_patch_rows(grid.rows, patches, text / grid.tokens_per_row):
             ends.append(ends[-1] + rows)
         return cls(grid, text, joint, tuple(ends))
 
     @property
-    def patches(self) -> int:
+    def num_patches(self) -> int:
         """M."""
         return len(self.cuts) - 1
 
     @property
-    def image(self) -> int:
+    def image_tokens(self) -> int:
         """Image tokens."""
         return self.grid.rows * self.grid.tokens_per_row
 
-    def rows(self, patch: int) -> int:
+    def count_rows(self, patch: int) -> int:
         """Token rows of a patch."""
         return self.cuts[patch + 1] - self.cuts[patch]
 
-    def tokens(self, patch: int) -> slice:
+    def locate_tokens(self, patch: int) -> slice:
         """The image tokens of a patch, counted among image tokens."""
         width = self.grid.tokens_per_row
         return slice(self.cuts[patch] * width, self.cuts[patch + 1] * width)
 
-    def latents(self, patch: int) -> slice:
+    def locate_latents(self, patch: int) -> slice:
         """The latent units of a patch along the latents' `latent_dim`."""
         height = self.grid.units_per_row
         return slice(self.cuts[patch] * height, self.cuts[patch + 1] * height)
@@ -95,17 +95,17 @@ class Layout:
         """Whether the text rides with a patch (None: the whole image)."""
         return self.joint != "none" and patch in (None, 0)
 
-    def message(self, patch: int) -> int:
+    def count_message_tokens(self, patch: int) -> int:
         """Tokens that travel between stages for a patch, over all ranks that share it out."""
-        return self.rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
+        return self.count_rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
 
-    def runs(self, part: Part, *, joint: bool) -> tuple[range, ...]:
+    def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
         """Where a part's tokens are in the sequence of an attention layer, which sees the text or not."""
         if not joint:
-            return part.image
-        text_at, image_at = (0, self.text) if self.joint == "text_first" else (self.image, 0)
-        text = [range(text_at + part.text.start, text_at + part.text.stop)] if part.text else []
-        image = [range(image_at + run.start, image_at + run.stop) for run in part.image]
+            return shard.image
+        text_at, image_at = (0, self.text) if self.joint == "text_first" else (self.image_tokens, 0)
+        text = [range(text_at + shard.text.start, text_at + shard.text.stop)] if shard.text else []
+        image = [range(image_at + run.start, image_at + run.stop) for run in shard.image]
         return tuple(text + image if self.joint == "text_first" else image + text)
 
 
@@ -122,41 +122,44 @@ class Split:
     uneven: bool = True
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """How many."""
         return self.ring * self.distrifusion * self.ulysses
 
-    def parts(self, layout: Layout, patch: int | None) -> tuple[Part, ...]:
+    def shard_tokens(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
         """What each rank has of a patch, or of the whole image (None).
 
         Raises:
             PlanError: if a rank would have no token of the image, or not as many as another and `uneven` is off.
         """
-        return _parts(self, layout, patch)
+        return _look_up_shards(self, layout, patch)
 
-    def _made(self, layout: Layout, patch: int | None) -> tuple[Part, ...]:
+    def _compute_shards(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
         text = range(layout.text if layout.carries_text(patch) else 0)
         if self.distrifusion > 1:
-            parts = self._of_rows(layout, text)
+            parts = self._shard_by_rows(layout, text)
         else:
-            patches = range(layout.patches) if patch is None else [patch]
-            spans = [layout.tokens(p) for p in patches]
+            patches = range(layout.num_patches) if patch is None else [patch]
+            spans = [layout.locate_tokens(p) for p in patches]
             parts = tuple(
-                Part(share(text, self.ranks, k), joined(share(range(s.start, s.stop), self.ranks, k) for s in spans))
-                for k in range(self.ranks)
+                TokenShard(
+                    pick_even_chunk(text, self.num_ranks, k),
+                    merge_ranges(pick_even_chunk(range(s.start, s.stop), self.num_ranks, k) for s in spans),
+                )
+                for k in range(self.num_ranks)
             )
         least = min(part.image_tokens for part in parts)
         if least == 0:
             name = f"patch {patch}" if patch is not None else "the image"
             raise PlanError(
-                f"{name} has fewer tokens than the {self.ranks} ranks that share it out; "
+                f"{name} has fewer tokens than the {self.num_ranks} ranks that share it out; "
                 "use fewer patches, a lower ring or ulysses degree, or a larger image"
             )
         if not self.uneven:
             self._check_even(parts, patch)
         return parts
 
-    def _check_even(self, parts: tuple[Part, ...], patch: int | None) -> None:
+    def _check_even(self, parts: tuple[TokenShard, ...], patch: int | None) -> None:
         ranks = self.ring * self.ulysses
         for first in range(0, len(parts), ranks):
             some = parts[first : first + ranks]
@@ -169,42 +172,45 @@ class Split:
                         f"ulysses and uaa is off; try {fits} ranks, or leave uaa out"
                     )
 
-    def _of_rows(self, layout: Layout, text: range) -> tuple[Part, ...]:
-        width, parts, at = layout.grid.tokens_per_row, list[Part](), 0
-        for rows in cut_rows(layout.grid.rows, self.distrifusion):
+    def _shard_by_rows(self, layout: Layout, text: range) -> tuple[TokenShard, ...]:
+        width, parts, at = layout.grid.tokens_per_row, list[TokenShard](), 0
+        for rows in balance_patch_rows(layout.grid.rows, self.distrifusion):
             image = range(at * width, (at + rows) * width)
             at += rows
             parts += [
-                Part(share(text, self.ulysses, k), joined([share(image, self.ulysses, k)])) for k in range(self.ulysses)
+                TokenShard(
+                    pick_even_chunk(text, self.ulysses, k), merge_ranges([pick_even_chunk(image, self.ulysses, k)])
+                )
+                for k in range(self.ulysses)
             ]
         return tuple(parts)
 
 
 @lru_cache(maxsize=4096)
-def _parts(split: Split, layout: Layout, patch: int | None) -> tuple[Part, ...]:
+def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
     """Asked for at every call of a model, and for every plan that is priced."""
-    return split._made(layout, patch)
+    return split._compute_shards(layout, patch)
 
 
-def share(items: range, ranks: int, index: int) -> range:
+def pick_even_chunk(items: range, ranks: int, index: int) -> range:
     """A rank's even share of a run; the first ranks have one more."""
     base, more = divmod(len(items), ranks)
     start = items.start + index * base + min(index, more)
     return range(start, start + base + (index < more))
 
 
-def joined(runs: Iterable[range]) -> tuple[range, ...]:
+def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:
     """Runs without the empty ones, neighbours as one."""
-    found: list[range] = []
+    merged: list[range] = []
     for run in runs:
-        if found and run and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
+        if merged and run and merged[-1].stop == run.start:
+            merged[-1] = range(merged[-1].start, run.stop)
         elif run:
-            found.append(run)
-    return tuple(found)
+            merged.append(run)
+    return tuple(merged)
 
 
-def cut_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:
+def balance_patch_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:
     """Rows of each patch, none empty, as equal as can be; patch 0 has `text_rows` rows' worth of text on top.
 
     `rows` must be at least `patches`.

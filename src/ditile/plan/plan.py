@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any, Literal
 
 from ditile.errors import PlanError
-from ditile.plan.flags import documented, option, readers, signature
-from ditile.plan.layout import cut_rows
+from ditile.plan.flags import build_docstring, build_signature, define_option, iter_field_readers
+from ditile.plan.layout import balance_patch_rows
 
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
@@ -31,7 +31,7 @@ TEXT_AFTER = ("keep", "offload", "free")
 VAE_PLACES = ("whole", "rows")
 AUTO = "auto"
 
-WORTH = 0.7
+WORTHWHILE_SHARE = 0.7
 """A pipeline that can reach less than this share of its stages' speed is worth a warning."""
 
 
@@ -66,45 +66,51 @@ class Plan:
         PlanError: if a field is not known, a value is out of its range, or two of them contradict each other.
     """
 
-    data: int = option(1, "replicas that share out prompts and images", metavar="N")
-    cfg: int = option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
-    pipefusion: int = option(1, "stages that the blocks are cut into, one rank each", metavar="N")
-    ring: int = option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
-    distrifusion: int = option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
-    ulysses: int = option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
-    tensor: int = option(1, "ranks that share the weights of every block", metavar="N")
-    patches: int | None = option(None, "patches that the image is cut into; as many as stages by default", metavar="M")
-    warmup: int | Literal["auto"] = option(1, "synchronous steps before stale keys are used, or auto", metavar="W")
-    warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = option(
+    data: int = define_option(1, "replicas that share out prompts and images", metavar="N")
+    cfg: int = define_option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
+    pipefusion: int = define_option(1, "stages that the blocks are cut into, one rank each", metavar="N")
+    ring: int = define_option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
+    distrifusion: int = define_option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
+    ulysses: int = define_option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
+    tensor: int = define_option(1, "ranks that share the weights of every block", metavar="N")
+    patches: int | None = define_option(
+        None, "patches that the image is cut into; as many as stages by default", metavar="M"
+    )
+    warmup: int | Literal["auto"] = define_option(
+        1, "synchronous steps before stale keys are used, or auto", metavar="W"
+    )
+    warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = define_option(
         "serial", "how the synchronous steps run", choices=WARMUP_MODES
     )
-    warmup_bound: float = option(0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X")
-    warmup_ranks: int | None = option(
+    warmup_bound: float = define_option(
+        0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X"
+    )
+    warmup_ranks: int | None = define_option(
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
-    stage_blocks: tuple[int, ...] | None = option(
+    stage_blocks: tuple[int, ...] | None = define_option(
         None,
         "blocks of each stage, such as 7,7,8; balanced by their cost by default",
         metavar="A,B,..",
         example="7,7,8",
     )
-    stage_weights: tuple[float, ...] | None = option(
+    stage_weights: tuple[float, ...] | None = define_option(
         None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,..", example="1,0.5"
     )
-    uaa: bool | None = option(None, "force or forbid lengths and heads that ulysses does not divide")
-    async_ulysses: bool = option(False, "exchange each projection while the next one is computed")
-    split_scheme: Literal["row", "sequence"] = option(
+    uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
+    async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
+    split_scheme: Literal["row", "sequence"] = define_option(
         "row", "tensor: all-reduce, or reduce-scatter and all-gather", choices=SPLIT_SCHEMES
     )
-    text: Literal["each", "first", "split"] = option(
+    text: Literal["each", "first", "split"] = define_option(
         "each", "text encoders on each rank, on the first one, or their layers shared out", choices=TEXT_PLACES
     )
-    vae: Literal["whole", "rows"] = option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
-    vae_block_size: int | None = option(
+    vae: Literal["whole", "rows"] = define_option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
+    vae_block_size: int | None = define_option(
         None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
     )
 
-    __doc__, __signature__ = documented(__doc__, vars()), signature(vars())
+    __doc__, __signature__ = build_docstring(__doc__, vars()), build_signature(vars())
 
     def __new__(cls, **values: Any) -> Any:
         """Raises `PlanError`, with the nearest known one, for a field that there is not."""
@@ -136,10 +142,10 @@ class Plan:
             raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.6")
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
-                self._check_stages(name, getattr(self, name))
-        self._check_together()
+                self._check_stage_values(name, getattr(self, name))
+        self._check_combinations()
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         """What excludes each other. There is little."""
         if self.cfg > 2:
             raise PlanError(f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once")
@@ -176,26 +182,28 @@ class Plan:
             raise PlanError(f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out")
         if self.stage_blocks is not None and self.stage_weights is not None:
             raise PlanError(
-                f"stage_blocks={_text(self.stage_blocks)} says where to cut, and stage_weights="
-                f"{_text(self.stage_weights)} too; give one of them"
+                f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
+                f"{_format_plan_value(self.stage_weights)} too; give one of them"
             )
 
-    def _check_stages(self, name: str, values: Any) -> None:
+    def _check_stage_values(self, name: str, values: Any) -> None:
         kinds, wanted = ((int,), "whole numbers") if name == "stage_blocks" else ((int, float), "numbers")
         if not isinstance(values, list | tuple) or not all(_is_number(value, *kinds) for value in values):
             raise PlanError(f"{name}={values!r} are no {wanted}; give one for each of {self.pipefusion} stage(s)")
         object.__setattr__(self, name, tuple(values))
         if len(values) != self.pipefusion:
             raise PlanError(
-                f"{name}={_text(tuple(values))} names {len(values)} stages and pipefusion={self.pipefusion}; "
+                f"{name}={_format_plan_value(tuple(values))} names {len(values)} stages and pipefusion={self.pipefusion}; "
                 f"give {self.pipefusion} numbers"
             )
         if name == "stage_blocks" and min(values) < 1:
             raise PlanError(
-                f"stage_blocks={_text(tuple(values))}: every stage needs a block; give numbers of at least 1"
+                f"stage_blocks={_format_plan_value(tuple(values))}: every stage needs a block; give numbers of at least 1"
             )
         if not all(0 < value < math.inf for value in values):
-            raise PlanError(f"{name}={_text(tuple(values))}: a stage needs some speed; give numbers above 0")
+            raise PlanError(
+                f"{name}={_format_plan_value(tuple(values))}: a stage needs some speed; give numbers above 0"
+            )
 
     @property
     def world(self) -> int:
@@ -276,12 +284,16 @@ class Plan:
         A stage needs a block, a patch a row of tokens, a rank a token, a rank of tensor whole heads, half of the ranks
         a branch of guidance. A replica without images is idle, and allowed.
         """
-        return [line for check in (_blocks, _heads, _rows, _tokens, _batch) for line in check(self, facts)]
+        return [
+            line
+            for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens, _check_guidance_branches)
+            for line in check(self, facts)
+        ]
 
     def check(self, facts: Facts) -> None:
         """Raises `PlanError` with all that is illegal, unless the plan fits what is known of a model and a call."""
-        if found := self.illegal(facts):
-            raise PlanError("; and ".join(found))
+        if violations := self.illegal(facts):
+            raise PlanError("; and ".join(violations))
 
     def advice(self, bound: float) -> str | None:
         """What to say where warmup and the filling of the pipeline eat more than 30 % of the gain; else None.
@@ -290,7 +302,7 @@ class Plan:
             bound: the speed-up over one rank that its stages can reach, as `Schedule.bound` has it.
         """
         stages = self.pipefusion
-        if stages == 1 or bound >= WORTH * stages:
+        if stages == 1 or bound >= WORTHWHILE_SHARE * stages:
             return None
         few = f"patches={stages} or more, " if self.num_patches < stages else ""
         less = "less warmup, " if self.least_warmup > 1 else ""
@@ -320,7 +332,7 @@ class Plan:
 
     def __str__(self) -> str:
         shown = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        return " ".join(f"{f.name}={_text(getattr(self, f.name))}" for f in shown) or "pipefusion=1"
+        return " ".join(f"{f.name}={_format_plan_value(getattr(self, f.name))}" for f in shown) or "pipefusion=1"
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -329,7 +341,7 @@ class Plan:
         Raises:
             PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
         """
-        known = {field.name: read for field, read in readers(cls)}
+        known = {field.name: read for field, read in iter_field_readers(cls)}
         values: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
@@ -343,7 +355,7 @@ class Plan:
         return cls(**values)
 
 
-def checked_plan(plan: Any) -> Plan:
+def require_plan(plan: Any) -> Plan:
     """The plan as it is. Raises `PlanError` if it is something else."""
     if isinstance(plan, Plan):
         return plan
@@ -355,7 +367,7 @@ def checked_plan(plan: Any) -> Plan:
     raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
 
 
-def coordinates(plan: Plan, rank: int) -> dict[str, int]:
+def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
     """The place of a rank on each axis of `AXES`. Pure."""
     place = {}
     for name in reversed(AXES):
@@ -363,29 +375,29 @@ def coordinates(plan: Plan, rank: int) -> dict[str, int]:
     return place
 
 
-def lines(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
+def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
     sizes = [getattr(plan, name) for name in AXES]
     strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
-    def ranks(chosen: Sequence[int]) -> list[int]:
+    def combine_offsets(chosen: Sequence[int]) -> list[int]:
         steps = [[index * strides[k] for index in range(sizes[k])] for k in chosen]
         return [sum(parts) for parts in product(*steps)]
 
     along = [k for k, name in enumerate(AXES) if name in names]
     across = [k for k, name in enumerate(AXES) if name not in names]
-    return [tuple(start + rank for rank in ranks(along)) for start in ranks(across)]
+    return [tuple(start + rank for rank in combine_offsets(along)) for start in combine_offsets(across)]
 
 
 def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _text(value: Any) -> str:
+def _format_plan_value(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _blocks(plan: Plan, facts: Facts) -> Iterator[str]:
+def _check_blocks(plan: Plan, facts: Facts) -> Iterator[str]:
     blocks, model = facts.blocks, facts.model
     if blocks is None:
         return
@@ -398,21 +410,21 @@ def _blocks(plan: Plan, facts: Facts) -> Iterator[str]:
         )
 
 
-def _heads(plan: Plan, facts: Facts) -> Iterator[str]:
+def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
     heads, model = facts.heads, facts.model
     if heads is None:
         return
     if heads % plan.tensor:
-        yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {divisors(heads)}"
-    elif plan.uaa is False and (own := heads // plan.tensor) % plan.ulysses:
-        of_each = f"{own} heads" + (f" of each of tensor={plan.tensor}" if plan.tensor > 1 else "")
+        yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {format_divisors(heads)}"
+    elif plan.uaa is False and (own_heads := heads // plan.tensor) % plan.ulysses:
+        of_each = f"{own_heads} heads" + (f" of each of tensor={plan.tensor}" if plan.tensor > 1 else "")
         yield (
-            f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try {divisors(own)}, "
+            f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try {format_divisors(own_heads)}, "
             "or leave uaa out"
         )
 
 
-def _rows(plan: Plan, facts: Facts) -> Iterator[str]:
+def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
     rows = facts.rows
     if rows is None:
         return
@@ -430,14 +442,14 @@ def _rows(plan: Plan, facts: Facts) -> Iterator[str]:
         )
 
 
-def _tokens(plan: Plan, facts: Facts) -> Iterator[str]:
+def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
     """Every rank needs a token of every patch that it shares."""
     rows, each = facts.rows, facts.tokens_per_row
     patches = plan.distrifusion if plan.distrifusion > 1 else plan.num_patches
     if rows is None or each is None or patches > rows:
         return
     text = 0 if plan.distrifusion > 1 else facts.text / each
-    least = each * min(cut_rows(rows, patches, text))
+    least = each * min(balance_patch_rows(rows, patches, text))
     if plan.token_ranks > least:
         yield (
             f"ring={plan.ring} x ulysses={plan.ulysses} share out a patch of {least} tokens, less than one each; "
@@ -445,7 +457,7 @@ def _tokens(plan: Plan, facts: Facts) -> Iterator[str]:
         )
 
 
-def _batch(plan: Plan, facts: Facts) -> Iterator[str]:
+def _check_guidance_branches(plan: Plan, facts: Facts) -> Iterator[str]:
     if facts.branches is not None and plan.cfg > facts.branches:
         yield (
             f"cfg={plan.cfg} shares out branches of guidance, and this call has {facts.branches}; raise guidance_scale "
@@ -453,6 +465,6 @@ def _batch(plan: Plan, facts: Facts) -> Iterator[str]:
         )
 
 
-def divisors(number: int) -> str:
+def format_divisors(number: int) -> str:
     """The degrees that divide a number, as text."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

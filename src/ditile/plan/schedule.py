@@ -19,37 +19,37 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ditile.plan.layout import row_parts
+from ditile.plan.layout import split_batch_evenly
 from ditile.plan.plan import AUTO, Plan
 
 
-class Micro(NamedTuple):
+class MicroStep(NamedTuple):
     """One iteration of the pipeline's loop: a patch of a step, or the whole step (patch None)."""
 
     step: int
     patch: int | None
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What an `Op` does."""
 
     RECEIVE = "receive"  # activations of a patch, from the stage before
     COMPUTE = "compute"  # the stage's own blocks, on a patch or on the whole image (patch None)
     SEND = "send"  # activations of a patch, to the stage behind
     STEP = "step"  # the scheduler, on a patch (last stage)
-    RETURN = "return"  # the stepped patch, from the last stage to the first
-    TAKE = "take"  # the stepped patch of the step before, on the first stage
-    SHARE = "share"  # the whole latents, from the last stage to one of the crew of the next step
-    ADOPT = "adopt"  # the same, on that stage
-    PREDICT = "predict"  # the prediction of a crew member's tokens, to the last stage
-    COLLECT = "collect"  # the same, on the last stage
-    GIVE = "give"  # keys and values of a stage's layers, from the crew to that stage
-    KEEP = "keep"  # the same, on that stage
+    SEND_STEPPED_PATCH = "return"  # the stepped patch, from the last stage to the first
+    RECEIVE_STEPPED_PATCH = "take"  # the stepped patch of the step before, on the first stage
+    SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the crew of the next step
+    RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
+    SEND_PREDICTION = "predict"  # the prediction of a crew member's tokens, to the last stage
+    RECEIVE_PREDICTION = "collect"  # the same, on the last stage
+    SEND_KEYS = "give"  # keys and values of a stage's layers, from the crew to that stage
+    RECEIVE_KEYS = "keep"  # the same, on that stage
 
 
-RECEIVES = {
-    Kind.RECEIVE: Kind.SEND, Kind.TAKE: Kind.RETURN, Kind.ADOPT: Kind.SHARE, Kind.COLLECT: Kind.PREDICT,
-    Kind.KEEP: Kind.GIVE,
+SEND_OF_RECEIVE = {
+    OpKind.RECEIVE: OpKind.SEND, OpKind.RECEIVE_STEPPED_PATCH: OpKind.SEND_STEPPED_PATCH, OpKind.RECEIVE_WHOLE_LATENTS: OpKind.SEND_WHOLE_LATENTS, OpKind.RECEIVE_PREDICTION: OpKind.SEND_PREDICTION,
+    OpKind.RECEIVE_KEYS: OpKind.SEND_KEYS,
 }  # fmt: skip
 """What waits for a message, and what sends it."""
 
@@ -60,12 +60,12 @@ class Op(NamedTuple):
     `branch` is the transformer call within the step, `piece` the run of rows within the call; `peer` the other stage.
     """
 
-    kind: Kind
+    kind: OpKind
     step: int
     patch: int | None
     branch: int = 0
     peer: int | None = None
-    piece: int = 0
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,70 +88,70 @@ class Schedule:
     warmup: int
     distrifusion: int = 1
     mode: str = "serial"
-    crew: int = 0
-    rows: int = 1
+    warmup_group_size: int = 0
+    batch: int = 1
     adaptive: bool = False
     again: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, plan: Plan, steps: int, rows: int = 1) -> Schedule:
+    def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
         """The schedule of a plan over some steps, with so many rows in a transformer call."""
         n = plan.pipefusion
-        crew = n if plan.warmup_mode == "sequence" else plan.crew
+        warmup_group_size = n if plan.warmup_mode == "sequence" else plan.crew
         return cls(
-            n, plan.num_patches, steps, min(plan.least_warmup, steps), plan.distrifusion, plan.warmup_mode, crew, rows,
+            n, plan.num_patches, steps, min(plan.least_warmup, steps), plan.distrifusion, plan.warmup_mode, warmup_group_size, batch,
             plan.warmup == AUTO,
         )  # fmt: skip
 
-    def synchronous(self, step: int) -> bool:
+    def is_synchronous(self, step: int) -> bool:
         """Whether nothing is stale in a step. With one patch nothing can be."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
-    def is_stale(self, step: int) -> bool:
+    def reads_stale_keys(self, step: int) -> bool:
         """Whether keys of the step before are read in a step."""
-        return not self.synchronous(step)
+        return not self.is_synchronous(step)
 
     def keeps_keys(self, step: int) -> bool:
         """Whether keys and values of a step are, or may be, read in the next one."""
         if self.adaptive:
             return step + 1 < self.steps and self.patches * self.distrifusion > 1
-        return step + 1 < self.steps and self.is_stale(step + 1)
+        return step + 1 < self.steps and self.reads_stale_keys(step + 1)
 
-    def certain(self, step: int, calls: int) -> int:
+    def find_last_certain_step(self, step: int, calls: int) -> int:
         """The last step whose messages, in their order, are certain when `step` begins.
 
         With several calls they come branch after branch in a synchronous step, patch after patch in another.
         """
         return step if self.adaptive and (self.mode != "serial" or calls > 1) else step + 1
 
-    def micros(self, step: int) -> list[Micro]:
+    def list_micro_steps(self, step: int) -> list[MicroStep]:
         """The iterations of the pipeline's loop that make up a step."""
-        if self.synchronous(step) or self.distrifusion > 1:
-            return [Micro(step, None)]
-        return [Micro(step, patch) for patch in range(self.patches)]
+        if self.is_synchronous(step) or self.distrifusion > 1:
+            return [MicroStep(step, None)]
+        return [MicroStep(step, patch) for patch in range(self.patches)]
 
-    def micro_of(self, step: int, patch: int) -> Micro:
+    def find_micro_step(self, step: int, patch: int) -> MicroStep:
         """The micro-step that computes a patch."""
-        return Micro(step, None if self.synchronous(step) or self.distrifusion > 1 else patch)
+        return MicroStep(step, None if self.is_synchronous(step) or self.distrifusion > 1 else patch)
 
-    def pieces(self, micro: Micro) -> list[range]:
+    def split_micro_batches(self, micro: MicroStep) -> list[range]:
         """The runs of rows that a call of a micro-step computes one after the other."""
         split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
-        return row_parts(self.rows, self.stages if split else 1)
+        return split_batch_evenly(self.batch, self.stages if split else 1)
 
-    def crew_of(self, micro: Micro) -> range:
+    def select_warmup_group(self, micro: MicroStep) -> range:
         """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""
-        return range(self.crew if micro.patch is None else 0)
+        return range(self.warmup_group_size if micro.patch is None else 0)
 
-    def patches_of(self, micro: Micro) -> range:
+    def list_patches(self, micro: MicroStep) -> range:
         """The patches that a micro-step computes."""
         return range(self.patches) if micro.patch is None else range(micro.patch, micro.patch + 1)
 
-    def closes(self, micro: Micro) -> bool:
+    def is_last_of_step(self, micro: MicroStep) -> bool:
         """Whether a micro-step is the last of its step."""
         return micro.patch is None or micro.patch == self.patches - 1
 
-    def ages(self, micro: Micro) -> tuple[int, ...]:
+    def compute_key_ages(self, micro: MicroStep) -> tuple[int, ...]:
         """The age in steps of each patch's keys while a micro-step attends: 0 fresh, 1 from the step before.
 
         The fresh area grows within a step, as in figure 4 of the paper. Every stage and branch sees the same ages.
@@ -159,7 +159,7 @@ class Schedule:
         last = self.patches - 1 if micro.patch is None else micro.patch
         return tuple(int(patch > last) for patch in range(self.patches))
 
-    def before(self, stage: int, micro: Micro) -> Iterator[Op]:
+    def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
         """What a stage does before the transformer is called: the first one takes the stepped patches.
 
         The other members of a crew get the whole latents.
@@ -168,78 +168,80 @@ class Schedule:
             return
         step, last = micro.step - 1, self.stages - 1
         if stage == 0:
-            for patch in self.patches_of(micro):
-                yield Op(Kind.TAKE, step, patch, peer=last)
-        others = [member for member in self.crew_of(micro) if 0 < member < last]
+            for patch in self.list_patches(micro):
+                yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, patch, peer=last)
+        others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
         if stage == last:
             for member in others:
-                yield Op(Kind.SHARE, step, None, peer=member)
+                yield Op(OpKind.SEND_WHOLE_LATENTS, step, None, peer=member)
         elif stage in others:
-            yield Op(Kind.ADOPT, step, None, peer=last)
+            yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
-    def call(self, stage: int, micro: Micro, branch: int, piece: int = 0) -> Iterator[Op]:
+    def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a piece of it."""
-        if self.stages > 1 and self.crew_of(micro):
-            yield from self._together(stage, micro, branch)
+        if self.stages > 1 and self.select_warmup_group(micro):
+            yield from self._iter_warmup_group_ops(stage, micro, branch)
             return
         if stage > 0:
-            for patch in self.patches_of(micro):
-                yield Op(Kind.RECEIVE, micro.step, patch, branch, stage - 1, piece)
-        yield Op(Kind.COMPUTE, micro.step, micro.patch, branch, piece=piece)
+            for patch in self.list_patches(micro):
+                yield Op(OpKind.RECEIVE, micro.step, patch, branch, stage - 1, micro_batch)
+        yield Op(OpKind.COMPUTE, micro.step, micro.patch, branch, micro_batch=micro_batch)
         if stage < self.stages - 1:
-            for patch in self.patches_of(micro):
-                yield Op(Kind.SEND, micro.step, patch, branch, stage + 1, piece)
+            for patch in self.list_patches(micro):
+                yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
 
-    def _together(self, stage: int, micro: Micro, branch: int) -> Iterator[Op]:
+    def _iter_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
         """A call that a crew computes: predictions go to the last stage, keys to the stages that own their layers."""
-        step, last, crew = micro.step, self.stages - 1, self.crew_of(micro)
-        strangers = range(len(crew), self.stages) if self.keeps_keys(step) else range(0)
-        if stage in crew:
-            yield Op(Kind.COMPUTE, step, None, branch)
+        step, last, warmup_group = micro.step, self.stages - 1, self.select_warmup_group(micro)
+        key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
+        if stage in warmup_group:
+            yield Op(OpKind.COMPUTE, step, None, branch)
         if stage == 0:
-            for owner in strangers:
-                yield Op(Kind.GIVE, step, None, branch, owner)
-        if stage in strangers:
-            yield Op(Kind.KEEP, step, None, branch, 0)
+            for owner in key_owners:
+                yield Op(OpKind.SEND_KEYS, step, None, branch, owner)
+        if stage in key_owners:
+            yield Op(OpKind.RECEIVE_KEYS, step, None, branch, 0)
         if stage == last:
-            for member in crew:
+            for member in warmup_group:
                 if member != last:
-                    yield Op(Kind.COLLECT, step, None, branch, member)
-        elif stage in crew:
-            yield Op(Kind.PREDICT, step, None, branch, last)
+                    yield Op(OpKind.RECEIVE_PREDICTION, step, None, branch, member)
+        elif stage in warmup_group:
+            yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
 
-    def after(self, stage: int, micro: Micro) -> Iterator[Op]:
+    def iter_ops_after_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
         """What a stage does when the scheduler steps: the last one steps and returns the patches to the first."""
         if stage < self.stages - 1:
             return
-        for patch in self.patches_of(micro):
-            yield Op(Kind.STEP, micro.step, patch)
+        for patch in self.list_patches(micro):
+            yield Op(OpKind.STEP, micro.step, patch)
             if self.stages > 1 and micro.step < self.steps - 1:
-                yield Op(Kind.RETURN, micro.step, patch, peer=0)
+                yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=0)
 
-    def step_ops(self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None) -> Iterator[Op]:
+    def iter_step_ops(
+        self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None
+    ) -> Iterator[Op]:
         """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
-        for micro in self.micros(step):
-            yield from self.before(stage, micro)
+        for micro in self.list_micro_steps(step):
+            yield from self.iter_ops_before_call(stage, micro)
             for branch in range(calls) if branches is None else branches:
-                for piece in range(len(self.pieces(micro))):
-                    yield from self.call(stage, micro, branch, piece)
-            yield from self.after(stage, micro)
+                for micro_batch in range(len(self.split_micro_batches(micro))):
+                    yield from self.iter_call_ops(stage, micro, branch, micro_batch)
+            yield from self.iter_ops_after_call(stage, micro)
 
-    def program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
+    def iter_program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
         """All that a stage does in a generation of so many transformer calls in every step, or in each."""
         for step in range(self.steps):
-            yield from self.step_ops(stage, step, calls(step) if callable(calls) else calls)
+            yield from self.iter_step_ops(stage, step, calls(step) if callable(calls) else calls)
 
-    def bound(self, calls: int = 1) -> float:
+    def bound_speedup(self, calls: int = 1) -> float:
         """The speed-up over one rank that no implementation exceeds, with equal stages and a free wire.
 
         In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
         M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
         """
-        return self.steps / self.makespan(calls)
+        return self.steps / self.compute_makespan(calls)
 
-    def makespan(self, calls: int = 1) -> float:
+    def compute_makespan(self, calls: int = 1) -> float:
         """The time of a generation in units of one step on one rank; `simulate` with unit costs gives the same.
 
         In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
@@ -249,16 +251,16 @@ class Schedule:
         n, m, c, s = self.stages, self.patches, calls, self.steps
         if self.distrifusion > 1:
             return s / self.distrifusion
-        stale = [self.is_stale(step) for step in range(s)]
+        stale = [self.reads_stale_keys(step) for step in range(s)]
         begins = sum(now and not before for now, before in zip(stale, [False, *stale], strict=False))
         period = max(m * c, n - 1 + c)
         asynchronous = sum(stale) * period + begins * (m * c + n - 1 - period)
-        return (s - sum(stale)) * self._synchronous_time(c) + asynchronous / (n * m * c)
+        return (s - sum(stale)) * self._compute_synchronous_time(c) + asynchronous / (n * m * c)
 
-    def _synchronous_time(self, calls: int) -> float:
-        if self.crew:
-            return 1 / self.crew
-        largest = len(self.pieces(Micro(0, None))[0]) / self.rows / calls
+    def _compute_synchronous_time(self, calls: int) -> float:
+        if self.warmup_group_size:
+            return 1 / self.warmup_group_size
+        largest = len(self.split_micro_batches(MicroStep(0, None))[0]) / self.batch / calls
         return (1 + (self.stages - 1) * largest) / self.stages
 
 
@@ -271,7 +273,7 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
 ) -> list[Span]:  # fmt: skip
@@ -286,19 +288,19 @@ def simulate(
     Raises:
         RuntimeError: if the stages wait for each other for ever.
     """
-    price = cost or (lambda stage, op: _unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
-    programs = [deque(schedule.program(stage, calls)) for stage in range(schedule.stages)]
+    price = cost or (lambda stage, op: _compute_unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
+    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
     clocks, sent, spans = [0.0] * schedule.stages, dict[tuple[object, ...], float](), list[Span]()
     while any(programs):
         moved = False
         for stage, program in enumerate(programs):
-            while program and (arrival := _arrival(sent, stage, program[0])) is not None:
+            while program and (arrival := _find_arrival_time(sent, stage, program[0])) is not None:
                 op = program.popleft()
                 start = max(clocks[stage], arrival)
                 clocks[stage] = start + price(stage, op)
                 spans.append(Span(stage, op, start, clocks[stage]))
-                if op.kind in RECEIVES.values() and op.peer is not None:
-                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.piece)] = clocks[stage] + (
+                if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
+                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)] = clocks[stage] + (
                         travel(stage, op) if travel else 0.0
                     )
                 moved = True
@@ -307,17 +309,17 @@ def simulate(
     return spans
 
 
-def _arrival(sent: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
+def _find_arrival_time(sent: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
     """When what an op waits for is there; None if it was not sent yet."""
-    sender = RECEIVES.get(op.kind)
-    return 0.0 if sender is None else sent.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.piece))
+    sender = SEND_OF_RECEIVE.get(op.kind)
+    return 0.0 if sender is None else sent.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
 
 
-def _unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
-    if op.kind is not Kind.COMPUTE:
+def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
+    if op.kind is not OpKind.COMPUTE:
         return 0.0
-    micro = Micro(op.step, op.patch)
+    micro = MicroStep(op.step, op.patch)
     if op.patch is not None:
         return 1 / (schedule.stages * calls * schedule.patches)
-    ranks = len(schedule.crew_of(micro)) or schedule.stages
-    return len(schedule.pieces(micro)[op.piece]) / schedule.rows / (ranks * calls)
+    ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
+    return len(schedule.split_micro_batches(micro)[op.micro_batch]) / schedule.batch / (ranks * calls)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from ditile.errors import ModelError
-from ditile.plan.layout import Grid, Layout, share
+from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec
 
@@ -38,7 +38,7 @@ class Weights:
     exchanges: tuple[tuple[tuple[str, str], ...], ...] = ()
     tensors: tuple[tuple[int, ...], ...] = ()
 
-    def of(self, owned: range) -> int:
+    def count_stage_parameters(self, owned: range) -> int:
         """Parameters of a stage."""
         return self.shared + sum(self.blocks[block] for block in owned)
 
@@ -75,10 +75,10 @@ class Shape:
     latent_elements: int
     element_size: int
     frames: int = 1
-    words: int = 0
+    cross_text_tokens: int = 0
 
     @classmethod
-    def of(
+    def from_call(
         cls, spec: ModelSpec, config: Mapping[str, Any], vae_scale: int, element_size: int, call: Mapping[str, Any]
     ) -> Shape:
         """The shape of a call of a pipeline.
@@ -108,26 +108,26 @@ class Shape:
         )  # fmt: skip
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of a sequence, text included."""
         return self.grid.rows * self.grid.tokens_per_row + self.text
 
-    def layout(self, plan: Plan, spec: ModelSpec) -> Layout:
+    def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
         """The cuts of the image."""
         plan.check(Facts(rows=self.grid.rows))
-        return _layout(self.grid, plan.num_patches, self.text, spec.joint)
+        return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
 
     @property
-    def rows(self) -> int:
+    def branches_per_call(self) -> int:
         """Branches of guidance that share a call."""
         return self.batch // self.images
 
-    def shared_out(self, plan: Plan, replica: int = 0) -> Shape:
+    def divide_batch(self, plan: Plan, replica: int = 0) -> Shape:
         """The shape of one replica's calls on one half of guidance; the first step of several calls is whole."""
-        return _shared_out(self, plan.data, plan.cfg, replica)
+        return _look_up_replica_shape(self, plan.data, plan.cfg, replica)
 
     @property
-    def channels(self) -> int:
+    def token_channels(self) -> int:
         """The width of a token in the blocks."""
         return self.heads * self.head_dim
 
@@ -136,26 +136,26 @@ class Shape:
         """Bytes of the latents of all images."""
         return self.images * self.latent_elements * self.element_size
 
-    def facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
+    def collect_facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
         """What a plan must fit."""
         return Facts(
             model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
-            text=self.text, branches=self.rows * self.calls,
+            text=self.text, branches=self.branches_per_call * self.calls,
         )  # fmt: skip
 
 
-_layout = lru_cache(maxsize=1024)(Layout.of)
+_look_up_layout = lru_cache(maxsize=1024)(Layout.cut_into_patches)
 
 
 @lru_cache(maxsize=1024)
-def _shared_out(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
-    images = len(share(range(shape.images), data, replica))
-    rows = -(-shape.rows // min(cfg, shape.rows))
-    calls = -(-shape.calls // cfg) if shape.rows == 1 else shape.calls
-    return replace(shape, images=images, batch=images * rows, calls=calls)
+def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
+    images = len(pick_even_chunk(range(shape.images), data, replica))
+    branches = -(-shape.branches_per_call // min(cfg, shape.branches_per_call))
+    calls = -(-shape.calls // cfg) if shape.branches_per_call == 1 else shape.calls
+    return replace(shape, images=images, batch=images * branches, calls=calls)
 
 
-def check_size(call: Mapping[str, Any], unit: int) -> None:
+def check_image_size(call: Mapping[str, Any], unit: int) -> None:
     """Raises `ModelError` unless height and width, where the call has them, are whole numbers of tokens.
 
     Args:
@@ -169,9 +169,11 @@ def check_size(call: Mapping[str, Any], unit: int) -> None:
             raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")
 
 
-def filled_call(pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]) -> dict[str, Any]:
+def fill_call_defaults(
+    pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]
+) -> dict[str, Any]:
     """Call arguments with the pipeline's own defaults in the gaps, and its default size."""
     parameters = inspect.signature(pipeline.__call__).parameters.values()
-    own = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
+    defaults = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
     side = int(config.get("sample_size") or 128) * vae_scale
-    return {"height": side, "width": side} | own | {k: v for k, v in call.items() if v is not None}
+    return {"height": side, "width": side} | defaults | {k: v for k, v in call.items() if v is not None}

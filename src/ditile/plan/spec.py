@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ditile.plan.layout import Grid, Joint, Layout, Part
+from ditile.plan.layout import Grid, Joint, Layout, TokenShard
 
 
 class View(NamedTuple):
     """The tokens that a transformer call computes on this rank."""
 
     layout: Layout
-    part: Part
+    part: TokenShard
 
 
 Slicer = Callable[[Any, View], Any]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def cut(
+def cut_stages(
     costs: Sequence[float], stages: int, by_hand: Sequence[int] | None = None, speeds: Sequence[float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
 ) -> list[range]:  # fmt: skip
@@ -22,43 +22,43 @@ def cut(
     if by_hand is not None:
         stops = list(accumulate(by_hand))
         return [range(stop - size, stop) for stop, size in zip(stops, by_hand, strict=True)]
-    return _balanced(list(costs), list(speeds or [1.0] * stages), ends)
+    return _balance_stages(list(costs), list(speeds or [1.0] * stages), ends)
 
 
-def held(stages: Sequence[range], stage: int, crew: int) -> range:
+def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:
     """The blocks whose weights a stage holds: its own, or all if it is one of a crew of the first stages."""
-    return range(stages[-1].stop) if stage < crew else stages[stage]
+    return range(stages[-1].stop) if stage < warmup_group_size else stages[stage]
 
 
-def loads(
+def compute_stage_loads(
     costs: Sequence[float], stages: Sequence[range], speeds: Sequence[float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
 ) -> list[float]:  # fmt: skip
     """The time of each stage, in the unit of cost over speed."""
-    found = [sum(costs[block] for block in stage) for stage in stages]
-    found[0] += ends[0]
-    found[-1] += ends[1]
-    return [load / speed for load, speed in zip(found, speeds or [1.0] * len(stages), strict=True)]
+    stage_loads = [sum(costs[block] for block in stage) for stage in stages]
+    stage_loads[0] += ends[0]
+    stage_loads[-1] += ends[1]
+    return [load / speed for load, speed in zip(stage_loads, speeds or [1.0] * len(stages), strict=True)]
 
 
-def _balanced(costs: list[float], speeds: list[float], ends: tuple[float, float]) -> list[range]:
+def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, float]) -> list[range]:
     """The linear partition problem, by dynamic programming over (stages, blocks)."""
     total, last = [0.0, *accumulate(costs)], len(speeds) - 1
 
-    def time(stage: int, start: int, stop: int) -> float:
+    def time_stage(stage: int, start: int, stop: int) -> float:
         extra = ends[0] * (stage == 0) + ends[1] * (stage == last)
         return (total[stop] - total[start] + extra) / speeds[stage]
 
-    best = [time(0, 0, stop) for stop in range(len(total))]  # one stage for the first `stop` blocks
+    best = [time_stage(0, 0, stop) for stop in range(len(total))]  # one stage for the first `stop` blocks
     cuts: list[list[int]] = []
     for stage in range(1, len(speeds)):
         row, where = [float("inf")] * len(total), [0] * len(total)
         for stop in range(stage + 1, len(total)):
             for start in reversed(range(stage, stop)):
-                taken = time(stage, start, stop)
-                if taken > row[stop]:  # as it would be from any start before
+                stage_time = time_stage(stage, start, stop)
+                if stage_time > row[stop]:  # as it would be from any start before
                     break
-                worst = max(best[start], taken)
+                worst = max(best[start], stage_time)
                 if worst <= row[stop]:
                     row[stop], where[stop] = worst, start
         best, cuts = row, [*cuts, where]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes for a person."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
@@ -12,6 +12,6 @@ def amount(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def rounded(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """A number for a person, without an exponent below a million."""
     return f"{float(f'{value:.{digits}g}'):g}"

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from ditile.cache.line import configs_of
+from ditile.cache.line import parse_cache_line
 from ditile.distributed import env
-from ditile.distributed.console import console, writes
+from ditile.distributed.console import is_writing_process, make_console
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
-from ditile.plan.units import amount, rounded
+from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
-from ditile.planner.budget import choose, described, stored
-from ditile.planner.caches import expected
+from ditile.planner.budget import choose, describe_setting, load_evaluation
+from ditile.planner.caches import predict_skipped_steps
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
-from ditile.planner.question import Ask
-from ditile.planner.search import Found, Missed, Wanted, priced, search
-from ditile.planner.subject import CONFIGS, Subject, known
-from ditile.runner.load import defaults, find
+from ditile.planner.question import PlanQuestion
+from ditile.planner.search import NearMiss, SearchRequest, SearchResult, price_single_plan, search_plans
+from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
+from ditile.runner.load import find_model_source, read_generation_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,7 +35,7 @@ ALIKE = 0.005
 """Plans whose latencies differ by less are as fast as each other; of a latency, a part that is not worth a word."""
 
 
-def machine(ask: Ask) -> Profile:
+def load_machine_profile(ask: PlanQuestion) -> Profile:
     """The profile that is asked about.
 
     Raises:
@@ -43,25 +43,27 @@ def machine(ask: Ask) -> Profile:
         ModelError: if a file is none.
     """
     if ask.hardware is not None:
-        return hardware.profile(ask.hardware, ask.interlink)
-    path = Path(ask.profile) if ask.profile is not None else env.profile()
-    found = Profile.read(path) if ask.profile is not None or path.exists() else None
-    if ask.hosts > 1 and ask.interlink is None and (found is None or found.interlink is None):
+        return hardware.load_profile(ask.hardware, ask.interlink)
+    path = Path(ask.profile) if ask.profile is not None else env.find_profile_path()
+    profile = Profile.from_json_file(path) if ask.profile is not None or path.exists() else None
+    if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
         raise PlanError(
             f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "
             "them, or tell `ditile plan` which, such as --interlink 10Gbit"
         )
-    if found is None:
+    if profile is None:
         raise PlanError(
             "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
-            f"known are {', '.join(hardware.known())}"
+            f"known are {', '.join(hardware.list_hardware())}"
         )
-    return found if ask.interlink is None else hardware.joined(found, ask.interlink)
+    return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)
 
 
-def called(ask: Ask) -> dict[str, Any]:
+def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
     """The arguments of the call, the model's own where none are given."""
-    own = _published(ask.model) if ask.model in known() else defaults(ask.model)
+    own = (
+        _read_published_call(ask.model) if ask.model in list_published_models() else read_generation_options(ask.model)
+    )
     given = {
         "height": ask.height, "width": ask.width or ask.height, "num_inference_steps": ask.steps,
         "guidance_scale": ask.guidance, "num_frames": ask.frames,
@@ -77,64 +79,68 @@ class Answer:
     model: str
     hardware: str
     devices: int
-    found: Found
+    result: SearchResult
     uncounted: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_json_dict(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.found.legal,
-            "uncounted": list(self.uncounted), "too_large": self._missed(),
+            "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.result.legal,
+            "uncounted": list(self.uncounted), "too_large": self._near_miss_to_dict(),
             "plans": [
                 {
                     "plan": str(price.plan), "latency_s": price.latency_s, "memory_bytes": price.memory_bytes,
                     "bytes_per_step": price.bytes_per_step, "exposed_comm_s": price.exposed_s,
                     "bubble_s": price.bubble_s, "compute_s": price.compute_s, "why": why,
                 }
-                for price, why in zip(self.found.prices, reasons(self.found.prices), strict=True)
+                for price, why in zip(self.result.prices, explain_prices(self.result.prices), strict=True)
             ],
         }  # fmt: skip
 
-    def _missed(self) -> dict[str, Any] | None:
+    def _near_miss_to_dict(self) -> dict[str, Any] | None:
         """The plan that is missed most for want of memory."""
-        missed = self.found.missed
+        missed = self.result.missed
         return missed and {
             "plan": str(missed.price.plan), "latency_s": missed.price.latency_s, "lacks_bytes": missed.lacks,
-            "memory_bytes": missed.price.memory_bytes, "why": missed_by(missed, self.found.prices[0]),
+            "memory_bytes": missed.price.memory_bytes, "why": describe_near_miss(missed, self.result.prices[0]),
         }  # fmt: skip
 
-    def choice(self) -> str:
+    def describe_choice(self) -> str:
         """The first plan, on one line."""
-        best = self.found.prices[0]
-        return f"planned: {best.plan} (predicted {rounded(best.latency_s)} s a loop on {self.hardware})"
+        best = self.result.prices[0]
+        return f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
 
     def to_json(self) -> str:
         """The same as text."""
-        return json.dumps(self.as_dict(), indent=2)
+        return json.dumps(self.to_json_dict(), indent=2)
 
-    def as_table(self) -> Table:
+    def render_table(self) -> Table:
         """For people."""
         from rich.table import Table
 
-        plans = "1 plan" if self.found.legal == 1 else f"{self.found.legal} plans searched"
+        plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
         title = f"{self.model} on {self.devices} x {self.hardware}: {plans}"
-        if self.found.too_large:
-            title += f", {len(self.found.too_large)} of the fastest too large"
+        if self.result.too_large:
+            title += f", {len(self.result.too_large)} of the fastest too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
-        lines = [f"too large: {missed_by(self.found.missed, self.found.prices[0])}"] if self.found.missed else []
+        lines = (
+            [f"too large: {describe_near_miss(self.result.missed, self.result.prices[0])}"]
+            if self.result.missed
+            else []
+        )
         if self.uncounted:
             lines.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         shown.caption = "\n".join(lines) or None
-        prices = self.found.prices[:SHOWN]
-        for price, why in zip(prices, reasons(prices), strict=True):
+        prices = self.result.prices[:SHOWN]
+        for price, why in zip(prices, explain_prices(prices), strict=True):
             shown.add_row(
-                str(price.plan), rounded(price.latency_s), rounded(price.compute_s), rounded(price.exposed_s, 2),
-                rounded(price.bubble_s, 2), amount(price.memory_bytes), amount(price.bytes_per_step), why,
+                str(price.plan), format_number(price.latency_s), format_number(price.compute_s), format_number(price.exposed_s, 2),
+                format_number(price.bubble_s, 2), format_bytes(price.memory_bytes), format_bytes(price.bytes_per_step), why,
             )  # fmt: skip
         return shown
 
 
-def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
+def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
     """The answer to a question.
 
     Args:
@@ -145,24 +151,30 @@ def answer(ask: Ask, *, all_devices: bool = False) -> Answer:
         PlanError: if no plan fits, or the priced one does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
-    profile, source = machine(ask), CONFIGS / ask.model if ask.model in known() else _found(ask.model)
-    call = called(ask)
-    subject = Subject.of(ask.model, source)
+    profile, source = (
+        load_machine_profile(ask),
+        CONFIGS / ask.model if ask.model in list_published_models() else _find_model(ask.model),
+    )
+    call = fill_call_arguments(ask)
+    subject = PlanSubject.from_configs(ask.model, source)
     plan = None if ask.price is None else Plan.parse(ask.price)
     devices = ask.devices or (profile.devices if plan is None else plan.world)
     if devices % ask.hosts:
         raise PlanError(f"devices={devices} are not shared out evenly by hosts={ask.hosts}; give --devices")
-    wanted = Wanted(
-        devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.amount(ask.memory),
+    wanted = SearchRequest(
+        devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.parse_byte_amount(ask.memory),
         max_latency_s=ask.max_latency, warmup=1 if ask.warmup is None else ask.warmup, all_devices=all_devices,
     )  # fmt: skip
-    cache = None if ask.cache is None else configs_of(ask.cache)["cache_config"]
-    left = expected(cache, subject.shape(call, profile.element_size).steps, ask.hit_rate)
+    cache = None if ask.cache is None else parse_cache_line(ask.cache)["cache_config"]
+    skips = predict_skipped_steps(cache, subject.make_call_shape(call, profile.element_size).steps, ask.hit_rate)
     if plan is None:
-        found = search(subject, call, profile, wanted, left)
+        result = search_plans(subject, call, profile, wanted, skips)
     else:
-        devices, found = plan.world, Found((priced(subject, call, profile, wanted, plan, left),), (), 1)
-    return Answer(ask.model, profile.name, devices, found, subject.uncounted)
+        devices, result = (
+            plan.world,
+            SearchResult((price_single_plan(subject, call, profile, wanted, plan, skips),), (), 1),
+        )
+    return Answer(ask.model, profile.name, devices, result, subject.uncounted)
 
 
 def plan_for(
@@ -188,66 +200,68 @@ def plan_for(
     if min_psnr is not None:
         if others := sorted(set(asked) - {"devices", "max_latency"}):
             raise PlanError(f"min_psnr={min_psnr:g} asks an evaluation, which has no {others[0]}; leave it out")
-        found = stored(model, evaluation)
+        found = load_evaluation(model, evaluation)
         rows = [row for row in found["settings"] if row["cache"] == "none"]
         row = choose(rows, min_psnr=min_psnr, max_latency=asked.get("max_latency"), world=asked.get("devices"))
         where = found.get("measured", {}).get("machine", "another machine")
-        _say(f"picked: {described(row)}, as evaluated on {where}")
+        _print_on_first_rank(f"picked: {describe_setting(row)}, as evaluated on {where}")
         return Plan.parse(row["plan"])
-    known_words = [field.name for field in dataclasses.fields(Ask)]
+    known_words = [field.name for field in dataclasses.fields(PlanQuestion)]
     if unknown := sorted(set(asked) - set(known_words)):
         raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
-    answered = answer(Ask(model=model, **asked))
-    _say(answered.choice())
-    return answered.found.prices[0].plan
+    answered = answer_question(PlanQuestion(model=model, **asked))
+    _print_on_first_rank(answered.describe_choice())
+    return answered.result.prices[0].plan
 
 
-def _say(line: str) -> None:
+def _print_on_first_rank(line: str) -> None:
     group = torch.distributed
-    if writes() and not (group.is_available() and group.is_initialized() and group.get_rank() > 0):
-        console(stderr=True).print(line, soft_wrap=True)
+    if is_writing_process() and not (group.is_available() and group.is_initialized() and group.get_rank() > 0):
+        make_console(stderr=True).print(line, soft_wrap=True)
 
 
-def reasons(prices: Sequence[Price]) -> Iterator[str]:
+def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
     """What the first is made of, and why each other is not the first."""
     best = prices[0]
-    yield f"the fastest: {made_of(best)}" if len(prices) > 1 else made_of(best)
+    yield f"the fastest: {describe_shares(best)}" if len(prices) > 1 else describe_shares(best)
     for price in prices[1:]:
         slower, more = price.latency_s / best.latency_s - 1, price.memory_bytes - best.memory_bytes
         if slower < ALIKE:
-            yield f"as fast within {ALIKE:.1%}" + (f": {amount(more)} more memory" if more > 0 else "")
+            yield f"as fast within {ALIKE:.1%}" + (f": {format_bytes(more)} more memory" if more > 0 else "")
             continue
-        mine, others = _parts(price), _parts(best)
+        mine, others = _split_latency(price), _split_latency(best)
         name = max(mine, key=lambda kind: mine[kind] - others[kind])
-        yield f"{slower:.0%} slower: {rounded(mine[name] - others[name], 2)} s more {name}"
+        yield f"{slower:.0%} slower: {format_number(mine[name] - others[name], 2)} s more {name}"
 
 
-def made_of(price: Price) -> str:
+def describe_shares(price: Price) -> str:
     """The share of compute, and the largest part beside it."""
-    parts = _parts(price)
+    parts = _split_latency(price)
     share = {kind: parts[kind] / price.latency_s for kind in parts}
     name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])
     return f"{share['compute']:.0%} compute, then {share[name]:.0%} {name}" if share[name] >= ALIKE else "all compute"
 
 
-def missed_by(missed: Missed, best: Price) -> str:
+def describe_near_miss(missed: NearMiss, best: Price) -> str:
     """What is missed for want of memory."""
     price, faster = missed.price, 1 - missed.price.latency_s / best.latency_s
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
-    return f"'{price.plan}' would be {would}, {rounded(price.latency_s)} s, and lacks {amount(missed.lacks)} a device"
+    return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and lacks {format_bytes(missed.lacks)} a device"
 
 
-def _parts(price: Price) -> dict[str, float]:
+def _split_latency(price: Price) -> dict[str, float]:
     return {"compute": price.compute_s, "exposed communication": price.exposed_s, "bubble": price.bubble_s}
 
 
-def _found(model: str) -> Any:
+def _find_model(model: str) -> Any:
     try:
-        return find(model, weights=False)
+        return find_model_source(model, weights=False)
     except ModelError as error:
-        raise ModelError(f"{error}; published models that can be planned for: {', '.join(known())}") from error
+        raise ModelError(
+            f"{error}; published models that can be planned for: {', '.join(list_published_models())}"
+        ) from error
 
 
-def _published(model: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((CONFIGS / model / "generation.json").read_text("utf-8"))
-    return found
+def _read_published_call(model: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = json.loads((CONFIGS / model / "generation.json").read_text("utf-8"))
+    return arguments

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.errors import LoadError, ModelError, PlanError
-from ditile.plan.flags import option
+from ditile.plan.flags import define_option
 
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "assets" / "evaluations"
@@ -29,16 +29,18 @@ class Budget:
         ModelError: if a value is out of its range, or belongs to a budget and there is none.
     """
 
-    min_psnr: float | None = option(
+    min_psnr: float | None = define_option(
         None, "pick the fastest evaluated plan and cache with at least this mean PSNR to the original", metavar="DB"
     )
-    max_latency: float | None = option(
+    max_latency: float | None = define_option(
         None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S"
     )
-    evaluation: str | None = option(
+    evaluation: str | None = define_option(
         None, "what to pick from: what ditile evaluate wrote; by default what comes with ditile", metavar="FOLDER"
     )
-    world: int | None = option(None, "ranks to pick for, at most; by default as many as there are devices", metavar="N")
+    world: int | None = define_option(
+        None, "ranks to pick for, at most; by default as many as there are devices", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         for name in ("min_psnr", "max_latency"):
@@ -48,13 +50,13 @@ class Budget:
         if self.world is not None and self.world < 1:
             raise ModelError(f"world={self.world} is not a whole number of at least 1")
         for name in ("evaluation", "world"):
-            if getattr(self, name) is not None and not self.is_set:
+            if getattr(self, name) is not None and not self.has_bound:
                 raise ModelError(
                     f"{name}={getattr(self, name)!r} is for a budget; add --min-psnr DB or --max-latency S"
                 )
 
     @property
-    def is_set(self) -> bool:
+    def has_bound(self) -> bool:
         """Whether there is a budget."""
         return self.min_psnr is not None or self.max_latency is not None
 
@@ -84,25 +86,27 @@ def choose(
     fits = [row for row in there if min_psnr is None or row["psnr"] >= min_psnr]
     if not fits:
         best = max(there, key=lambda row: (row["psnr"], -row["latency_ratio"]))
-        raise PlanError(f"no evaluated setting has min_psnr={min_psnr:g} dB; the best there is: {described(best)}")
+        raise PlanError(
+            f"no evaluated setting has min_psnr={min_psnr:g} dB; the best there is: {describe_setting(best)}"
+        )
     soon = [row for row in fits if max_latency is None or row["seconds"] <= max_latency]
     if not soon:
         best, also = min(fits, key=lambda row: row["seconds"]), "" if min_psnr is None else f" with {min_psnr:g} dB"
         raise PlanError(
-            f"no evaluated setting{also} took max_latency={max_latency:g} s; the fastest: {described(best)}"
+            f"no evaluated setting{also} took max_latency={max_latency:g} s; the fastest: {describe_setting(best)}"
         )
     if min_psnr is None and max_latency is not None:
         return max(soon, key=lambda row: (row["psnr"], -row["latency_ratio"]))
     return min(soon, key=lambda row: (row["latency_ratio"], -row["psnr"]))
 
 
-def described(row: Mapping[str, Any]) -> str:
+def describe_setting(row: Mapping[str, Any]) -> str:
     """A setting and what it was measured at, on one line."""
     cache = "no cache" if row["cache"] == "none" else f"cache {row['cache']}"
     return f"{row['plan']}, {cache} ({row['psnr']:.1f} dB, {row['seconds']:.2f} s, {1 / row['latency_ratio']:.2f}x)"
 
 
-def stored(model: str, source: str | None = None) -> dict[str, Any]:
+def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
     """An evaluation of a model.
 
     Args:
@@ -120,22 +124,26 @@ def stored(model: str, source: str | None = None) -> dict[str, Any]:
             f"no evaluation of {model!r} comes with ditile; run ditile evaluate, and add --evaluation FOLDER"
         )
     try:
-        found = json.loads(path.read_text("utf-8"))
+        evaluation = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LoadError(f"evaluation={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or not _has_rows(found.get("settings")):
+    if not isinstance(evaluation, dict) or not _is_setting_list(evaluation.get("settings")):
         raise LoadError(f"evaluation={str(path)!r} is no evaluation; give what ditile evaluate wrote as {FILE}")
-    if found.get("model") != model:
-        raise ModelError(f"evaluation={str(path)!r} is of model {found.get('model')!r}, not of {model!r}; evaluate it")
-    return found
+    if evaluation.get("model") != model:
+        raise ModelError(
+            f"evaluation={str(path)!r} is of model {evaluation.get('model')!r}, not of {model!r}; evaluate it"
+        )
+    return evaluation
 
 
-def _has_rows(rows: Any) -> bool:
+def _is_setting_list(rows: Any) -> bool:
     """Whether these are rows that can be chosen from."""
-    return isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) and _is_row(row) for row in rows)
+    return (
+        isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) and _is_valid_setting(row) for row in rows)
+    )
 
 
-def _is_row(row: Mapping[str, Any]) -> bool:
+def _is_valid_setting(row: Mapping[str, Any]) -> bool:
     for name, kind in IN_A_ROW.items():
         value, kinds = row.get(name), (int, float) if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ditile.cache.build import rules_of
+from ditile.cache.build import build_skip_rules
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.rules import Record, Verdict
+from ditile.cache.rules import DecisionRecord, RuleVerdict
 from ditile.errors import PlanError
-from ditile.planner.ops import Left
+from ditile.planner.ops import CacheSkips
 
 
-def expected(config: DBCacheConfig | None, steps: int, hit_rate: float | None = None) -> Left:
+def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
     """The steps that a cache leaves out.
 
     Args:
@@ -22,18 +22,18 @@ def expected(config: DBCacheConfig | None, steps: int, hit_rate: float | None = 
         PlanError: if there is a hit rate to say and none is given.
     """
     if config is None:
-        return Left()
-    rules, record, hits = rules_of(config, steps), Record(), 0.0
+        return CacheSkips()
+    rules, record, hits = build_skip_rules(config, steps), DecisionRecord(), 0.0
     for step in range(steps):
-        verdict = Verdict.COMPUTE if rules.never else rules.before(step, record)
-        if verdict is Verdict.MEASURE:
+        verdict = RuleVerdict.COMPUTE if rules.never_skips else rules.decide_without_difference(step, record)
+        if verdict is RuleVerdict.MEASURE:
             if hit_rate is None:
                 raise PlanError(
                     f"a threshold of {rules.limits.threshold:g} decides by what it measures; say which share of those "
                     "steps it is expected to leave out, such as --hit-rate 0.5"
                 )
             hits += hit_rate
-        skipped = verdict is Verdict.SKIP or (verdict is Verdict.MEASURE and hits >= 1 - 1e-9)
-        hits -= skipped and verdict is Verdict.MEASURE
-        rules.note(step, record, skipped=skipped, difference=None)
-    return Left(steps=frozenset(record.skipped), first=config.Fn_compute_blocks, last=config.Bn_compute_blocks)
+        skipped = verdict is RuleVerdict.SKIP or (verdict is RuleVerdict.MEASURE and hits >= 1 - 1e-9)
+        hits -= skipped and verdict is RuleVerdict.MEASURE
+        rules.record_decision(step, record, skipped=skipped, difference=None)
+    return CacheSkips(steps=frozenset(record.skipped), first=config.Fn_compute_blocks, last=config.Bn_compute_blocks)

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from ditile.distributed import cpus
 from ditile.distributed.transport import Traffic, start_shift
-from ditile.hooks.feed_forward import can_fuse, linear_gelu
-from ditile.planner.disturbance import Again
+from ditile.hooks.feed_forward import can_fuse_gelu, compute_linear_gelu
+from ditile.planner.disturbance import DisturbanceGuard
 from ditile.planner.profile import FUSED, Curve, Link
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -49,195 +49,209 @@ class Bench:
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, done: Callable[[], None] = lambda: None,
-        group: dist.ProcessGroup | None = None, again: Again | None = None,
+        group: dist.ProcessGroup | None = None, again: DisturbanceGuard | None = None,
     ) -> None:  # fmt: skip
         self._make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.done, self.group, self._again = done, group, again or Again(lambda: 1.0, 0, 0)
+        self.done, self.group, self._again = done, group, again or DisturbanceGuard(lambda: 1.0, 0, 0)
         self._is_gpu = device.type == "cuda"
 
-    def numbers(self, *shape: int) -> torch.Tensor:
+    def make_random_tensor(self, *shape: int) -> torch.Tensor:
         """Random numbers."""
         return torch.randn(*shape, **self._make)
 
-    def message(self, size: int, parts: int = 1) -> torch.Tensor:
+    def make_message(self, size: int, parts: int = 1) -> torch.Tensor:
         """Random numbers of so many bytes, or of so many such parts."""
-        return self.numbers(size // self._make["dtype"].itemsize * parts)
+        return self.make_random_tensor(size // self._make["dtype"].itemsize * parts)
 
     @property
-    def rank(self) -> int:
+    def group_rank(self) -> int:
         """This rank among those of the group."""
         return dist.get_rank(self.group)
 
-    def peer(self, rank: int) -> int:
+    def get_global_rank(self, rank: int) -> int:
         """The number that a rank of the group has among all."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
+    def measure_seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
         """Of a call: the shortest of some runs, none of them the first; what else the machine does only adds.
 
         One that fills the budget by itself is made four times.
         """
-        return self._again.measured(lambda: self._shortest(call, budget))
+        return self._again.measure_undisturbed(lambda: self._time_shortest_run(call, budget))
 
-    def part(self, measure: Callable[[], float]) -> float:
+    def measure_and_report(self, measure: Callable[[], float]) -> float:
         """What a part of all that is measured comes to."""
-        found = self._again.measured(measure)
+        value = self._again.measure_undisturbed(measure)
         self.done()
-        return found
+        return value
 
-    def _shortest(self, call: Callable[[], Any], budget: float) -> float:
-        self.many(call, 1)
-        once = self.many(call, 1)
+    def _time_shortest_run(self, call: Callable[[], Any], budget: float) -> float:
+        self.time_average_call(call, 1)
+        once = self.time_average_call(call, 1)
         if once > budget:
-            return min(once, self.many(call, 1), self.many(call, 1))
+            return min(once, self.time_average_call(call, 1), self.time_average_call(call, 1))
         times = max(1, min(1000, int(budget / REPEATS / max(once, 1e-7))))
-        return min(self.many(call, times) for _ in range(REPEATS))
+        return min(self.time_average_call(call, times) for _ in range(REPEATS))
 
-    def many(self, call: Callable[[], Any], times: int) -> float:
-        self._wait()
+    def time_average_call(self, call: Callable[[], Any], times: int) -> float:
+        self._synchronize()
         began = time.perf_counter()
         for _ in range(times):
             call()
-        self._wait()
+        self._synchronize()
         return (time.perf_counter() - began) / times
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._is_gpu:
             torch.cuda.synchronize()
 
 
-def matmul(bench: Bench) -> Curve:
+def measure_matmul(bench: Bench) -> Curve:
     """Operations a second of linear layers, over (rows, width)."""
 
-    def rate(rows: int, width: int) -> float | None:
+    def measure_matmul_rate(rows: int, width: int) -> float | None:
         work = 2 * rows * width**2
         if work > LARGEST:
             return None
-        x, weight, bias = bench.numbers(rows, width), bench.numbers(width, width), bench.numbers(width)
-        return work / bench.seconds(lambda: functional.linear(x, weight, bias))
+        x, weight, bias = (
+            bench.make_random_tensor(rows, width),
+            bench.make_random_tensor(width, width),
+            bench.make_random_tensor(width),
+        )
+        return work / bench.measure_seconds(lambda: functional.linear(x, weight, bias))
 
-    return _table(bench, ROWS, WIDTHS, rate)
+    return _tabulate_rates(bench, ROWS, WIDTHS, measure_matmul_rate)
 
 
-def attention(bench: Bench) -> Curve:
+def measure_attention(bench: Bench) -> Curve:
     """Operations a second of attention, over (queries, keys)."""
 
-    def rate(queries: int, keys: int) -> float | None:
+    def measure_attention_rate(queries: int, keys: int) -> float | None:
         work = 4 * queries * keys * HEADS * HEAD
         if work > LARGEST:
             return None
-        q, k = bench.numbers(1, HEADS, queries, HEAD), bench.numbers(1, HEADS, keys, HEAD)
-        return work / bench.seconds(lambda: functional.scaled_dot_product_attention(q, k, k))
+        q, k = bench.make_random_tensor(1, HEADS, queries, HEAD), bench.make_random_tensor(1, HEADS, keys, HEAD)
+        return work / bench.measure_seconds(lambda: functional.scaled_dot_product_attention(q, k, k))
 
-    return _table(bench, LENGTHS, LENGTHS, rate)
+    return _tabulate_rates(bench, LENGTHS, LENGTHS, measure_attention_rate)
 
 
-def heads(bench: Bench) -> Curve:
+def measure_head_sizes(bench: Bench) -> Curve:
     """Operations a second of attention over channels of a head, as a share of those with `HEAD`."""
-    length, found = LENGTHS[-2], []
+    length, rates = LENGTHS[-2], []
     for size in HEAD_SIZES:
-        q, k = (bench.numbers(1, HEADS * HEAD // size, length, size) for _ in range(2))
-        found.append(1 / bench.seconds(lambda q=q, k=k: functional.scaled_dot_product_attention(q, k, k)))  # type: ignore[misc]
+        q, k = (bench.make_random_tensor(1, HEADS * HEAD // size, length, size) for _ in range(2))
+        rates.append(1 / bench.measure_seconds(lambda q=q, k=k: functional.scaled_dot_product_attention(q, k, k)))  # type: ignore[misc]
     bench.done()
-    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / found[HEAD_SIZES.index(HEAD)] for rate in found))
+    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / rates[HEAD_SIZES.index(HEAD)] for rate in rates))
 
 
-def pointwise(bench: Bench) -> dict[str, Curve]:
+def measure_pointwise(bench: Bench) -> dict[str, Curve]:
     """Bytes a second of what goes over numbers once, by kind, over bytes read and written."""
-    found: dict[str, list[float]] = {}
+    rates_by_kind: dict[str, list[float]] = {}
     for size in SIZES:
-        x = bench.numbers(max(size // 8 // WIDTH, 1), WIDTH)
-        y, scale, real = torch.randn_like(x), bench.numbers(1, WIDTH), x.numel() * x.element_size()
-        both = bench.seconds(lambda x=x, y=y: x + y) + bench.seconds(lambda x=x, scale=scale: x * scale)  # type: ignore[misc]
-        norm = bench.seconds(lambda x=x: functional.layer_norm(x, (WIDTH,)))  # type: ignore[misc]
-        gelu = bench.seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
-        woven = bench.seconds(lambda x=x, y=y: torch.stack([x, y], dim=-1))  # type: ignore[misc]
+        x = bench.make_random_tensor(max(size // 8 // WIDTH, 1), WIDTH)
+        y, scale, real = torch.randn_like(x), bench.make_random_tensor(1, WIDTH), x.numel() * x.element_size()
+        both = bench.measure_seconds(lambda x=x, y=y: x + y) + bench.measure_seconds(lambda x=x, scale=scale: x * scale)  # type: ignore[misc]
+        norm = bench.measure_seconds(lambda x=x: functional.layer_norm(x, (WIDTH,)))  # type: ignore[misc]
+        gelu = bench.measure_seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
+        woven = bench.measure_seconds(lambda x=x, y=y: torch.stack([x, y], dim=-1))  # type: ignore[misc]
         bytes_of = {"pointwise": (5, both), "norm": (2, norm), "gelu": (2, gelu), "interleave": (4, woven)}
-        if can_fuse(x.device, x.dtype):
-            bytes_of[FUSED] = (2, _fused(bench, len(x), gelu))
+        if can_fuse_gelu(x.device, x.dtype):
+            bytes_of[FUSED] = (2, _time_fused_gelu(bench, len(x), gelu))
         for name, (tensors, seconds) in bytes_of.items():
-            found.setdefault(name, []).append(tensors * real / seconds)
+            rates_by_kind.setdefault(name, []).append(tensors * real / seconds)
         bench.done()
-    return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in found.items()}
+    return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in rates_by_kind.items()}
 
 
-def _fused(bench: Bench, rows: int, apart: float) -> float:
+def _time_fused_gelu(bench: Bench, rows: int, apart: float) -> float:
     """Seconds that GELU adds to the product in front of it in one kernel; a tenth of those `apart` at least."""
-    x, weight, bias = bench.numbers(rows, HEAD), bench.numbers(WIDTH, HEAD), bench.numbers(WIDTH)
-    both = bench.seconds(lambda: linear_gelu(x, weight, bias, "tanh"))
-    return min(max(both - bench.seconds(lambda: functional.linear(x, weight, bias)), apart / 10), apart)
+    x, weight, bias = (
+        bench.make_random_tensor(rows, HEAD),
+        bench.make_random_tensor(WIDTH, HEAD),
+        bench.make_random_tensor(WIDTH),
+    )
+    both = bench.measure_seconds(lambda: compute_linear_gelu(x, weight, bias, "tanh"))
+    return min(max(both - bench.measure_seconds(lambda: functional.linear(x, weight, bias)), apart / 10), apart)
 
 
-def _table(bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]) -> Curve:
+def _tabulate_rates(
+    bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]
+) -> Curve:
     """A curve over two sizes; what is too large to be timed has the rate of the next smaller."""
     rows = []
     for x in xs:
         row: list[float] = []
         for y in ys:
-            found = rate(x, y)
-            row.append(row[-1] if found is None else found)
+            cell_rate = rate(x, y)
+            row.append(row[-1] if cell_rate is None else cell_rate)
         rows.append(tuple(row))
         bench.done()
     return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
 
 
-def link(bench: Bench) -> Link:
+def measure_link(bench: Bench) -> Link:
     """What joins the ranks of a group: messages from its first to its second, and collectives of all."""
     world, group = dist.get_world_size(bench.group), bench.group
-    small, large = (_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
+    small, large = (_time_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     size = MESSAGES[-2]
-    x = bench.message(size, world)
+    x = bench.make_message(size, world)
     parts, out = list(x.chunk(world)), torch.empty_like(x)
-    exchanged = _together(bench, lambda: dist.all_to_all_single(out, x, group=group))
-    tiny = bench.numbers(world)
-    started = _between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group))
-    summed = _together(bench, lambda: dist.all_reduce(x, group=group))
-    gathered = _together(bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0], group=group))
+    exchanged = _time_on_all_ranks(bench, lambda: dist.all_to_all_single(out, x, group=group))
+    tiny = bench.make_random_tensor(world)
+    started = _time_between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group))
+    summed = _time_on_all_ranks(bench, lambda: dist.all_reduce(x, group=group))
+    gathered = _time_on_all_ranks(
+        bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0], group=group)
+    )
     sent = x.numel() * x.element_size() * (world - 1) / world
-    once, longer = (_shifted(bench, length) for length in MESSAGES[-2:])
+    once, longer = (_time_ring_shift(bench, length) for length in MESSAGES[-2:])
     return Link(
-        latency_s=small, bandwidth=bandwidth, collective=_share(sent, exchanged - started, bandwidth),
-        call_s=max(started - small, 0.0), neighbours=_share(MESSAGES[-1] - MESSAGES[-2], longer - once, bandwidth),
-        gather=_share(sent, gathered - started, bandwidth), reduce=_share(2 * sent, summed - started, bandwidth),
-        overlap=_overlap(bench),
+        latency_s=small, bandwidth=bandwidth, collective=_get_achieved_share(sent, exchanged - started, bandwidth),
+        call_s=max(started - small, 0.0), neighbours=_get_achieved_share(MESSAGES[-1] - MESSAGES[-2], longer - once, bandwidth),
+        gather=_get_achieved_share(sent, gathered - started, bandwidth), reduce=_get_achieved_share(2 * sent, summed - started, bandwidth),
+        overlap=_measure_overlap(bench),
     )  # fmt: skip
 
 
-def _between_work(bench: Bench, call: Callable[[], Any]) -> float:
+def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
     """Seconds that a call adds to work, after which no rank is ready at the same time."""
-    x, weight = bench.numbers(128, 512), bench.numbers(512, 512)
+    x, weight = bench.make_random_tensor(128, 512), bench.make_random_tensor(512, 512)
 
-    def work() -> None:
+    def compute_linears() -> None:
         for _ in range(4):
             functional.linear(x, weight)
 
-    def both() -> None:
-        work()
+    def compute_and_call() -> None:
+        compute_linears()
         call()
 
-    def added() -> float:
-        found = []
+    def measure_added_seconds() -> float:
+        differences = []
         for _ in range(REPEATS):
             dist.barrier(bench.group)
-            found.append(bench.many(both, 40) - bench.many(work, 40))
-        return max(statistics.median(found), 1e-7)
+            differences.append(
+                bench.time_average_call(compute_and_call, 40) - bench.time_average_call(compute_linears, 40)
+            )
+        return max(statistics.median(differences), 1e-7)
 
-    both()
-    work()
-    return bench.part(added)
+    compute_and_call()
+    compute_linears()
+    return bench.measure_and_report(measure_added_seconds)
 
 
-def _share(sent: float, seconds: float, bandwidth: float) -> float:
+def _get_achieved_share(sent: float, seconds: float, bandwidth: float) -> float:
     return min(1.0, sent / max(seconds, 1e-9) / bandwidth)
 
 
-def _one_way(bench: Bench, size: int) -> float:
+def _time_one_way(bench: Bench, size: int) -> float:
     """Seconds of a message: half of there and back."""
-    x, group, rank = bench.message(size), bench.group, bench.rank
-    first, second = bench.peer(0), bench.peer(1)
+    x, group, rank = bench.make_message(size), bench.group, bench.group_rank
+    first, second = bench.get_global_rank(0), bench.get_global_rank(1)
 
-    def there_and_back() -> None:
+    def send_there_and_back() -> None:
         if rank == 0:
             dist.send(x, second, group)
             dist.recv(x, second, group)
@@ -245,75 +259,81 @@ def _one_way(bench: Bench, size: int) -> float:
             dist.recv(x, first, group)
             dist.send(x, first, group)
 
-    return _together(bench, there_and_back) / 2
+    return _time_on_all_ranks(bench, send_there_and_back) / 2
 
 
-def _shifted(bench: Bench, size: int) -> float:
+def _time_ring_shift(bench: Bench, size: int) -> float:
     """Seconds in which each rank sends so many bytes to the next one, as a ring does."""
-    x, group = bench.message(size), bench.group or dist.group.WORLD
+    x, group = bench.make_message(size), bench.group or dist.group.WORLD
     assert group is not None
-    return _together(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait())
+    return _time_on_all_ranks(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait_for_tensors())
 
 
-def _together(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
+def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
     """Seconds of a call that all ranks make, the same number of times on each."""
 
-    def shortest() -> float:
-        found = []
+    def measure_shortest() -> float:
+        timings = []
         for _ in range(REPEATS):
             dist.barrier(bench.group)
-            found.append(bench.many(call, times))
-        return min(found)
+            timings.append(bench.time_average_call(call, times))
+        return min(timings)
 
     call()
-    return bench.part(shortest)
+    return bench.measure_and_report(measure_shortest)
 
 
-def _overlap(bench: Bench) -> float:
+def _measure_overlap(bench: Bench) -> float:
     """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
-    rank, size, first, second = bench.rank, MESSAGES[-1], bench.peer(0), bench.peer(1)
-    x, weight, message = bench.numbers(256, 512), bench.numbers(512, 512), bench.message(size)
+    rank, size, first, second = bench.group_rank, MESSAGES[-1], bench.get_global_rank(0), bench.get_global_rank(1)
+    x, weight, message = (
+        bench.make_random_tensor(256, 512),
+        bench.make_random_tensor(512, 512),
+        bench.make_message(size),
+    )
 
-    def compute() -> None:
+    def compute_meanwhile() -> None:
         for _ in range(6):  # about as long as the message
             functional.linear(x, weight)
 
-    def started() -> Any:
+    def start_message() -> Any:
         if rank == 0:
             return dist.isend(message, second, bench.group)
         return dist.irecv(message, first, bench.group)
 
-    def send() -> None:
+    def send_message() -> None:
         if rank < 2:
-            started().wait()
+            start_message().wait()
 
-    def both() -> None:
-        work = started() if rank < 2 else None
-        compute()
+    def compute_while_sending() -> None:
+        work = start_message() if rank < 2 else None
+        compute_meanwhile()
         if work is not None:
             work.wait()
 
-    def share() -> float:
-        found = []
+    def measure_hidden_share() -> float:
+        shares = []
         for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
             dist.barrier(bench.group)
-            alone, sent, together = (bench.many(call, 5) for call in (compute, send, both))
-            found.append((alone + sent - together) / min(alone, sent))
-        return min(1.0, max(0.0, statistics.median(found)))
+            alone, sent, together = (
+                bench.time_average_call(call, 5) for call in (compute_meanwhile, send_message, compute_while_sending)
+            )
+            shares.append((alone + sent - together) / min(alone, sent))
+        return min(1.0, max(0.0, statistics.median(shares)))
 
-    for call in (compute, send, both):
+    for call in (compute_meanwhile, send_message, compute_while_sending):
         call()
-    return bench.part(share)
+    return bench.measure_and_report(measure_hidden_share)
 
 
-def provenance() -> str:
+def describe_provenance() -> str:
     """What machine, with what, when."""
     when = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return f"measured by ditile calibrate on {machine()}, torch {torch.__version__}, {when}"
+    return f"measured by ditile calibrate on {get_device_name()}, torch {torch.__version__}, {when}"
 
 
-def machine() -> str:
+def get_device_name() -> str:
     """The device's name."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpus.name()}, {cpus.cores()} cores"
+    return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"

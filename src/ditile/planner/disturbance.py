@@ -25,10 +25,10 @@ BUSY = 0.1
 """Share of the seconds from which on what was measured is no measure of this machine."""
 PAUSE = 0.1
 SIDE, TIMES = 512, 7
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
-class Gauge:
+class SlowdownGauge:
     """How much slower the cores of some ranks are now than at their best so far.
 
     Args:
@@ -46,7 +46,7 @@ class Gauge:
         self.watches = device.type == "cpu"
         if self.watches:
             rank = 0 if group is None else dist.get_rank(group)
-            cores = set[int]().union(*gather_json(cpus.own(), group))
+            cores = set[int]().union(*gather_json(cpus.list_usable_cores(), group))
             self._computes = rank < max(1, len(cores) // torch.get_num_threads())
 
     def __call__(self) -> float:
@@ -55,22 +55,22 @@ class Gauge:
             return 1.0
         own = 1.0
         if self._computes:
-            took = statistics.median(self._products())
+            took = statistics.median(self._time_products())
             self.best_s = min(self.best_s, took)
             own = took / self.best_s
         return float(max(gather_json(own, self._group)))
 
-    def _products(self) -> list[float]:
+    def _time_products(self) -> list[float]:
         x = torch.full((SIDE, SIDE), 0.5)
-        found = []
+        timings = []
         for _ in range(TIMES):
             began = time.perf_counter()
             x @ x
-            found.append(time.perf_counter() - began)
-        return found
+            timings.append(time.perf_counter() - began)
+        return timings
 
 
-class Again:
+class DisturbanceGuard:
     """Measures again what was disturbed, within bounds.
 
     Args:
@@ -86,29 +86,29 @@ class Again:
 
     def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
         self._slower, self._times, self._pauses = slower, times, pauses
-        self.made, self.last = 0, 1.0
+        self.num_repeats, self.last = 0, 1.0
         self.seconds = self.disturbed_s = 0.0
 
-    def measured(self, measure: Callable[[], _Found]) -> _Found:
+    def measure_undisturbed(self, measure: Callable[[], _Result]) -> _Result:
         """What a measurement gives, after which the machine is as fast as at its best; or else the last that may be."""
         if self._times == 0:
             return measure()
-        found, seconds = self._measured(measure)
-        while self.last > LIMIT and self.made < self._times and self._others_left():
-            self.made += 1
-            found, seconds = self._measured(measure)
+        result, seconds = self._measure_once(measure)
+        while self.last > LIMIT and self.num_repeats < self._times and self._wait_until_quiet():
+            self.num_repeats += 1
+            result, seconds = self._measure_once(measure)
         self.seconds += seconds
         self.disturbed_s += seconds if self.last > LIMIT else 0.0
-        return found
+        return result
 
-    def _measured(self, measure: Callable[[], _Found]) -> tuple[_Found, float]:
+    def _measure_once(self, measure: Callable[[], _Result]) -> tuple[_Result, float]:
         began = time.perf_counter()
-        found = measure()
+        result = measure()
         seconds = time.perf_counter() - began
         self.last = self._slower()
-        return found, seconds
+        return result, seconds
 
-    def _others_left(self) -> bool:
+    def _wait_until_quiet(self) -> bool:
         """Waits for it, while it may."""
         while self._slower() > LIMIT:
             if self._pauses == 0:
@@ -118,6 +118,6 @@ class Again:
         return True
 
 
-def disturbed(*every: Again) -> float:
+def compute_disturbed_share(*every: DisturbanceGuard) -> float:
     """The share of the seconds of what counts after which the machine was slower than at its best."""
     return sum(again.disturbed_s for again in every) / max(sum(again.seconds for again in every), 1e-9)

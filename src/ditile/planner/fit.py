@@ -14,7 +14,7 @@ EXPECTED = 0.1
 """What it weighs that bytes take as long in a call as in a loop: calls are off by a twentieth, that by a half."""
 
 
-class Shared(NamedTuple):
+class SharedCall(NamedTuple):
     """A call that all ranks make together.
 
     Attributes:
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
     exchanges: float
 
 
-def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
+def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
     """The profile by which it comes closest to calls that were measured.
 
     What a kernel costs besides its work is `kernel_s`; and all rates have one factor, for a call finds caches colder
@@ -41,15 +41,15 @@ def fitted(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> 
         measured: of each call its seconds in the transformer, those of its work on the curves alone, its kernels.
     """
     terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
-    slower, kernel_s = _least_squares(terms, torch.ones(len(terms), dtype=terms.dtype))
+    slower, kernel_s = _solve_least_squares(terms, torch.ones(len(terms), dtype=terms.dtype))
     return dataclasses.replace(
-        profile, kernel_s=kernel_s, matmul=_scaled(profile.matmul, slower),
-        attention=_scaled(profile.attention, slower),
-        pointwise={name: _scaled(curve, slower) for name, curve in profile.pointwise.items()},
+        profile, kernel_s=kernel_s, matmul=_slow_down_curve(profile.matmul, slower),
+        attention=_slow_down_curve(profile.attention, slower),
+        pointwise={name: _slow_down_curve(curve, slower) for name, curve in profile.pointwise.items()},
     )  # fmt: skip
 
 
-def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shared]) -> Profile:
+def fit_collectives(profile: Profile, exchanged: Sequence[SharedCall], summed: Sequence[SharedCall]) -> Profile:
     """The profile whose collectives start as slowly, and move bytes as slowly, as in calls that ranks make together.
 
     In a call ranks meet at every exchange, one of them later than the other; in a loop of exchanges they are in step.
@@ -61,15 +61,15 @@ def started(profile: Profile, exchanged: Sequence[Shared], summed: Sequence[Shar
     """
     link = profile.link
     if exchanged:
-        slower, start = _of_exchanges(exchanged)
+        slower, start = _fit_exchanges(exchanged)
         link = dataclasses.replace(link, call_s=start, collective=link.collective / slower)
     if summed:
-        slower, start = _of_exchanges(summed)
+        slower, start = _fit_exchanges(summed)
         link = dataclasses.replace(link, sum_s=start, reduce=link.reduce / slower)
     return dataclasses.replace(profile, link=link)
 
 
-def _of_exchanges(calls: Sequence[Shared]) -> tuple[float, float]:
+def _fit_exchanges(calls: Sequence[SharedCall]) -> tuple[float, float]:
     """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides.
 
     Two sizes hardly tell the two apart where calls differ by a few per cent from turn to turn, so what they leave open
@@ -78,10 +78,10 @@ def _of_exchanges(calls: Sequence[Shared]) -> tuple[float, float]:
     terms = [[call.sending / call.took, call.exchanges / call.took] for call in calls]
     wanted = [1 - call.known / call.took for call in calls]
     terms, wanted = [*terms, [EXPECTED, 0.0]], [*wanted, EXPECTED]
-    return _least_squares(torch.tensor(terms, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+    return _solve_least_squares(torch.tensor(terms, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
 
 
-def _least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+def _solve_least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
     """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest."""
     slower, start = torch.linalg.lstsq(terms, wanted[:, None], driver="gelsd").solution.flatten().tolist()
     if start < 0:
@@ -92,8 +92,8 @@ def _least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, fl
     return slower, start
 
 
-def _scaled(curve: Curve, slower: float) -> Curve:
-    def divided(row: Any) -> Any:
-        return tuple(divided(rate) for rate in row) if isinstance(row, tuple) else row / slower
+def _slow_down_curve(curve: Curve, slower: float) -> Curve:
+    def divide_rates(row: Any) -> Any:
+        return tuple(divide_rates(rate) for rate in row) if isinstance(row, tuple) else row / slower
 
-    return dataclasses.replace(curve, rates=divided(curve.rates))
+    return dataclasses.replace(curve, rates=divide_rates(curve.rates))

@@ -14,8 +14,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from ditile.hooks.placeholders import weightless
-from ditile.planner.live import Storages
+from ditile.hooks.placeholders import init_on_meta_device
+from ditile.planner.live import StorageTracker
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
@@ -24,7 +24,7 @@ FRAMES = (3, 4)
 """Latent frames that a VAE is counted with; what it holds with more of them is on the line through both."""
 
 
-class Held(NamedTuple):
+class LiveNumbers(NamedTuple):
     """Numbers that are alive at one time, of one row.
 
     Attributes:
@@ -37,15 +37,15 @@ class Held(NamedTuple):
     text: float = 0
     both: float = 0
 
-    def at(self, image: int, text: int) -> float:
+    def count_numbers(self, image: int, text: int) -> float:
         """Numbers with so many tokens."""
         return self.once + self.image * image + self.text * text + self.both * (image + text)
 
-    def __add__(self, other: tuple[float, ...]) -> Held:  # type: ignore[override]
-        return Held(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: tuple[float, ...]) -> LiveNumbers:  # type: ignore[override]
+        return LiveNumbers(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def __sub__(self, other: Held) -> Held:
-        return Held(*(a - b for a, b in zip(self, other, strict=True)))
+    def __sub__(self, other: LiveNumbers) -> LiveNumbers:
+        return LiveNumbers(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +59,37 @@ class Footprint:
         kept: of each block, what is remembered of it for a whole generation.
     """
 
-    moments: tuple[Held, ...]
-    fused: tuple[Held, ...]
-    attending: tuple[Held, ...]
-    kept: tuple[Held, ...]
+    moments: tuple[LiveNumbers, ...]
+    fused: tuple[LiveNumbers, ...]
+    attending: tuple[LiveNumbers, ...]
+    kept: tuple[LiveNumbers, ...]
 
-    def divided(self, channels: int, ranks: int) -> Footprint:
+    def divide_by_ranks(self, channels: int, ranks: int) -> Footprint:
         """What a rank of tensor parallelism holds, where a token has so many channels between blocks."""
 
-        def share(held: Held) -> Held:
-            return Held(
-                *(x if x < WHOLE * channels else WHOLE * channels + (x - WHOLE * channels) / ranks for x in held)
+        def divide_numbers(moment: LiveNumbers) -> LiveNumbers:
+            return LiveNumbers(
+                *(x if x < WHOLE * channels else WHOLE * channels + (x - WHOLE * channels) / ranks for x in moment)
             )
 
-        kept = tuple(Held(*(x / ranks for x in held)) for held in self.kept)
-        moments, fused, attending = (tuple(map(share, held)) for held in (self.moments, self.fused, self.attending))
+        kept = tuple(LiveNumbers(*(x / ranks for x in entry)) for entry in self.kept)
+        moments, fused, attending = (
+            tuple(map(divide_numbers, entry)) for entry in (self.moments, self.fused, self.attending)
+        )
         return Footprint(moments, fused, attending, kept)
 
 
-class Watch(Storages):
+class FootprintTracker(StorageTracker):
     """Notes the moments of what is run within it.
 
     Args:
         held: what a tensor is, by its shape.
     """
 
-    def __init__(self, held: Callable[[Tensor], Held]) -> None:
-        super().__init__(self._count)
-        self._held, self._now, self._is_gelu = held, Held(), False
-        self._fused, self._gelu, self._attending = set[Held](), set[Held](), set[Held]()
+    def __init__(self, count_tensor: Callable[[Tensor], LiveNumbers]) -> None:
+        super().__init__(self._count_storage)
+        self._count_tensor, self._live_numbers, self._is_gelu = count_tensor, LiveNumbers(), False
+        self._fused, self._gelu, self._attending = set[LiveNumbers](), set[LiveNumbers](), set[LiveNumbers]()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -96,33 +98,33 @@ class Watch(Storages):
         self._is_gelu = func is torch.ops.aten.gelu.default
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _count(self, tensor: Tensor) -> Callable[[], None]:
-        held = self._held(tensor)
-        self._now += held
-        (self._gelu if self._is_gelu else self._fused).add(self._now)
+    def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
+        numbers = self._count_tensor(tensor)
+        self._live_numbers += numbers
+        (self._gelu if self._is_gelu else self._fused).add(self._live_numbers)
 
-        def ended() -> None:
-            self._now -= held
+        def subtract_storage() -> None:
+            self._live_numbers -= numbers
 
-        return ended
+        return subtract_storage
 
-    def attend(self) -> None:
+    def attend_to_keys(self) -> None:
         """Attention is computed."""
-        self._attending.add(self._now)
+        self._attending.add(self._live_numbers)
 
-    def footprint(self, kept: Sequence[Held]) -> Footprint:
+    def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
         """What was seen."""
         every = (self._fused | self._gelu, self._fused, self._attending)
-        moments, fused, attending = (tuple(undominated(held)) for held in every)
+        moments, fused, attending = (tuple(find_pareto_front(candidates)) for candidates in every)
         return Footprint(moments, fused, attending, tuple(kept))
 
 
-def of_decoder(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:
+def count_decoder_numbers(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:
     """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
-    return _decoding(kind, config, "latent_channels")
+    return _count_decoding_peak(kind, config, "latent_channels")
 
 
-def of_frames(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
+def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
     """The same of a VAE of frames, by how many latent ones there are: a line from few on.
 
     Args:
@@ -130,34 +132,36 @@ def of_frames(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[
         config: its config.
         channels: what that calls the channels of latents.
     """
-    found: dict[int, float] = {}
+    peak_of_frames: dict[int, float] = {}
 
-    def of(frames: int) -> float:
+    def count_frame_numbers(frames: int) -> float:
         if frames > FRAMES[1]:
-            few, more = map(of, FRAMES)
+            few, more = map(count_frame_numbers, FRAMES)
             return more + (more - few) / (FRAMES[1] - FRAMES[0]) * (frames - FRAMES[1])
-        if frames not in found:
-            found[frames] = _decoding(kind, config, channels, (frames,))
-        return found[frames]
+        if frames not in peak_of_frames:
+            peak_of_frames[frames] = _count_decoding_peak(kind, config, channels, (frames,))
+        return peak_of_frames[frames]
 
-    return of
+    return count_frame_numbers
 
 
-def _decoding(kind: Any, config: Mapping[str, Any], channels: str, frames: tuple[int, ...] = ()) -> float:
+def _count_decoding_peak(kind: Any, config: Mapping[str, Any], channels: str, frames: tuple[int, ...] = ()) -> float:
     side = 16
-    watch = Watch(lambda tensor: Held(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2))
-    with weightless(), torch.no_grad():
+    watch = FootprintTracker(
+        lambda tensor: LiveNumbers(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2)
+    )
+    with init_on_meta_device(), torch.no_grad():
         vae: Any = kind.from_config(config)
         latents = torch.empty(1, vae.config[channels], *frames, side, side)
         with watch:
             vae.decode(latents)
-    return max(held.image for held in watch.footprint(()).moments)
+    return max(moment.image for moment in watch.make_footprint(()).moments)
 
 
-def undominated(moments: Iterable[Held]) -> Sequence[Held]:
+def find_pareto_front(moments: Iterable[LiveNumbers]) -> Sequence[LiveNumbers]:
     """Those that no other exceeds in every kind."""
-    found: list[Held] = []
+    front: list[LiveNumbers] = []
     for one in sorted(moments, reverse=True):
-        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in found):
-            found.append(one)
-    return found
+        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in front):
+            front.append(one)
+    return front

@@ -27,7 +27,7 @@ WIDTHS = tuple(2.0**k for k in range(7, 15))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sheet:
+class Datasheet:
     """A device and what joins it to others of its host.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
+class LinkEfficiency:
     """What a link of any kind gives of its bandwidth, and costs besides.
 
     Attributes:
@@ -86,35 +86,35 @@ class Efficiency:
     memory: float
     kernel_s: float
     micro_s: float
-    wire: Wire
+    wire: LinkEfficiency
 
 
 EFFICIENCY = Efficiency(
     matmul=0.638, matmul_half=317e3, attention=0.496, attention_half=133.0, memory=0.526, kernel_s=2.59e-5,
     micro_s=9.93e-4,
-    wire=Wire(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
+    wire=LinkEfficiency(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
 )  # fmt: skip
 
 _NVIDIA = "NVIDIA's datasheet"
 SHEETS = {
-    "l40-pcie": Sheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
-    "l20-pcie": Sheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
-    "a100-pcie": Sheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
-    "a100-nvlink": Sheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
-    "h100-nvlink": Sheet(flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA),
-    "h200-nvlink": Sheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
-    "rtx-4090": Sheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
+    "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
+    "a100-pcie": Datasheet(flops=312e12, bandwidth=1935e9, memory_gb=80, link="pcie", p2p=23e9, source=_NVIDIA),
+    "a100-nvlink": Datasheet(flops=312e12, bandwidth=2039e9, memory_gb=80, link="nvlink", p2p=268e9, source=_NVIDIA),
+    "h100-nvlink": Datasheet(flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA),
+    "h200-nvlink": Datasheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
+    "rtx-4090": Datasheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
 }  # fmt: skip
 """P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
 26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link."""
 
 
-def known() -> list[str]:
+def list_hardware() -> list[str]:
     """The names of profiles that come with this package."""
     return sorted([*SHEETS, *(path.stem for path in PROFILES.glob("*.json"))])
 
 
-def profile(name: str, interlink: str | None = None) -> Profile:
+def load_profile(name: str, interlink: str | None = None) -> Profile:
     """The profile of some hardware.
 
     Args:
@@ -125,17 +125,17 @@ def profile(name: str, interlink: str | None = None) -> Profile:
         PlanError: if it is not known, or the interlink is no bandwidth.
     """
     if name in SHEETS:
-        found = of_sheet(name, SHEETS[name], EFFICIENCY)
+        machine_profile = make_datasheet_profile(name, SHEETS[name], EFFICIENCY)
     elif (PROFILES / f"{name}.json").exists():
-        found = Profile.read(PROFILES / f"{name}.json")
+        machine_profile = Profile.from_json_file(PROFILES / f"{name}.json")
     else:
-        near = difflib.get_close_matches(name, known(), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, list_hardware(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(known())}")
-    return found if interlink is None else joined(found, interlink)
+        raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(list_hardware())}")
+    return machine_profile if interlink is None else add_interlink(machine_profile, interlink)
 
 
-def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
+def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
     """What a datasheet and shares of it come to."""
     matmul = tuple(
         tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
@@ -151,26 +151,26 @@ def of_sheet(name: str, sheet: Sheet, gets: Efficiency) -> Profile:
         memory_bytes=sheet.memory_gb * 10**9, element_size=2, matmul=Curve(SIZES, matmul, WIDTHS),
         attention=Curve(SIZES, attention, SIZES), pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s, runs_ahead=True, micro_s=gets.micro_s,
-        link=_link(sheet, gets.wire),
+        link=_make_datasheet_link(sheet, gets.wire),
     )  # fmt: skip
 
 
-def _link(sheet: Sheet, wire: Wire) -> Link:
+def _make_datasheet_link(sheet: Datasheet, efficiency: LinkEfficiency) -> Link:
     return Link(
-        latency_s=wire.latency_s, bandwidth=sheet.p2p, collective=wire.exchange, call_s=wire.call_s,
-        neighbours=wire.exchange, reduce=wire.reduce, overlap=wire.overlap,
-        socket=SOCKET if sheet.link == "pcie" else 0, crossing=wire.crossing,
+        latency_s=efficiency.latency_s, bandwidth=sheet.p2p, collective=efficiency.exchange, call_s=efficiency.call_s,
+        neighbours=efficiency.exchange, reduce=efficiency.reduce, overlap=efficiency.overlap,
+        socket=SOCKET if sheet.link == "pcie" else 0, crossing=efficiency.crossing,
     )  # fmt: skip
 
 
-def joined(found: Profile, interlink: str) -> Profile:
+def add_interlink(profile: Profile, interlink: str) -> Profile:
     """Hosts of a machine, joined by a link of so many bits a second; it carries computing's messages alongside."""
-    bits = bandwidth(interlink)
-    wire = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=found.link.overlap, call_s=found.link.call_s)
-    return dataclasses.replace(found, interlink=wire)
+    bits = parse_bandwidth(interlink)
+    host_link = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=profile.link.overlap, call_s=profile.link.call_s)
+    return dataclasses.replace(profile, interlink=host_link)
 
 
-def bandwidth(text: str) -> float:
+def parse_bandwidth(text: str) -> float:
     """Bits a second of "100Mbit", "10Gbit".
 
     Raises:
@@ -182,7 +182,7 @@ def bandwidth(text: str) -> float:
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
-def amount(text: str) -> int:
+def parse_byte_amount(text: str) -> int:
     """Bytes of "48GB", "40GiB", "512MB".
 
     Raises:
@@ -194,6 +194,6 @@ def amount(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])))
 
 
-def to_json(gets: Efficiency) -> str:
+def dump_efficiency(gets: Efficiency) -> str:
     """Shares as JSON, for a person who fits them anew."""
     return json.dumps(dataclasses.asdict(gets), indent=1)

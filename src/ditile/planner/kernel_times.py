@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import Seats
-from ditile.hooks.overrides import matching, override
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.overrides import match_modules, override_attribute
 from ditile.plan.layout import Grid
 from ditile.plan.spec import ModelSpec
-from ditile.planner.footprint import Footprint, Held, Watch
+from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
@@ -41,7 +41,7 @@ FREE = {
 """What moves no number."""
 
 
-class Kernel(NamedTuple):
+class RooflineKernel(NamedTuple):
     """One operation, for one row of the batch and one token.
 
     Attributes:
@@ -58,11 +58,11 @@ class Kernel(NamedTuple):
     keys: Stream = "once"
 
 
-Work = Mapping[Kernel, int]
+Work = Mapping[RooflineKernel, int]
 """How often each kernel runs."""
 
 
-class Mix(NamedTuple):
+class WorkMix(NamedTuple):
     """The work of some blocks, alike ones together, and how often each is done: in every call, once in a step, once in
     a generation."""
 
@@ -72,7 +72,7 @@ class Mix(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TransformerWork:
     """A transformer's work in one call with one row.
 
     Attributes:
@@ -99,25 +99,25 @@ class Counted:
     footprint: Footprint
     before: tuple[Work, ...] = ()
 
-    def mix(self, blocks: range, runs: Sequence[float]) -> Mix:
+    def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
         """The work of some blocks, of whose calls each runs in such a share."""
         ones = [1.0] * len(blocks)
-        found = [
-            _summed([work[block] for block in blocks], times)
+        work_lists = [
+            _merge_same_work([work[block] for block in blocks], times)
             for work, times in ((self.blocks, runs), (self.block_steps, ones), (self.block_once, ones))
         ]
-        return Mix(*found)
+        return WorkMix(*work_lists)
 
 
-def _summed(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
+def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
     """Each piece of work once, with the sum of its times."""
-    found: dict[int, tuple[Work, float]] = {}
+    merged: dict[int, tuple[Work, float]] = {}
     for work, count in zip(works, times, strict=True):
-        found[id(work)] = work, count + found.get(id(work), (work, 0.0))[1]
-    return list(found.values())
+        merged[id(work)] = work, count + merged.get(id(work), (work, 0.0))[1]
+    return list(merged.values())
 
 
-def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
+def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> TransformerWork:
     """Counts a transformer, whose weights are not read.
 
     Args:
@@ -129,95 +129,97 @@ def counted(transformer: nn.Module, spec: ModelSpec) -> Counted:
     """
     if spec.example is None:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
-    seats = Seats(transformer, spec)
+    hooks = TransformerHooks(transformer, spec)
     config: Any = transformer.config
-    watch = Watch(_held)
-    note = _Note(watch.attend)
+    tracker = FootprintTracker(_count_live_numbers)
+    recorder = _KernelRecorder(tracker.attend_to_keys)
     kinds: dict[tuple[Any, ...], int] = {}
     with ExitStack() as stack:
-        for seat in seats.chain:
-            kind = (type(seat.block), *((name, tuple(p.shape)) for name, p in seat.block.named_parameters()))
+        for hook in hooks.chain:
+            kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
             if kind in kinds:
-                override(stack, seat.block, "forward", _passing(seat.io.returns))
-            first = kinds.setdefault(kind, seat.index)
-            note.alike[seat.index] = first
+                override_attribute(stack, hook.block, "forward", _make_passthrough(hook.io.returns))
+            first = kinds.setdefault(kind, hook.index)
+            recorder.alike[hook.index] = first
             for name in ("block step", "block once"):
-                note.work.setdefault((name, first), Counter())
-            stack.enter_context(note.within(seat.block, ("block", first)))
+                recorder.work.setdefault((name, first), Counter())
+            stack.enter_context(recorder.record_module(hook.block, ("block", first)))
         for place, paths in (("first", (spec.image_tokens,)), ("last", (spec.out,)), ("step", spec.per_step),
                              ("once", spec.constant)):  # fmt: skip
             for path in paths:
-                for _, module in matching(transformer, path):
-                    stack.enter_context(note.within(module, (place, 0)))
+                for _, module in match_modules(transformer, path):
+                    stack.enter_context(recorder.record_module(module, (place, 0)))
         for place, patterns in (("block step", spec.per_step), ("block once", spec.constant)):
-            for path, module in (found for pattern in patterns for found in matching(transformer, pattern)):
-                for seat in seats.chain:
-                    if path.startswith(f"{seat.name}."):
-                        stack.enter_context(note.within(module, (place, note.alike[seat.index])))
-        with torch.device("meta"), torch.no_grad(), note, note.attention, watch:
+            for path, module in (
+                named_module for pattern in patterns for named_module in match_modules(transformer, pattern)
+            ):
+                for hook in hooks.chain:
+                    if path.startswith(f"{hook.name}."):
+                        stack.enter_context(recorder.record_module(module, (place, recorder.alike[hook.index])))
+        with torch.device("meta"), torch.no_grad(), recorder, recorder.attention, tracker:
             transformer(**spec.example(config, GRID, TEXT), return_dict=False)
-    kinds_in_order = [first for _, first in sorted(note.alike.items())]
+    kinds_in_order = [first for _, first in sorted(recorder.alike.items())]
 
-    def of(name: str) -> tuple[Work, ...]:
-        return tuple(note.work[name, k] for k in kinds_in_order)
+    def collect_work(name: str) -> tuple[Work, ...]:
+        return tuple(recorder.work[name, k] for k in kinds_in_order)
 
-    return Counted(
-        blocks=of("block"), block_steps=of("block step"), block_once=of("block once"), first=note.work["first", 0],
-        last=note.work["last", 0], every=note.work["every", 0], step=note.work["step", 0], once=note.work["once", 0],
-        footprint=watch.footprint([note.kept.get(k, Held()) for k in kinds_in_order]),
-        before=tuple(note.before.get(k, Counter()) for k in kinds_in_order),
+    return TransformerWork(
+        blocks=collect_work("block"), block_steps=collect_work("block step"), block_once=collect_work("block once"), first=recorder.work["first", 0],
+        last=recorder.work["last", 0], every=recorder.work["every", 0], step=recorder.work["step", 0], once=recorder.work["once", 0],
+        footprint=tracker.make_footprint([recorder.kept.get(k, LiveNumbers()) for k in kinds_in_order]),
+        before=tuple(recorder.before.get(k, Counter()) for k in kinds_in_order),
     )  # fmt: skip
 
 
-class _Note(TorchDispatchMode):
+class _KernelRecorder(TorchDispatchMode):
     """Notes kernels under the innermost of the modules that were named; `attend` is told of attention."""
 
     def __init__(self, attend: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work: dict[tuple[str, int], Counter[Kernel]] = {
+        self.work: dict[tuple[str, int], Counter[RooflineKernel]] = {
             (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
         }
         self.alike: dict[int, int] = {}
-        self.kept: dict[int, Held] = {}
-        self.before: dict[int, Counter[Kernel]] = {}
-        self.attention = _Attention(self._attended, attend)
+        self.kept: dict[int, LiveNumbers] = {}
+        self.before: dict[int, Counter[RooflineKernel]] = {}
+        self.attention = _AttentionRecorder(self._count_attention, attend)
         self._at: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
-    def within(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
+    def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
         """What a module does is noted at a place."""
         self.work.setdefault(place, Counter())
         before = module.register_forward_pre_hook(lambda *_: self._at.append(place))
-        after = module.register_forward_hook(lambda _, __, out: self._leave(out))
+        after = module.register_forward_hook(lambda _, __, out: self._leave_module(out))
         yield
         before.remove()
         after.remove()
 
-    def _leave(self, out: Any) -> None:
+    def _leave_module(self, out: Any) -> None:
         place, block = self._at.pop()
         if place == "block once":
-            self.kept[block] = sum(map(_held, _tensors(out)), self.kept.get(block, Held()))
+            self.kept[block] = sum(map(_count_live_numbers, _iterate_tensors(out)), self.kept.get(block, LiveNumbers()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.name() not in FREE:
-            self._add(_kernel(str(func), args, out))
+            self._count_kernel(_classify_kernel(str(func), args, out))
         return out
 
-    def _add(self, kernel: Kernel) -> None:
+    def _count_kernel(self, kernel: RooflineKernel) -> None:
         self.work[self._at[-1]][kernel] += 1
 
-    def _attended(self, kernel: Kernel) -> None:
+    def _count_attention(self, kernel: RooflineKernel) -> None:
         place, block = self._at[-1]
         if place == "block":
             self.before.setdefault(block, Counter(self.work[place, block]))
-        self._add(kernel)
+        self._count_kernel(kernel)
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionRecorder(TorchFunctionMode):
     """Attention as one kernel, before it is taken apart."""
 
-    def __init__(self, add: Callable[[Kernel], None], attend: Callable[[], None]) -> None:
+    def __init__(self, add: Callable[[RooflineKernel], None], attend: Callable[[], None]) -> None:
         super().__init__()
         self._add, self._attend = add, attend
 
@@ -227,65 +229,67 @@ class _Attention(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
         channels = query.shape[1] * query.shape[3]
-        kernel = Kernel("attention", _stream(query.shape[2]), (channels, query.shape[3]), _stream(key.shape[2]))
+        kernel = RooflineKernel(
+            "attention", _match_stream(query.shape[2]), (channels, query.shape[3]), _match_stream(key.shape[2])
+        )
         self._add(kernel)
         out = torch.empty_like(query)
         self._attend()
         return out
 
 
-def _kernel(name: str, args: Any, out: Any) -> Kernel:
+def _classify_kernel(name: str, args: Any, out: Any) -> RooflineKernel:
     if name in MATMULS:
         left, right = (args[k] for k in MATMULS[name])
-        return Kernel("matmul", _stream(left.shape[0]), (int(right.shape[0]), int(right.shape[1])))
+        return RooflineKernel("matmul", _match_stream(left.shape[0]), (int(right.shape[0]), int(right.shape[1])))
     if name == "aten.convolution.default":
         width = int(out.shape[1])
-        return Kernel("matmul", _stream(out.numel() // width), (args[1].numel() // width, width))
-    tensors = [*_tensors(args), *_tensors(out)]
-    stream = _stream_of(tensors)
-    numbers = sum(tensor.numel() for tensor in tensors) / _tokens(stream)
-    kind: Kind = "interleave" if name in JOINING and _interleaves(args) else HEAVY.get(name, "pointwise")
-    return Kernel(kind, stream, (numbers, 0))
+        return RooflineKernel("matmul", _match_stream(out.numel() // width), (args[1].numel() // width, width))
+    tensors = [*_iterate_tensors(args), *_iterate_tensors(out)]
+    stream = _find_widest_stream(tensors)
+    numbers = sum(tensor.numel() for tensor in tensors) / _count_stream_tokens(stream)
+    kind: Kind = "interleave" if name in JOINING and _is_interleaving(args) else HEAVY.get(name, "pointwise")
+    return RooflineKernel(kind, stream, (numbers, 0))
 
 
-def _interleaves(args: Any) -> bool:
+def _is_interleaving(args: Any) -> bool:
     """Whether tensors are joined number by number: along a last dimension of 1, or a new one."""
     first, dim = args[0][0], args[1] if len(args) > 1 else 0
     return bool(dim % (first.dim() + 1) == first.dim() or (first.shape[-1] == 1 and dim in (-1, first.dim() - 1)))
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
 
 
-def _stream_of(tensors: list[Tensor]) -> Stream:
-    found = {_stream(size) for tensor in tensors for size in tensor.shape}
-    return next((stream for stream in ("both", "image", "text") if stream in found), "once")
+def _find_widest_stream(tensors: list[Tensor]) -> Stream:
+    streams = {_match_stream(size) for tensor in tensors for size in tensor.shape}
+    return next((stream for stream in ("both", "image", "text") if stream in streams), "once")
 
 
-def _held(tensor: Tensor) -> Held:
-    numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _stream_of([tensor])
-    if stream == "once" and numbers >= (image := _tokens("image")) and numbers % image == 0:
+def _count_live_numbers(tensor: Tensor) -> LiveNumbers:
+    numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _find_widest_stream([tensor])
+    if stream == "once" and numbers >= (image := _count_stream_tokens("image")) and numbers % image == 0:
         stream = "image"  # as rows and columns
-    return Held(**{stream: numbers / _tokens(stream)})
+    return LiveNumbers(**{stream: numbers / _count_stream_tokens(stream)})
 
 
-def _stream(size: int) -> Stream:
+def _match_stream(size: int) -> Stream:
     image = GRID.rows * GRID.tokens_per_row
     sizes: dict[int, Stream] = {image: "image", TEXT: "text", image + TEXT: "both"}
     return sizes.get(size, "once")
 
 
-def _tokens(stream: Stream) -> int:
+def _count_stream_tokens(stream: Stream) -> int:
     image = GRID.rows * GRID.tokens_per_row
     return {"image": image, "text": TEXT, "both": image + TEXT, "once": 1}[stream]
 
 
-def _passing(returns: tuple[str, ...]) -> Callable[..., Any]:
+def _make_passthrough(returns: tuple[str, ...]) -> Callable[..., Any]:
     """The forward of a block that is built like one before it."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from ditile.plan.plan import AXES, Plan
 from ditile.planner.profile import Link, Profile
 
 
-def crossed(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
+def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
     """The link that an axis crosses at its widest, and what each of the ranks that share it has of it.
 
     Args:
@@ -30,14 +30,14 @@ def crossed(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
     return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
 
-def crowd(profile: Profile, ranks: int) -> float:
+def compute_slowdown(profile: Profile, ranks: int) -> float:
     """How many times as long work takes while so many ranks of a host do theirs."""
     busy = min(ranks, profile.devices)
     slower = (profile.together - 1) * (busy - 1) / (profile.devices - 1) if profile.devices > 1 else 0.0
     return max(1.0, ranks / profile.devices) * (1 + slower)
 
 
-def share(link: Link, kind: str, n: int) -> float:
+def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
     """Share of a link's bandwidth in an exchange."""
     if kind == "tensor":
         return link.reduce
@@ -49,12 +49,12 @@ def share(link: Link, kind: str, n: int) -> float:
     return min(link.collective, 1 / crowded) if crowded else link.collective
 
 
-def exposed(sending: float, overlap: float, compute: float) -> float:
+def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
     """Seconds of a message that computing does not hide."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
 
 
-class Together(NamedTuple):
+class WarmupBlock(NamedTuple):
     """A block that a crew of stages computes together, in seconds.
 
     Attributes:
@@ -70,7 +70,7 @@ class Together(NamedTuple):
     after: float
 
 
-def of_crew(blocks: Sequence[Together], ahead: int, overlap: float) -> float:
+def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: float) -> float:
     """Seconds of blocks whose weights leave so many blocks ahead of their use (`blocks.lending`, `blocks.crew`).
 
     One group carries weights and keys in the order in which they are started: a gather stands behind the weights that
@@ -79,17 +79,17 @@ def of_crew(blocks: Sequence[Together], ahead: int, overlap: float) -> float:
     now = line = 0.0
     arrived: list[float] = []
 
-    def start(index: int) -> None:
+    def start_weights(index: int) -> None:
         nonlocal now, line
         line = max(line, now) + blocks[index].weights
         now += (1 - overlap) * blocks[index].weights
         arrived.append(line)
 
     for index in range(min(ahead, len(blocks))):
-        start(index)
+        start_weights(index)
     for index, block in enumerate(blocks):
         if index + ahead < len(blocks):
-            start(index + ahead)
+            start_weights(index + ahead)
         now = max(now, arrived[index]) + block.before
         if block.keys:
             now = line = max(line, now) + block.keys

@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Storages(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Follows the storages that operators make within it, until they are freed.
 
     Args:
         made: told of each one, by the tensor that came with it; what it returns is called when the storage is freed.
     """
 
-    def __init__(self, made: Callable[[Tensor], Callable[[], None]]) -> None:
+    def __init__(self, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made, self._known = made, dict[int, weakref.ref[Any]]()
+        self._on_create, self._known = on_create, dict[int, weakref.ref[Any]]()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -33,28 +33,28 @@ class Storages(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._follow(leaf, lambda _: lambda: None)
+                self._follow_storage(leaf, lambda _: lambda: None)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._follow(leaf, self._made)
+                self._follow_storage(leaf, self._on_create)
         return out
 
-    def _follow(self, tensor: Tensor, made: Callable[[Tensor], Callable[[], None]]) -> None:
+    def _follow_storage(self, tensor: Tensor, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        ended = made(tensor)
+        on_free = on_create(tensor)
 
-        def freed(_: Any) -> None:
+        def forget_storage(_: Any) -> None:
             del self._known[key]
-            ended()
+            on_free()
 
-        self._known[key] = weakref.ref(storage, freed)
+        self._known[key] = weakref.ref(storage, forget_storage)
 
 
-class LiveBytes(Storages):
+class LiveBytes(StorageTracker):
     """Bytes of the storages that operators make within it.
 
     Attributes:
@@ -64,15 +64,15 @@ class LiveBytes(Storages):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._count)
+        super().__init__(self._count_storage)
         self.now = self.peak = self.largest = 0
 
-    def _count(self, tensor: Tensor) -> Callable[[], None]:
+    def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
         size = tensor.untyped_storage().nbytes()
         self.now += size
         self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
 
-        def ended() -> None:
+        def subtract_storage() -> None:
             self.now -= size
 
-        return ended
+        return subtract_storage

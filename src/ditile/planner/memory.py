@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.parallel.pipefusion.prefetch import AHEAD as RECEIVED
-from ditile.parallel.pipefusion.weight_streaming import AHEAD as BORROWED
+from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD as RECEIVED
+from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD as BORROWED
 from ditile.plan import cost
-from ditile.plan.cost import Job, Place
-from ditile.plan.schedule import Micro
-from ditile.plan.stages import held
+from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.schedule import MicroStep
+from ditile.plan.stages import select_local_blocks
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile
-from ditile.planner.subject import Subject
+from ditile.planner.subject import PlanSubject
 
-STEPPED = 6
+NUM_LATENT_COPIES = 6
 """Latents that a pipeline and its scheduler hold at once: theirs, predictions of some steps, and the next ones."""
 
 
-class Bytes(NamedTuple):
+class RankMemory(NamedTuple):
     """What a rank needs, by kind.
 
     Attributes:
@@ -39,108 +39,124 @@ class Bytes(NamedTuple):
     idle: int
 
     @property
-    def denoising(self) -> int:
+    def denoising_peak(self) -> int:
         """At the peak of a denoising step, without VAE and process."""
         return self.weights + self.text + self.keys + self.activations
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
         """At the peak."""
         return self.weights + self.text + self.vae + self.idle + max(self.keys + self.activations, self.decode)
 
 
-def needed(subject: Subject, job: Job, profile: Profile, rank: int = 0, words: int = 0) -> Bytes:
+def count_rank_memory(
+    subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
+) -> RankMemory:
     """Of a rank of a call, whose cross attention sees so many words."""
-    place, plan, size = job.place(rank), job.plan, job.shape.element_size
-    owned = held(job.stages, place.stage, plan.crew)
-    weights = job.weights.shared + subject.buffers + subject.parameters(owned, plan.tensor)
+    place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
+    owned = select_local_blocks(job.stages, place.stage, plan.crew)
+    weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
     if plan.warmup_mode == "sequence":
         every = range(len(job.weights.blocks))
-        weights += (BORROWED + 1) * max(subject.parameters(range(block, block + 1), plan.tensor) for block in every)
+        weights += (BORROWED + 1) * max(
+            subject.count_parameters(range(block, block + 1), plan.tensor) for block in every
+        )
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
-    return Bytes(
-        weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.key_bytes(job, rank),
-        activations=_activations(subject, job, profile, rank, words), decode=_decode(subject, job, place, rank),
+    return RankMemory(
+        weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.count_key_store_bytes(job, rank),
+        activations=_count_activation_bytes(subject, job, profile, rank, text_tokens), decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,
     )  # fmt: skip
 
 
-def peak(subject: Subject, job: Job, profile: Profile, words: int = 0) -> int:
+def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
     """Of the rank that needs most: the first of a stage has the largest share of its tokens."""
     plan, last = job.plan, job.plan.pipefusion - 1
     step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
-    heaviest = max(range(1, last), key=lambda stage: subject.parameters(job.stages[stage], 1), default=0)
-    return max(needed(subject, job, profile, stage * step, words).total for stage in {0, heaviest, last})
-
-
-def _activations(subject: Subject, job: Job, profile: Profile, rank: int, words: int) -> int:
-    """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
-    plan, place, schedule = job.plan, job.place(rank), job.schedule
-    found = subject.footprint(plan.tensor)
-    if plan.rounds_otherwise and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
-        found = replace(found, moments=found.fused)
-    row = job.own(place.data).batch * job.shape.element_size
-    steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
-    micros = {micro.patch: micro for micro in (schedule.micro_of(step, 0) for step in steps)}
-    computed = max(
-        row * _computed(found, job, place, micro, words) + _ahead(job, place, micro) for micro in micros.values()
+    heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
+    return max(
+        count_rank_memory(subject, job, profile, stage * step, text_tokens).peak_bytes for stage in {0, heaviest, last}
     )
-    _, text = cost.tokens(job, place, Micro(0, None))
-    kept = subject.kept(job.stages[place.stage], plan.tensor, job.layout.image, text or words)
+
+
+def _count_activation_bytes(
+    subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
+) -> int:
+    """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
+    plan, place, schedule = job.plan, job.locate_rank(rank), job.step_schedule
+    footprint = subject.get_footprint(plan.tensor)
+    if plan.rounds_otherwise and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
+        footprint = replace(footprint, moments=footprint.fused)
+    row = job.compute_replica_shape(place.data).batch * job.shape.element_size
+    steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
+    micros = {micro.patch: micro for micro in (schedule.find_micro_step(step, 0) for step in steps)}
+    computed = max(
+        row * _count_micro_step_peak(footprint, job, place, micro, text_tokens)
+        + _count_prefetch_bytes(job, place, micro)
+        for micro in micros.values()
+    )
+    _, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
+    kept = subject.count_kept_numbers(
+        job.stages[place.stage], plan.tensor, job.image_layout.image_tokens, text or text_tokens
+    )
     if place.stage > 0:
-        kept += job.layout.image * job.shape.channels  # the embedded latents, which nobody reads
-    if len(schedule.pieces(Micro(0, None))) > 1:
+        kept += job.image_layout.image_tokens * job.shape.token_channels  # the embedded latents, which nobody reads
+    if len(schedule.split_micro_batches(MicroStep(0, None))) > 1:
         kept *= 2  # as rows, and together
-    latents = STEPPED * job.own(place.data).latent_bytes
-    return int(computed + row * kept) + latents + _exchanging(job, rank)
+    latents = NUM_LATENT_COPIES * job.compute_replica_shape(place.data).latent_bytes
+    return int(computed + row * kept) + latents + _count_inflight_key_bytes(job, rank)
 
 
-def _computed(found: Footprint, job: Job, place: Place, micro: Micro, words: int) -> float:
+def _count_micro_step_peak(
+    footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
+) -> float:
     """Numbers of a row at the peak of a micro-step, with what was sent to the next stage before it."""
-    plan, schedule = job.plan, job.schedule
-    pieces = schedule.pieces(micro)
-    image, text = cost.tokens(job, place, Micro(0, None))
-    steps = min(2, micro.step) + (len(pieces) - 1) / len(pieces) if place.stage < plan.pipefusion - 1 else 0
-    sent = steps * job.calls(1) * (image + text) * job.shape.channels
+    plan, schedule = job.plan, job.step_schedule
+    micro_batches = schedule.split_micro_batches(micro)
+    image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
+    steps = (
+        min(2, micro.step) + (len(micro_batches) - 1) / len(micro_batches) if place.stage < plan.pipefusion - 1 else 0
+    )
+    sent = steps * job.count_calls_in_step(1) * (image + text) * job.shape.token_channels
     if plan.split_scheme == "sequence":
         sent /= plan.tensor
     if micro.patch is not None:
-        image, text = cost.tokens(job, place, micro)
+        image, text = cost.count_micro_step_tokens(job, place, micro)
     elif plan.warmup_mode in ("sequence", "separate"):
-        crew = plan.crew or plan.pipefusion
-        image, text = -(-image // crew), -(-text // crew)
-    exchanged = _exchanged(job) / plan.tensor * (image + text)
-    most = max(held.at(image, text or words) for held in found.moments)
-    attending = max(held.at(image, text or words) for held in found.attending) + exchanged
-    return max(most, attending) * len(pieces[0]) / schedule.rows + sent
+        group_size = plan.crew or plan.pipefusion
+        image, text = -(-image // group_size), -(-text // group_size)
+    exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
+    most = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.moments)
+    attending = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.attending) + exchanged
+    return max(most, attending) * len(micro_batches[0]) / schedule.batch + sent
 
 
-def _decode(subject: Subject, job: Job, place: Place, rank: int) -> int:
+def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
     """Of the pictures of a replica, on the rank that gives them out; or of a rank's rows of them."""
-    shape, plan = job.own(place.data), job.plan
+    shape, plan = job.compute_replica_shape(place.data), job.plan
     if plan.vae == "whole" and rank % (plan.world // plan.data):
         return 0
     pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)
     ranks = 1 if plan.vae == "whole" else plan.world // plan.data
-    return int(shape.images * pixels * subject.decoded(shape.frames) * shape.element_size / ranks)
+    return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size / ranks)
 
 
-def _exchanged(job: Job) -> float:
+def _count_exchange_numbers(job: PlannedCall) -> float:
     """Numbers of a token that an exchange around attention adds to what is held then."""
-    plan, channels = job.plan, job.shape.channels
+    plan, channels = job.plan, job.shape.token_channels
     if plan.ulysses > 1:  # queries, keys and values as sent, as received, and in order; with a store it is fitted
         return (9 if plan.num_patches == 1 else 5) * channels
     return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
 
 
-def _ahead(job: Job, place: Place, micro: Micro) -> int:
+def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
     """Bytes of the messages that are received before they are needed, and of the one that is read.
 
     In the first step none is expected before its call.
     """
-    return (RECEIVED + 1) * cost.between(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
+    return (RECEIVED + 1) * cost.count_activation_bytes(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
 
 
-def _exchanging(job: Job, rank: int) -> int:
+def _count_inflight_key_bytes(job: PlannedCall, rank: int) -> int:
     """Bytes of the keys of all layers that DistriFusion has under way; those of the text are every rank's own."""
-    return cost.key_bytes(job, rank, text=False) if job.plan.distrifusion > 1 else 0
+    return cost.count_key_store_bytes(job, rank, text=False) if job.plan.distrifusion > 1 else 0

@@ -13,21 +13,28 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ditile.parallel.pipefusion.weight_streaming import AHEAD
+from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
-from ditile.plan.cost import Job, Place
-from ditile.plan.schedule import Kind, Micro, Op, Schedule
-from ditile.planner.kernel_times import Counted, Mix, Work
-from ditile.planner.links import Together, crossed, crowd, exposed, of_crew, share
+from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
+from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
+from ditile.planner.links import (
+    WarmupBlock,
+    compute_exposed_seconds,
+    compute_slowdown,
+    compute_warmup_seconds,
+    find_crossed_link,
+    get_bandwidth_share,
+)
 from ditile.planner.profile import FUSED, Link, Profile
-from ditile.planner.seconds import Device, Load, Tokens, together
+from ditile.planner.seconds import DeviceLoad, RankTokens, RooflineDevice, merge_work
 
-TOKENS = ("ring", "distrifusion", "ulysses")
+TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
+class CacheSkips:
     """What a cache is expected to leave out.
 
     Attributes:
@@ -39,7 +46,7 @@ class Left:
     first: int = 1
     last: int = 0
 
-    def may(self, block: int, blocks: int) -> bool:
+    def can_skip_block(self, block: int, blocks: int) -> bool:
         """Whether a block of so many does not run in those steps."""
         return self.first <= block < blocks - self.last
 
@@ -55,51 +62,54 @@ class Basis:
         host: ranks that fill a host, one host after the other; None where all are in one.
     """
 
-    counted: Counted
+    transformer_work: TransformerWork
     profile: Profile
-    words: int = 0
+    text_tokens: int = 0
     host: int | None = None
-    _loads: dict[tuple[int, tuple[float, ...]], Load] = field(default_factory=dict)
+    _loads: dict[tuple[int, tuple[float, ...]], DeviceLoad] = field(default_factory=dict)
     _attends: dict[int, bool] = field(default_factory=dict)
     _attentions: dict[range, Work] = field(default_factory=dict)
     _alike: dict[range, frozenset[Any]] = field(default_factory=dict)
-    _mixes: dict[tuple[range, Left | None], Mix] = field(default_factory=dict)
+    _mixes: dict[tuple[range, CacheSkips | None], WorkMix] = field(default_factory=dict)
 
-    def attention(self, blocks: range) -> Work:
+    def select_attention(self, blocks: range) -> Work:
         """The attention of some blocks."""
         if blocks not in self._attentions:
-            every = together([self.counted.blocks[block] for block in blocks])
+            every = merge_work([self.transformer_work.blocks[block] for block in blocks])
             self._attentions[blocks] = {kernel: n for kernel, n in every.items() if kernel.kind == "attention"}
         return self._attentions[blocks]
 
-    def alike(self, blocks: range) -> frozenset[Any]:
+    def fingerprint_work(self, blocks: range) -> frozenset[Any]:
         """What tells some blocks from others with other work."""
         if blocks not in self._alike:
-            counted = self.counted
+            counted = self.transformer_work
             work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
             self._alike[blocks] = frozenset(work.items())
         return self._alike[blocks]
 
-    def mix(self, blocks: range, left: Left | None) -> Mix:
+    def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
         """The work of some blocks, of which a cache leaves some out."""
-        if (blocks, left) not in self._mixes:
-            runs = [0.0 if left and left.may(block, len(self.counted.blocks)) else 1.0 for block in blocks]
-            self._mixes[blocks, left] = self.counted.mix(blocks, runs)
-        return self._mixes[blocks, left]
+        if (blocks, skips) not in self._mixes:
+            runs = [
+                0.0 if skips and skips.can_skip_block(block, len(self.transformer_work.blocks)) else 1.0
+                for block in blocks
+            ]
+            self._mixes[blocks, skips] = self.transformer_work.mix_blocks(blocks, runs)
+        return self._mixes[blocks, skips]
 
-    def work(self, key: int, work: Work, tokens: Tokens) -> Load:
+    def compute_load(self, key: int, work: Work, tokens: RankTokens) -> DeviceLoad:
         """Seconds of some work, remembered by what it is, and by what tokens it depends on."""
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
-        known = key, tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
-        if known not in self._loads:
-            self._loads[known] = self.device.load(work, tokens)
-        return self._loads[known]
+        key_of_load = key, tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
+        if key_of_load not in self._loads:
+            self._loads[key_of_load] = self.roofline_device.compute_load(work, tokens)
+        return self._loads[key_of_load]
 
     @cached_property
-    def device(self) -> Device:
+    def roofline_device(self) -> RooflineDevice:
         """Of the machine."""
-        return Device(self.profile)
+        return RooflineDevice(self.profile)
 
 
 class StepKind(NamedTuple):
@@ -108,10 +118,10 @@ class StepKind(NamedTuple):
     first: bool
     stale: bool
     keeps: bool
-    left: bool
+    is_skipped: bool
 
 
-class Ops:
+class OpPricer:
     """Seconds of the ops of one call under one plan, each kind of them priced once.
 
     Args:
@@ -120,212 +130,238 @@ class Ops:
         left: what a cache leaves out.
     """
 
-    def __init__(self, basis: Basis, job: Job, left: Left) -> None:
-        self._basis, self.job, self.left = basis, job, left
+    def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
+        self._basis, self.job, self.skips = basis, job, skips
         self._profile = basis.profile
-        self._places = [Place(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
+        self._places = [RankCoordinates(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
-        self._crowd = crowd(basis.profile, self._host)
+        self._crowd = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def op_schedule(self) -> Schedule:
         """Of the job."""
-        return self.job.schedule
+        return self.job.step_schedule
 
     @cached_property
-    def like(self) -> list[int]:
+    def first_alike_stages(self) -> list[int]:
         """Of each stage, the first one that has the same to do."""
-        found: list[int] = []
+        alike_stages: list[int] = []
         seen: dict[Any, int] = {}
         last = self.job.plan.pipefusion - 1
         for stage, blocks in enumerate(self.job.stages):
-            left = sum(map(self._may_be_left, blocks)) if self.left.steps else 0
-            what = (self._basis.alike(blocks), left, stage == 0, stage == last, stage < self.schedule.crew)
-            found.append(seen.setdefault(what, stage))
-        return found
+            num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
+            what = (
+                self._basis.fingerprint_work(blocks),
+                num_skippable,
+                stage == 0,
+                stage == last,
+                stage < self.op_schedule.warmup_group_size,
+            )
+            alike_stages.append(seen.setdefault(what, stage))
+        return alike_stages
 
-    def cost(self, stage: int, op: Op, *, free: bool) -> float:
+    def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds that an op takes of its stage; `free`: with messages that take no time."""
-        stage = self.like[stage]
-        key = (stage, op.kind, self.kinds[op.step], op.patch, op.branch == 0, op.piece, free)
+        stage = self.first_alike_stages[stage]
+        key = (stage, op.kind, self.step_kinds[op.step], op.patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
         if seconds is None:
-            seconds = self._seen[key] = self._priced(stage, op, free=free)
+            seconds = self._seen[key] = self._compute_op_seconds(stage, op, free=free)
         return seconds
 
     @cached_property
-    def kinds(self) -> Sequence[StepKind]:
+    def step_kinds(self) -> Sequence[StepKind]:
         """Of each step what it shares with those that have the same work and messages."""
-        return _kinds(self.schedule, self.left.steps)
+        return _list_step_kinds(self.op_schedule, self.skips.steps)
 
-    def _priced(self, stage: int, op: Op, *, free: bool) -> float:
-        micro = self._micro(op)
-        if op.kind is Kind.COMPUTE:
-            own = self._compute(self._places[stage], micro, op)
-            own = Load(own.device * self._crowd, own.host * self._crowd)
-            exchanged = self._together if self.schedule.crew_of(micro) else self._exchanged
-            return (own if free else exchanged(self._places[stage], micro, own)).seconds(self._profile)
-        if op.kind is Kind.STEP:
+    def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
+        micro = self._make_micro_step(op)
+        if op.kind is OpKind.COMPUTE:
+            stage_load = self._compute_stage_load(self._places[stage], micro, op)
+            stage_load = DeviceLoad(stage_load.device * self._crowd, stage_load.host * self._crowd)
+            exchanged = (
+                self._add_warmup_exchanges if self.op_schedule.select_warmup_group(micro) else self._add_exchanges
+            )
+            return (stage_load if free else exchanged(self._places[stage], micro, stage_load)).get_busy_seconds(
+                self._profile
+            )
+        if op.kind is OpKind.STEP:
             patches = self.job.plan.num_patches if micro.patch is None else 1
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
-            return taken if free else taken + self._guidance(micro) / patches
-        if free or op.kind not in (Kind.SEND, Kind.RETURN, Kind.SHARE, Kind.PREDICT, Kind.GIVE):
+            return taken if free else taken + self._compute_guidance_seconds(micro) / patches
+        if free or op.kind not in (
+            OpKind.SEND,
+            OpKind.SEND_STEPPED_PATCH,
+            OpKind.SEND_WHOLE_LATENTS,
+            OpKind.SEND_PREDICTION,
+            OpKind.SEND_KEYS,
+        ):
             return 0.0
-        link = self.link("pipefusion")
-        return (1 - link.overlap) * self._message(stage, op)
+        link = self.get_axis_link("pipefusion")
+        return (1 - link.overlap) * self._compute_message_seconds(stage, op)
 
-    def travel(self, stage: int, op: Op) -> float:
+    def get_travel_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, behind those that it takes of its sender."""
-        key = ("travel", self.like[stage], op.kind, op.patch, op.piece, self.kinds[op.step])
+        key = ("travel", self.first_alike_stages[stage], op.kind, op.patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
-            link = self.link("pipefusion")
-            self._seen[key] = link.latency_s + link.overlap * self._message(stage, op)
+            link = self.get_axis_link("pipefusion")
+            self._seen[key] = link.latency_s + link.overlap * self._compute_message_seconds(stage, op)
         return self._seen[key]
 
-    def _message(self, stage: int, op: Op) -> float:
+    def _compute_message_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on an idle link."""
         job, place = self.job, self._places[stage]
-        if op.kind is Kind.SEND and op.patch is not None:
-            pieces = len(self.schedule.pieces(self._micro(op)))
-            size = cost.between(job, place, op.patch) / pieces
-        elif op.kind is Kind.GIVE:  # the mean of those that get some
-            owners = range(self.schedule.crew, job.plan.pipefusion)
-            layers = [(owner, joint, n) for owner in owners for joint, n in job.layers(self._places[owner]).items()]
-            size = sum(n * cost.given(job, owner, joint=joint) for owner, joint, n in layers) / len(owners)
-        elif op.kind is Kind.PREDICT:
-            size = cost.predicted(job, place)
+        if op.kind is OpKind.SEND and op.patch is not None:
+            num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
+            size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
+        elif op.kind is OpKind.SEND_KEYS:  # the mean of those that get some
+            owners = range(self.op_schedule.warmup_group_size, job.plan.pipefusion)
+            layers = [
+                (owner, joint, n) for owner in owners for joint, n in job.count_layers(self._places[owner]).items()
+            ]
+            size = sum(n * cost.count_owner_key_bytes(job, owner, joint=joint) for owner, joint, n in layers) / len(
+                owners
+            )
+        elif op.kind is OpKind.SEND_PREDICTION:
+            size = cost.count_prediction_bytes(job, place)
         else:
-            rows = 1.0 if op.patch is None else job.layout.rows(op.patch) / job.layout.grid.rows
-            size = job.own(place.data).latent_bytes * rows
-        return size / self.link("pipefusion").bandwidth
+            rows = 1.0 if op.patch is None else job.image_layout.count_rows(op.patch) / job.image_layout.grid.rows
+            size = job.compute_replica_shape(place.data).latent_bytes * rows
+        return size / self.get_axis_link("pipefusion").bandwidth
 
-    def _micro(self, op: Op) -> Micro:
-        stale = self.schedule.is_stale(op.step) and self.job.plan.distrifusion == 1
-        return Micro(op.step, op.patch if stale else None)
+    def _make_micro_step(self, op: Op) -> MicroStep:
+        stale = self.op_schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1
+        return MicroStep(op.step, op.patch if stale else None)
 
-    def _compute(self, place: Place, micro: Micro, op: Op) -> Load:
+    def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
         """A stage's own blocks, the ends with them, in one call or a piece of it."""
-        job, counted, work = self.job, self._basis.counted, self._basis.work
-        tokens = self._tokens(place, micro, op)
-        crew = len(self.schedule.crew_of(micro))
-        left = self.left if op.step in self.left.steps and not crew else None
-        mix = self._basis.mix(range(len(counted.blocks)) if crew else job.stages[place.stage], left)
+        job, counted, work = self.job, self._basis.transformer_work, self._basis.compute_load
+        tokens = self._make_rank_tokens(place, micro, op)
+        group_size = len(self.op_schedule.select_warmup_group(micro))
+        skips = self.skips if op.step in self.skips.steps and not group_size else None
+        mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
         total = work(-1, counted.every, tokens)
         for each, times in mix.blocks:
-            total = total.plus(work(id(each), each, tokens), times)
-        if place.stage == 0 or crew:
-            total = total.plus(work(-2, counted.first, tokens))
-        if place.stage == job.plan.pipefusion - 1 or crew:
-            total = total.plus(work(-3, counted.last, tokens))
-        if op.branch == 0 and op.piece == 0 and micro.patch in (None, 0):
-            total = total.plus(work(-4, counted.step, tokens))
+            total = total.combine_loads(work(id(each), each, tokens), times)
+        if place.stage == 0 or group_size:
+            total = total.combine_loads(work(-2, counted.first, tokens))
+        if place.stage == job.plan.pipefusion - 1 or group_size:
+            total = total.combine_loads(work(-3, counted.last, tokens))
+        if op.branch == 0 and op.micro_batch == 0 and micro.patch in (None, 0):
+            total = total.combine_loads(work(-4, counted.step, tokens))
             for each, times in mix.steps:
-                total = total.plus(work(id(each), each, tokens), times)
+                total = total.combine_loads(work(id(each), each, tokens), times)
         if op.step == 0:
-            total = total.plus(work(-5, counted.once, tokens))
+            total = total.combine_loads(work(-5, counted.once, tokens))
             for each, times in mix.once:
-                total = total.plus(work(id(each), each, tokens), times)
+                total = total.combine_loads(work(id(each), each, tokens), times)
         return total
 
-    def _kept(self, place: Place, step: int) -> float:
+    def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
         """The share of a stage's blocks that run in a step: those that are left out exchange nothing."""
-        if step not in self.left.steps:
+        if step not in self.skips.steps:
             return 1.0
         stage = self.job.stages[place.stage]
-        return 1 - sum(map(self._may_be_left, stage)) / len(stage)
+        return 1 - sum(map(self._is_skippable_block, stage)) / len(stage)
 
-    def _may_be_left(self, block: int) -> bool:
-        return self.left.may(block, len(self._basis.counted.blocks))
+    def _is_skippable_block(self, block: int) -> bool:
+        return self.skips.can_skip_block(block, len(self._basis.transformer_work.blocks))
 
-    def _tokens(self, place: Place, micro: Micro, op: Op) -> Tokens:
+    def _make_rank_tokens(self, place: RankCoordinates, micro: MicroStep, op: Op) -> RankTokens:
         job, plan = self.job, self.job.plan
-        image, text = cost.tokens(job, place, micro)
-        crew = len(self.schedule.crew_of(micro))
-        if crew:
-            image, text = -(-job.layout.image // crew), -(-text // crew)
-        own = job.own(place.data)
-        rows = len(self.schedule.pieces(micro)[op.piece]) if plan.warmup_mode == "pipelined" else own.batch
-        keys = job.layout
-        line = cost.line(job, place, micro) if plan.ulysses > 1 else 0
-        return Tokens(
-            rows=rows, image=image, text=text or self._words, image_keys=keys.image,
-            text_keys=keys.text or self._basis.words, heads=job.heads(place) / job.shape.heads, split=plan.tensor,
-            share=line / (image + text) if line else 1.0,
-            fused=self._fuses and (plan.rounds_otherwise or self.schedule.is_stale(micro.step)),
+        image, text = cost.count_micro_step_tokens(job, place, micro)
+        group_size = len(self.op_schedule.select_warmup_group(micro))
+        if group_size:
+            image, text = -(-job.image_layout.image_tokens // group_size), -(-text // group_size)
+        own = job.compute_replica_shape(place.data)
+        batch = (
+            len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
+            if plan.warmup_mode == "pipelined"
+            else own.batch
+        )
+        keys = job.image_layout
+        subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
+        return RankTokens(
+            batch=batch, image=image, text=text or self._text_tokens_per_rank, image_keys=keys.image_tokens,
+            text_keys=keys.text or self._basis.text_tokens, heads=job.count_heads(place) / job.shape.heads, split=plan.tensor,
+            share=subgroup_tokens / (image + text) if subgroup_tokens else 1.0,
+            fused=self._fuses and (plan.rounds_otherwise or self.op_schedule.reads_stale_keys(micro.step)),
         )  # fmt: skip
 
     @property
-    def _words(self) -> int:
+    def _text_tokens_per_rank(self) -> int:
         """Tokens of text beside the sequence that a rank computes: all, unless ranks share them out."""
-        ranks = self.job.split.ranks if self.job.shape.words else 1
-        return -(-self._basis.words // ranks)
+        ranks = self.job.token_split.num_ranks if self.job.shape.cross_text_tokens else 1
+        return -(-self._basis.text_tokens // ranks)
 
-    def _exchanged(self, place: Place, micro: Micro, own: Load) -> Load:
+    def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
         total = own
-        for kind, (exchanges, sent) in cost.in_call(self.job, place, micro).items():
-            axes = [axis for axis in (TOKENS if kind == "prediction" else (kind,)) if getattr(self.job.plan, axis) > 1]
-            link, n = self.link(axes[0]), math.prod(getattr(self.job.plan, axis) for axis in axes)
-            made = 1.0 if kind == "prediction" else self._kept(place, micro.step)
+        for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
+            axes = [
+                axis for axis in (TOKEN_AXES if kind == "prediction" else (kind,)) if getattr(self.job.plan, axis) > 1
+            ]
+            link, n = self.get_axis_link(axes[0]), math.prod(getattr(self.job.plan, axis) for axis in axes)
+            made = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
             calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            sending = made * sent / (link.bandwidth * share(link, kind, n)) + calls * link.latency_s
-            if kind == "distrifusion" and self.schedule.is_stale(micro.step):
-                sending = exposed(sending, link.overlap, own.device)
+            sending = made * sent / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
+            if kind == "distrifusion" and self.op_schedule.reads_stale_keys(micro.step):
+                sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
-                sending = exposed(sending, link.overlap, self._attention(place, micro))
+                sending = compute_exposed_seconds(sending, link.overlap, self._get_ring_attention_seconds(place, micro))
             started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
-            total = total.plus(Load(sending, calls * started))
+            total = total.combine_loads(DeviceLoad(sending, calls * started))
         return total
 
-    def _together(self, place: Place, micro: Micro, own: Load) -> Load:
+    def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """A crew's call: weights of blocks come while others compute, keys of every layer are waited for."""
-        job, counted, lends = self.job, self._basis.counted, self.job.plan.warmup_mode == "sequence"
-        link, n = self.link("pipefusion"), len(self.schedule.crew_of(micro))
+        job, counted, lends = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
+        link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
         rate, tokens = (
-            link.bandwidth * share(link, "pipefusion", n),
-            self._tokens(place, micro, Op(Kind.COMPUTE, *micro)),
+            link.bandwidth * get_bandwidth_share(link, "pipefusion", n),
+            self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro)),
         )
         blocks, exchanges = [], 0
         for block, layers in enumerate(job.weights.layers):
             whole, before = (
-                self._basis.work(id(work), work, tokens).device * self._crowd
+                self._basis.compute_load(id(work), work, tokens).device * self._crowd
                 for work in (counted.blocks[block], counted.before[block])
             )
-            sent = (n - 1) * sum(cost.gathered(job, place, joint=joint) for joint in layers)
+            sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
             gathers = len(layers) if n > 1 else 0
-            weights = cost.lent(job, block) / rate + link.latency_s if lends else 0.0
-            blocks.append(Together(weights, before, sent / rate + gathers * link.latency_s, whole - before))
+            weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s if lends else 0.0
+            blocks.append(WarmupBlock(weights, before, sent / rate + gathers * link.latency_s, whole - before))
             exchanges += gathers + lends
         alone = sum(block.before + block.after for block in blocks)
-        took = of_crew(blocks, AHEAD, link.overlap)
-        return Load(own.device - alone + took, own.host + exchanges * link.call_s)
+        took = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
+        return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s)
 
-    def _attention(self, place: Place, micro: Micro) -> float:
+    def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
         """Seconds of attention in a call: what a ring's messages travel under."""
-        tokens = self._tokens(place, micro, Op(Kind.COMPUTE, micro.step, micro.patch))
-        n, found = self.job.plan.ring, self._basis.attention(self.job.stages[place.stage])
-        return self._basis.work(id(found), found, tokens).device * (n - 1) / n
+        tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
+        n, attention_work = self.job.plan.ring, self._basis.select_attention(self.job.stages[place.stage])
+        return self._basis.compute_load(id(attention_work), attention_work, tokens).device * (n - 1) / n
 
-    def _guidance(self, micro: Micro) -> float:
+    def _compute_guidance_seconds(self, micro: MicroStep) -> float:
         place = self._places[-1]
-        size = cost.guidance(self.job, place, micro)
-        link = self.link("cfg")
+        size = cost.count_guidance_bytes(self.job, place, micro)
+        link = self.get_axis_link("cfg")
         return link.latency_s + size / link.bandwidth if size else 0.0
 
-    def link(self, axis: str) -> Link:
+    def get_axis_link(self, axis: str) -> Link:
         """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
         if axis not in self._links:
-            self._links[axis] = crossed(self.job.plan, self._profile, self._host, axis)
+            self._links[axis] = find_crossed_link(self.job.plan, self._profile, self._host, axis)
         return self._links[axis]
 
 
 @lru_cache(maxsize=1024)
-def _kinds(schedule: Schedule, left: frozenset[int]) -> Sequence[StepKind]:
+def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[StepKind]:
     """Of each step, of which some are left out: the same for many plans."""
     return [
-        StepKind(step == 0, schedule.is_stale(step), schedule.keeps_keys(step), step in left)
+        StepKind(step == 0, schedule.reads_stale_keys(step), schedule.keeps_keys(step), step in skipped_steps)
         for step in range(schedule.steps)
     ]

@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ditile.plan import cost
-from ditile.plan.cost import Job
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Kind, Micro, Op, Schedule, Span, simulate
-from ditile.planner.ops import Basis, Left, Ops
+from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule, Span, simulate_schedule
+from ditile.planner.ops import Basis, CacheSkips, OpPricer
 
 ROUNDED = 1e-12  # of a latency: sums in another order differ by as much
 STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
@@ -53,27 +53,27 @@ class Price:
 class Pricer(Basis):
     """Prices the calls of one model on one machine."""
 
-    def price(self, job: Job, left: Left | None = None, memory_bytes: int = 0) -> Price:
+    def price_call(self, job: PlannedCall, skips: CacheSkips | None = None, memory_bytes: int = 0) -> Price:
         """The price of a call."""
-        run = _Run(self, job, left or Left())
-        latency, _ = run.walk(free=False)
-        free, compute = run.walk(free=True)
+        run = _Run(self, job, skips or CacheSkips())
+        latency, _ = run.simulate_loop(free=False)
+        free, compute = run.simulate_loop(free=True)
         bubble = free - compute if free - compute > ROUNDED * free else 0.0
         return Price(
             plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
-            bubble_s=bubble, bytes_per_step=run.sent() / job.shape.steps, memory_bytes=memory_bytes,
+            bubble_s=bubble, bytes_per_step=run.count_sent_bytes() / job.shape.steps, memory_bytes=memory_bytes,
         )  # fmt: skip
 
-    def latency(self, job: Job) -> float:
+    def predict_latency(self, job: PlannedCall) -> float:
         """The latency of a price, without the rest of it."""
-        return _Run(self, job, Left()).walk(free=False)[0]
+        return _Run(self, job, CacheSkips()).simulate_loop(free=False)[0]
 
-    def estimate(self, job: Job, left: Left | None = None, most: float = math.inf) -> float:
+    def estimate_latency(self, job: PlannedCall, skips: CacheSkips | None = None, most: float = math.inf) -> float:
         """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by.
 
         Above `most` it is not counted to the end, and at least what is returned.
         """
-        return _Run(self, job, left or Left()).estimate(most)
+        return _Run(self, job, skips or CacheSkips()).estimate_latency(most)
 
 
 class _Hop(NamedTuple):
@@ -86,146 +86,189 @@ class _Hop(NamedTuple):
 class _Run:
     """One call under one plan."""
 
-    def __init__(self, basis: Basis, job: Job, left: Left) -> None:
-        self._ops, self._job = Ops(basis, job, left), job
-        self._schedule = self._ops.schedule
+    def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
+        self._ops, self._job = OpPricer(basis, job, skips), job
+        self._schedule = self._ops.op_schedule
 
-    def walk(self, *, free: bool) -> tuple[float, float]:
+    def simulate_loop(self, *, free: bool) -> tuple[float, float]:
         """Seconds of the loop, and those that its busiest stage works; `free`: with messages that take no time."""
         schedule, steps = self._schedule, self._job.shape.steps
-        shown = steps if self._ops.left.steps else min(steps, schedule.warmup + STEADY)
-        spans = simulate(
-            replace(schedule, steps=shown), lambda stage, op: self._ops.cost(stage, op, free=free), self._job.calls,
-            lambda stage, op: 0.0 if free else self._ops.travel(stage, op),
+        shown = steps if self._ops.skips.steps else min(steps, schedule.warmup + STEADY)
+        spans = simulate_schedule(
+            replace(schedule, steps=shown), lambda stage, op: self._ops.get_op_seconds(stage, op, free=free), self._job.count_calls_in_step,
+            lambda stage, op: 0.0 if free else self._ops.get_travel_seconds(stage, op),
         )  # fmt: skip
-        ends = _ends(spans, shown)
+        ends = _find_step_ends(spans, shown)
         tail = ends[-1] - ends[-2] if shown > 1 else ends[-1]
         busy = [0.0] * schedule.stages
         for span in spans:
             busy[span.stage] += (span.end - span.start) * (1 + steps - shown if span.op.step == shown - 1 else 1)
         return ends[-1] + (steps - shown) * tail, max(busy)
 
-    def sent(self) -> int:
+    def count_sent_bytes(self) -> int:
         """Bytes that all ranks send in the whole call; steps of one kind are alike; without a crew stages are."""
         job, plan, last = self._job, self._job.plan, self._job.shape.steps - 1
         kinds: dict[tuple[bool, ...], list[int]] = {}
         for step in range(last + 1):
-            kind = (job.schedule.is_stale(step), job.schedule.keeps_keys(step), step == 0, step == last)
+            kind = (
+                job.step_schedule.reads_stale_keys(step),
+                job.step_schedule.keeps_keys(step),
+                step == 0,
+                step == last,
+            )
             kinds.setdefault(kind, []).append(step)
         inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
         for rank in range(plan.world):
             stage = rank // inner % plan.pipefusion
-            if job.schedule.crew or self._ops.like[stage] == stage:
-                sizes = [len(steps) * sum(cost.sent_in_step(job, rank, steps[0]).values()) for steps in kinds.values()]
-                total += sum(sizes) * (1 if job.schedule.crew else self._ops.like.count(stage))
+            if job.step_schedule.warmup_group_size or self._ops.first_alike_stages[stage] == stage:
+                sizes = [
+                    len(steps) * sum(cost.count_traffic_in_step(job, rank, steps[0]).values())
+                    for steps in kinds.values()
+                ]
+                total += sum(sizes) * (
+                    1 if job.step_schedule.warmup_group_size else self._ops.first_alike_stages.count(stage)
+                )
         return total
 
-    def estimate(self, most: float) -> float:
+    def estimate_latency(self, most: float) -> float:
         """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
 
         Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
         """
         schedule, steps = self._schedule, self._job.shape.steps
-        kinds = _alike(schedule, self._ops.left.steps, self._job.calls(0) == self._job.calls(1))
+        kinds = _group_alike_steps(
+            schedule, self._ops.skips.steps, self._job.count_calls_in_step(0) == self._job.count_calls_in_step(1)
+        )
         total, warm = 0.0, sum(len(alike) for is_stale, alike in kinds if not is_stale)
         for is_stale, alike in kinds:
             if total > most:
                 return total
             like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
-            each = self._asynchronous(like, (most - total) / len(alike)) if is_stale else self._synchronous(like)
+            each = (
+                self._estimate_asynchronous_step(like, (most - total) / len(alike))
+                if is_stale
+                else self._estimate_synchronous_step(like)
+            )
             total += len(alike) * each
         if self._job.plan.pipefusion > 1:
-            total += min(warm, steps - 1) * self._ops.travel(self._job.plan.pipefusion - 1, Op(Kind.RETURN, 0, 0))
-        return total + (self._drained(steps - 1) if schedule.is_stale(steps - 1) else 0.0)
+            total += min(warm, steps - 1) * self._ops.get_travel_seconds(
+                self._job.plan.pipefusion - 1, Op(OpKind.SEND_STEPPED_PATCH, 0, 0)
+            )
+        return total + (self._estimate_drain_time(steps - 1) if schedule.reads_stale_keys(steps - 1) else 0.0)
 
-    def _synchronous(self, step: int) -> float:
+    def _estimate_synchronous_step(self, step: int) -> float:
         """Seconds of a synchronous step but for its patches' way back."""
-        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
-        op = Op(Kind.COMPUTE, step, None)
-        stepped = self._ops.cost(last, Op(Kind.STEP, 0, None), free=False)
-        patches, pieces = self._patches, len(schedule.pieces(Micro(0, None))) * calls
-        hops, back = self._hops(step, patches - 1)
-        if schedule.crew:
-            return calls * self._mean(0, op) + self._between(step) + stepped + patches * back.seconds
-        whole = self._of_stages(op)
-        one = sum(whole) + sum(patches * hop.seconds for hop in hops) + (pieces - 1) * max(whole)
-        return calls * one / pieces + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
+        op = Op(OpKind.COMPUTE, step, None)
+        stepped = self._ops.get_op_seconds(last, Op(OpKind.STEP, 0, None), free=False)
+        patches, num_micro_batches = self._num_patches, len(schedule.split_micro_batches(MicroStep(0, None))) * calls
+        hops, back = self._list_patch_hops(step, patches - 1)
+        if schedule.warmup_group_size:
+            return (
+                calls * self._compute_mean_seconds(0, op)
+                + self._estimate_warmup_messages(step)
+                + stepped
+                + patches * back.seconds
+            )
+        whole = self._list_stage_seconds(op)
+        one = sum(whole) + sum(patches * hop.seconds for hop in hops) + (num_micro_batches - 1) * max(whole)
+        return calls * one / num_micro_batches + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
 
-    def _between(self, step: int) -> float:
+    def _estimate_warmup_messages(self, step: int) -> float:
         """Seconds of a crew's messages: keys to others, predictions to the last stage, latents to the other members."""
-        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.calls(step)
-        given = last + 1 - schedule.crew if schedule.keeps_keys(step) else 0
-        op = Op(Kind.PREDICT, step, None)  # the first stage is of every crew, and never the last one
-        found = calls * self._ops.cost(0, op, free=False) + self._ops.travel(0, op)
+        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
+        given = last + 1 - schedule.warmup_group_size if schedule.keeps_keys(step) else 0
+        op = Op(OpKind.SEND_PREDICTION, step, None)  # the first stage is of every crew, and never the last one
+        message_seconds = calls * self._ops.get_op_seconds(0, op, free=False) + self._ops.get_travel_seconds(0, op)
         if given:
-            found += calls * given * self._ops.cost(0, Op(Kind.GIVE, step, None), free=False)
-        others = sum(0 < member < last for member in range(schedule.crew))
-        if others and step + 1 < self._job.shape.steps and not schedule.is_stale(step + 1):
-            found += others * self._ops.cost(last, Op(Kind.SHARE, step, None), free=False)
-        return found
+            message_seconds += calls * given * self._ops.get_op_seconds(0, Op(OpKind.SEND_KEYS, step, None), free=False)
+        others = sum(0 < member < last for member in range(schedule.warmup_group_size))
+        if others and step + 1 < self._job.shape.steps and not schedule.reads_stale_keys(step + 1):
+            message_seconds += others * self._ops.get_op_seconds(
+                last, Op(OpKind.SEND_WHOLE_LATENTS, step, None), free=False
+            )
+        return message_seconds
 
-    def _asynchronous(self, step: int, most: float) -> float:
+    def _estimate_asynchronous_step(self, step: int, most: float) -> float:
         """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return.
 
         Those in which the first stage is busy, if they are above `most`.
         """
-        calls, patches = self._job.calls(step), self._patches
-        ops = [Op(Kind.COMPUTE, step, self._patch(patch)) for patch in (0, patches - 1)]
+        calls, patches = self._job.count_calls_in_step(step), self._num_patches
+        ops = [Op(OpKind.COMPUTE, step, self._select_patch(patch)) for patch in (0, patches - 1)]
         for free in (True, False):  # most plans are too slow without any message, and those take longest to count
-            alone = calls * (self._mean(0, ops[0], free=free) + (patches - 1) * self._mean(0, ops[1], free=free))
+            alone = calls * (
+                self._compute_mean_seconds(0, ops[0], free=free)
+                + (patches - 1) * self._compute_mean_seconds(0, ops[1], free=free)
+            )
             if alone > most:
                 return alone
-        first, other = self._of_patch(step, 0), self._of_patch(step, patches - 1)
-        hops, back = self._hops(step, patches - 1)
-        stepped = self._ops.cost(self._job.plan.pipefusion - 1, Op(Kind.STEP, step, self._patch(0)), free=False)
+        first, other = self._list_patch_seconds(step, 0), self._list_patch_seconds(step, patches - 1)
+        hops, back = self._list_patch_hops(step, patches - 1)
+        stepped = self._ops.get_op_seconds(
+            self._job.plan.pipefusion - 1, Op(OpKind.STEP, step, self._select_patch(0)), free=False
+        )
         sends = [calls * hop.seconds for hop in hops] + [stepped + back.seconds]
         busy = [calls * (one + (patches - 1) * each) for one, each in zip(first, other, strict=True)]
         ways = [sum(each) + sum(hop.seconds + hop.travel for hop in of_patch) + (calls - 1) * max(each)
-                for each, of_patch in ((first, self._hops(step, 0)[0]), (other, hops))]  # fmt: skip
+                for each, of_patch in ((first, self._list_patch_hops(step, 0)[0]), (other, hops))]  # fmt: skip
         round_trip = max(ways) + stepped + back.seconds + back.travel
         return max(*(work + patches * send for work, send in zip(busy, sends, strict=True)), round_trip)
 
-    def _drained(self, step: int) -> float:
+    def _estimate_drain_time(self, step: int) -> float:
         """Seconds in which the last patch of all goes through the stages behind the busiest one."""
-        each, hops = self._of_patch(step, self._patches - 1), self._hops(step, self._patches - 1)[0]
+        each, hops = (
+            self._list_patch_seconds(step, self._num_patches - 1),
+            self._list_patch_hops(step, self._num_patches - 1)[0],
+        )
         way = sum(each) + sum(hop.seconds + hop.travel for hop in hops)
         return way - max(each)
 
     @property
-    def _patches(self) -> int:
+    def _num_patches(self) -> int:
         """Patches of an asynchronous step."""
         plan = self._job.plan
         return plan.num_patches if plan.distrifusion == 1 else 1
 
-    def _patch(self, patch: int) -> int | None:
+    def _select_patch(self, patch: int) -> int | None:
         return patch if self._job.plan.distrifusion == 1 else None
 
-    def _of_patch(self, step: int, patch: int) -> list[float]:
-        return self._of_stages(Op(Kind.COMPUTE, step, self._patch(patch)))
+    def _list_patch_seconds(self, step: int, patch: int) -> list[float]:
+        return self._list_stage_seconds(Op(OpKind.COMPUTE, step, self._select_patch(patch)))
 
-    def _hops(self, step: int, patch: int) -> tuple[list[_Hop], _Hop]:
+    def _list_patch_hops(self, step: int, patch: int) -> tuple[list[_Hop], _Hop]:
         """A patch's messages: from each stage to the next, and from the last one back to the first."""
         last = self._job.plan.pipefusion - 1
         if not last:
             return [], _Hop(0.0, 0.0)
-        ops = [*((stage, Op(Kind.SEND, step, patch)) for stage in range(last)), (last, Op(Kind.RETURN, step, patch))]
-        found = [_Hop(self._ops.cost(stage, op, free=False), self._ops.travel(stage, op)) for stage, op in ops]
-        return found[:-1], found[-1]
+        ops = [
+            *((stage, Op(OpKind.SEND, step, patch)) for stage in range(last)),
+            (last, Op(OpKind.SEND_STEPPED_PATCH, step, patch)),
+        ]
+        hops = [
+            _Hop(self._ops.get_op_seconds(stage, op, free=False), self._ops.get_travel_seconds(stage, op))
+            for stage, op in ops
+        ]
+        return hops[:-1], hops[-1]
 
-    def _of_stages(self, op: Op) -> list[float]:
+    def _list_stage_seconds(self, op: Op) -> list[float]:
         """Seconds of a call on every stage."""
-        found = {stage: self._mean(stage, op) for stage in dict.fromkeys(self._ops.like)}
-        return [found[stage] for stage in self._ops.like]
+        seconds_of_stage = {
+            stage: self._compute_mean_seconds(stage, op) for stage in dict.fromkeys(self._ops.first_alike_stages)
+        }
+        return [seconds_of_stage[stage] for stage in self._ops.first_alike_stages]
 
-    def _mean(self, stage: int, op: Op, *, free: bool = False) -> float:
+    def _compute_mean_seconds(self, stage: int, op: Op, *, free: bool = False) -> float:
         """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
-        calls, first = self._job.calls(op.step), self._ops.cost(stage, op, free=free)
-        others = self._ops.cost(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
+        calls, first = self._job.count_calls_in_step(op.step), self._ops.get_op_seconds(stage, op, free=free)
+        others = self._ops.get_op_seconds(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
         return (first + (calls - 1) * others) / calls
 
 
 @lru_cache(maxsize=1024)
-def _alike(schedule: Schedule, left: frozenset[int], even: bool) -> Sequence[tuple[bool, Sequence[int]]]:
+def _group_alike_steps(
+    schedule: Schedule, skipped_steps: frozenset[int], even: bool
+) -> Sequence[tuple[bool, Sequence[int]]]:
     """Runs of like steps, the longest first, and whether they are stale; the same for many plans.
 
     Args:
@@ -235,14 +278,14 @@ def _alike(schedule: Schedule, left: frozenset[int], even: bool) -> Sequence[tup
     """
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for step in range(schedule.steps):
-        kinds.setdefault((schedule.is_stale(step), step in left, even or step > 0), []).append(step)
+        kinds.setdefault((schedule.reads_stale_keys(step), step in skipped_steps, even or step > 0), []).append(step)
     return sorted(((kind[0], alike) for kind, alike in kinds.items()), key=lambda each: -len(each[1]))
 
 
-def _ends(spans: list[Span], steps: int) -> list[float]:
+def _find_step_ends(spans: list[Span], steps: int) -> list[float]:
     """When the scheduler has stepped the last patch of each step."""
     ends = [0.0] * steps
     for span in spans:
-        if span.op.kind is Kind.STEP:
+        if span.op.kind is OpKind.STEP:
             ends[span.op.step] = max(ends[span.op.step], span.end)
     return ends

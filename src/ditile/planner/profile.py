@@ -32,16 +32,19 @@ class Curve:
     rates: tuple[Any, ...]
     y: tuple[float, ...] = ()
 
-    def at(self, x: float, y: float = 1.0) -> float:
+    def interpolate(self, x: float, y: float = 1.0) -> float:
         """The rate at some sizes."""
-        (k, part) = _between(self.x, x)
-        near = [self._row(self.rates[k], y), self._row(self.rates[min(k + 1, len(self.x) - 1)], y)]
+        (k, part) = _locate_on_log_scale(self.x, x)
+        near = [
+            self._interpolate_row(self.rates[k], y),
+            self._interpolate_row(self.rates[min(k + 1, len(self.x) - 1)], y),
+        ]
         return math.exp((1 - part) * math.log(near[0]) + part * math.log(near[1]))
 
-    def _row(self, row: Any, y: float) -> float:
+    def _interpolate_row(self, row: Any, y: float) -> float:
         if not self.y:
             return float(row)
-        k, part = _between(self.y, y)
+        k, part = _locate_on_log_scale(self.y, y)
         low, high = row[k], row[min(k + 1, len(self.y) - 1)]
         return math.exp((1 - part) * math.log(low) + part * math.log(high))
 
@@ -141,8 +144,8 @@ class Profile:
         """
         try:
             values = json.loads(text)
-            values |= {name: _curve(values[name]) for name in ("matmul", "attention", "head") if name in values}
-            values["pointwise"] = {name: _curve(found) for name, found in values["pointwise"].items()}
+            values |= {name: _parse_curve(values[name]) for name in ("matmul", "attention", "head") if name in values}
+            values["pointwise"] = {name: _parse_curve(curve) for name, curve in values["pointwise"].items()}
             values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -150,7 +153,7 @@ class Profile:
             raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`") from None
 
     @classmethod
-    def read(cls, path: str | Path) -> Profile:
+    def from_json_file(cls, path: str | Path) -> Profile:
         """A profile from a file.
 
         Raises:
@@ -162,16 +165,16 @@ class Profile:
             raise ModelError(f"profile={str(path)!r} cannot be read: {error.strerror}") from error
 
 
-def _curve(values: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(values["x"]), tuple(_row(rates) for rates in values["rates"]), tuple(values["y"]))
+def _parse_curve(values: Mapping[str, Any]) -> Curve:
+    return Curve(tuple(values["x"]), tuple(_parse_rates(rates) for rates in values["rates"]), tuple(values["y"]))
 
 
-def _row(rates: Any) -> Any:
+def _parse_rates(rates: Any) -> Any:
     return tuple(rates) if isinstance(rates, Sequence) else rates
 
 
 @lru_cache(maxsize=65536)
-def _between(points: tuple[float, ...], value: float) -> tuple[int, float]:
+def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, float]:
     """The point at or below a value, and how far it is to the next one on a logarithmic scale."""
     if value <= points[0]:
         return 0, 0.0
@@ -182,6 +185,6 @@ def _between(points: tuple[float, ...], value: float) -> tuple[int, float]:
     return k, math.log(value / low) / math.log(high / low)
 
 
-def rising(points: Sequence[float]) -> bool:
+def is_strictly_rising(points: Sequence[float]) -> bool:
     """Whether points are in order, each more than the one before."""
     return all(a < b for a, b in itertools.pairwise(points))

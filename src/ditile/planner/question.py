@@ -6,50 +6,56 @@ import math
 from dataclasses import dataclass
 
 from ditile.errors import PlanError
-from ditile.plan.flags import option
+from ditile.plan.flags import define_option
 
-MOST_DEVICES, MOST_STEPS = 1024, 1000
+MAX_DEVICES, MAX_STEPS = 1024, 1000
 """Upper bounds of a search; more divisors, and more steps than schedulers have timesteps, take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class PlanQuestion:
     """What a plan is wanted for.
 
     Raises:
         PlanError: if a value is out of its range.
     """
 
-    model: str = option("shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME")
-    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    frames: int | None = option(None, "of a video; the model's own number by default", metavar="N")
-    steps: int | None = option(None, "denoising steps", metavar="N")
-    guidance: float | None = option(None, "how strongly the prompt guides", metavar="X")
-    num_images: int = option(1, "images at once", metavar="N")
-    hardware: str | None = option(None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME")
-    profile: str | None = option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
-    devices: int | None = option(None, "devices in all; those of the machine by default", metavar="N")
-    hosts: int = option(1, "hosts that they are in", metavar="N")
-    interlink: str | None = option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
-    memory: str | None = option(None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE")
-    max_latency: float | None = option(None, "seconds that are allowed", metavar="S")
-    warmup: int | None = option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
-    cache: str | None = option(
+    model: str = define_option(
+        "shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME"
+    )
+    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    frames: int | None = define_option(None, "of a video; the model's own number by default", metavar="N")
+    steps: int | None = define_option(None, "denoising steps", metavar="N")
+    guidance: float | None = define_option(None, "how strongly the prompt guides", metavar="X")
+    num_images: int = define_option(1, "images at once", metavar="N")
+    hardware: str | None = define_option(
+        None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
+    )
+    profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
+    devices: int | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
+    hosts: int = define_option(1, "hosts that they are in", metavar="N")
+    interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
+    memory: str | None = define_option(
+        None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE"
+    )
+    max_latency: float | None = define_option(None, "seconds that are allowed", metavar="S")
+    warmup: int | None = define_option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
+    cache: str | None = define_option(
         None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
     )
-    hit_rate: float | None = option(
+    hit_rate: float | None = define_option(
         None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
     )
-    price: str | None = option(None, "price one plan instead of searching", metavar="PLAN")
-    json: str | None = option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
+    price: str | None = define_option(None, "price one plan instead of searching", metavar="PLAN")
+    json: str | None = define_option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "frames", "steps", "devices", "hosts", "num_images"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value} is not a whole number of at least 1")
-        for name, most in (("devices", MOST_DEVICES), ("steps", MOST_STEPS)):
+        for name, most in (("devices", MAX_DEVICES), ("steps", MAX_STEPS)):
             if (getattr(self, name) or 1) > most:
                 raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
         if self.guidance is not None and not math.isfinite(self.guidance):

@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ditile.errors import PlanError
-from ditile.plan.cost import Job
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.planner.memory import peak
-from ditile.planner.ops import Left
+from ditile.planner.memory import count_peak_bytes
+from ditile.planner.ops import CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.subject import Subject
+from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
 SHOWN = 8  # plans that are priced to the end
@@ -34,7 +34,7 @@ FACTORS = (1, 2, 4)  # patches for each stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class SearchRequest:
     """What is asked.
 
     Attributes:
@@ -54,14 +54,14 @@ class Wanted:
     all_devices: bool = False
 
 
-class Placed(NamedTuple):
+class SizedJob(NamedTuple):
     """A call under a plan, and the bytes of the rank that needs most."""
 
-    job: Job
+    job: PlannedCall
     memory: int
 
 
-class Missed(NamedTuple):
+class NearMiss(NamedTuple):
     """A plan that does not fit, and the bytes that a device lacks for it."""
 
     price: Price
@@ -69,7 +69,7 @@ class Missed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What came of a search.
 
     Attributes:
@@ -81,12 +81,12 @@ class Found:
     """
 
     prices: tuple[Price, ...]
-    too_large: tuple[Placed, ...]
+    too_large: tuple[SizedJob, ...]
     legal: int
-    missed: Missed | None = None
+    missed: NearMiss | None = None
 
 
-class _Rough(NamedTuple):
+class _PlanEstimate(NamedTuple):
     """A plan by the formula's seconds, and in the order of the search.
 
     Attributes:
@@ -96,13 +96,13 @@ class _Rough(NamedTuple):
 
     seconds: float
     order: int
-    job: Job
+    job: PlannedCall
     is_whole: bool = True
     memory: int = 0
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Within, Python looks for no cycles: a search makes many small objects, and torch's would be looked through again
     and again for their sake.
     """
@@ -115,47 +115,51 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
-def search(
-    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, left: Left | None = None
-) -> Found:
+@_pause_garbage_collection()
+def search_plans(
+    subject: PlanSubject,
+    call: Mapping[str, Any],
+    profile: Profile,
+    wanted: SearchRequest,
+    skips: CacheSkips | None = None,
+) -> SearchResult:
     """Prices every legal plan.
 
     Raises:
         PlanError: if none fits the memory or the latency.
     """
-    shape = subject.shape(call, profile.element_size)
-    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
+    shape = subject.make_call_shape(call, profile.element_size)
+    pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
     space, limit = wanted.memory_bytes or profile.memory_bytes, wanted.max_latency_s
-    queue, too_large = _by_formula(subject, shape, pricer, wanted, left), list[_Rough]()
+    queue, too_large = _queue_by_estimate(subject, shape, pricer, wanted, skips), list[_PlanEstimate]()
     legal = len(queue)
 
-    def fit() -> Iterator[_Rough]:
+    def iterate_fitting_plans() -> Iterator[_PlanEstimate]:
         """Those that do, the fastest first."""
         while queue:
             first = heapq.heappop(queue)
             if not first.is_whole:
-                heapq.heappush(queue, first._replace(seconds=pricer.estimate(first.job, left), is_whole=True))
+                heapq.heappush(queue, first._replace(seconds=pricer.estimate_latency(first.job, skips), is_whole=True))
                 continue
-            job, memory = fitting(subject, shape, pricer, first.job.plan, space)
-            found = first._replace(job=job, memory=memory)
+            job, memory = fit_plan_to_memory(subject, shape, pricer, first.job.plan, space)
+            candidate = first._replace(job=job, memory=memory)
             if memory <= space:
-                yield found
+                yield candidate
             else:
-                too_large.append(found)
+                too_large.append(candidate)
 
-    in_order = fit()
+    in_order = iterate_fitting_plans()
     sifted = list(itertools.islice(in_order, SIFTED))
-    for plan in [plan for found in sifted for plan in other_warmups(found.job)]:
-        job, memory = fitting(subject, shape, pricer, plan, space)
+    for plan in [plan for candidate in sifted for plan in iterate_other_warmups(candidate.job)]:
+        job, memory = fit_plan_to_memory(subject, shape, pricer, plan, space)
         if memory <= space:
-            sifted.append(_Rough(pricer.estimate(job, left), legal + len(sifted), job, memory=memory))
-    fits = _fastest(pricer, heapq.merge(sorted(sifted), in_order), left)
+            sifted.append(_PlanEstimate(pricer.estimate_latency(job, skips), legal + len(sifted), job, memory=memory))
+    fits = _select_fastest(pricer, heapq.merge(sorted(sifted), in_order), skips)
     if not fits:
         smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
         raise PlanError(
-            f"no plan fits {_gb(space)} a device: '{smallest.job.plan}' needs least, {_gb(smallest.memory)}, "
-            f"{_gb(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
+            f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, {_format_gigabytes(smallest.memory)}, "
+            f"{_format_gigabytes(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
         )
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:
@@ -163,12 +167,17 @@ def search(
             f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
             "use more devices, fewer steps or a cache"
         )
-    missed = _missed(pricer, too_large[0], kept[0], space, left) if too_large else None
-    return Found(tuple(kept), tuple(Placed(each.job, each.memory) for each in too_large), legal, missed)
+    missed = _find_near_miss(pricer, too_large[0], kept[0], space, skips) if too_large else None
+    return SearchResult(tuple(kept), tuple(SizedJob(each.job, each.memory) for each in too_large), legal, missed)
 
 
-def priced(
-    subject: Subject, call: Mapping[str, Any], profile: Profile, wanted: Wanted, plan: Plan, left: Left | None = None
+def price_single_plan(
+    subject: PlanSubject,
+    call: Mapping[str, Any],
+    profile: Profile,
+    wanted: SearchRequest,
+    plan: Plan,
+    skips: CacheSkips | None = None,
 ) -> Price:
     """Prices one plan, as it is.
 
@@ -177,93 +186,102 @@ def priced(
     """
     if plan.world > wanted.devices:
         raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={wanted.devices}")
-    job = subject.job(plan, subject.shape(call, profile.element_size))
-    pricer = pricer_of(subject, call, profile, wanted.devices // wanted.hosts)
-    memory, space = peak(subject, job, profile, pricer.words), wanted.memory_bytes or profile.memory_bytes
+    job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
+    pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
+    memory, space = (
+        count_peak_bytes(subject, job, profile, pricer.text_tokens),
+        wanted.memory_bytes or profile.memory_bytes,
+    )
     if memory > space:
-        raise PlanError(f"'{plan}' needs {_gb(memory)} a device, and there are {_gb(space)}")
-    price, limit = pricer.price(job, left, memory), wanted.max_latency_s
+        raise PlanError(
+            f"'{plan}' needs {_format_gigabytes(memory)} a device, and there are {_format_gigabytes(space)}"
+        )
+    price, limit = pricer.price_call(job, skips, memory), wanted.max_latency_s
     if limit is not None and price.latency_s > limit:
         raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
     return price
 
 
-def fitting(subject: Subject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> Placed:
+def fit_plan_to_memory(subject: PlanSubject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> SizedJob:
     """A plan under which a call fits a device, or else the smallest of it.
 
     One that is too large is tried with the decode by rows, with the text encoders shared out, and with both.
     """
 
-    def placed(**also: Any) -> Placed:
-        job = subject.job(replace(plan, **also) if also else plan, shape)
-        return Placed(job, peak(subject, job, pricer.profile, pricer.words))
+    def size_plan_variant(**also: Any) -> SizedJob:
+        job = subject.make_plan_job(replace(plan, **also) if also else plan, shape)
+        return SizedJob(job, count_peak_bytes(subject, job, pricer.profile, pricer.text_tokens))
 
-    found = placed()
-    if found.memory <= space or plan.world == 1 or not subject.lighter:
-        return found
-    smallest = placed(**dict(subject.lighter))
+    unchanged = size_plan_variant()
+    if unchanged.memory <= space or plan.world == 1 or not subject.memory_saving_options:
+        return unchanged
+    smallest = size_plan_variant(**dict(subject.memory_saving_options))
     if smallest.memory > space:
-        return min(found, smallest, key=lambda each: each.memory)
-    either = (placed(**{name: value}) for name, value in subject.lighter)
+        return min(unchanged, smallest, key=lambda each: each.memory)
+    either = (size_plan_variant(**{name: value}) for name, value in subject.memory_saving_options)
     return next((one for one in either if one.memory <= space), smallest)
 
 
-def _gb(size: int) -> str:
+def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _by_formula(subject: Subject, shape: Shape, pricer: Pricer, wanted: Wanted, left: Left | None) -> list[_Rough]:
+def _queue_by_estimate(
+    subject: PlanSubject, shape: Shape, pricer: Pricer, wanted: SearchRequest, skips: CacheSkips | None
+) -> list[_PlanEstimate]:
     """Every plan, as a heap; those that are above the fastest ones so far are not counted to the end."""
-    found, least = list[_Rough](), [math.inf] * SIFTED
-    for order, plan in enumerate(plans(subject, shape, wanted)):
-        job, most = subject.job(plan, shape), least[-1]
-        seconds = pricer.estimate(job, left, most)
-        found.append(_Rough(seconds, order, job, seconds <= most))
+    estimates, least = list[_PlanEstimate](), [math.inf] * SIFTED
+    for order, plan in enumerate(iterate_plans(subject, shape, wanted)):
+        job, most = subject.make_plan_job(plan, shape), least[-1]
+        seconds = pricer.estimate_latency(job, skips, most)
+        estimates.append(_PlanEstimate(seconds, order, job, seconds <= most))
         bisect.insort(least, seconds)
         least.pop()
-    heapq.heapify(found)
-    return found
+    heapq.heapify(estimates)
+    return estimates
 
 
-def _fastest(pricer: Pricer, rough: Iterable[_Rough], left: Left | None) -> list[Price]:
+def _select_fastest(pricer: Pricer, rough: Iterable[_PlanEstimate], skips: CacheSkips | None) -> list[Price]:
     """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
-    found: list[Price] = []
+    fastest: list[Price] = []
     for each in rough:
-        if len(found) >= SHOWN and each.seconds > ABOVE * found[SHOWN - 1].latency_s:
+        if len(fastest) >= SHOWN and each.seconds > ABOVE * fastest[SHOWN - 1].latency_s:
             break
-        price = pricer.price(each.job, left, each.memory)
-        bisect.insort(found, price, key=lambda known: known.latency_s)
-    return found[:SHOWN]
+        price = pricer.price_call(each.job, skips, each.memory)
+        bisect.insort(fastest, price, key=lambda known: known.latency_s)
+    return fastest[:SHOWN]
 
 
-def _missed(pricer: Pricer, nearest: _Rough, best: Price, space: int, left: Left | None) -> Missed | None:
+def _find_near_miss(
+    pricer: Pricer, nearest: _PlanEstimate, best: Price, space: int, skips: CacheSkips | None
+) -> NearMiss | None:
     """The fastest of the plans that do not fit, by the formula, where the simulation has it as fast as the best."""
     if nearest.seconds > ABOVE * best.latency_s:
         return None
-    price = pricer.price(nearest.job, left, nearest.memory)
-    return Missed(price, nearest.memory - space) if price.latency_s <= best.latency_s else None
+    price = pricer.price_call(nearest.job, skips, nearest.memory)
+    return NearMiss(price, nearest.memory - space) if price.latency_s <= best.latency_s else None
 
 
-def pricer_of(subject: Subject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
+def make_pricer(subject: PlanSubject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
     """The pricer of a model's calls; `host` is how many ranks fill one."""
-    return Pricer(subject.counted, profile, subject.words(call), host)
+    return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host)
 
 
-def plans(subject: Subject, shape: Shape, wanted: Wanted) -> Iterator[Plan]:
+def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> Iterator[Plan]:
     """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
-    facts = shape.facts(type(subject.transformer).__name__, len(subject.seats.chain))
-    for world in [wanted.devices] if wanted.all_devices else divisors(wanted.devices):
-        for degrees in _degrees(world, shape):
-            for more in _patches(degrees, wanted.warmup):
+    facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
+    for world in [wanted.devices] if wanted.all_devices else list_divisors(wanted.devices):
+        for degrees in _iterate_degrees(world, shape):
+            for more in _iterate_patch_counts(degrees, wanted.warmup):
                 plan = Plan(**degrees, **more)
-                if subject.allows(plan) and not plan.illegal(facts):
+                if subject.can_run_plan(plan) and not plan.illegal(facts):
                     yield plan
 
 
-def _degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
+def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
-    branches = shape.rows * shape.calls
-    for data, cfg, pipefusion, ring, distrifusion, ulysses, tensor in _products(world, 7):
+    branches = shape.branches_per_call * shape.calls
+    for data, cfg, pipefusion, ring, distrifusion, ulysses, tensor in _iterate_products(world, 7):
         if cfg > min(branches, 2) or data > shape.images or shape.heads % tensor:
             continue
         if distrifusion == 1 or pipefusion == ring == 1:
@@ -271,17 +289,17 @@ def _degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
                    "ulysses": ulysses, "tensor": tensor}  # fmt: skip
 
 
-def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+def _iterate_products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     """A number as a product of so many factors, in every order."""
     if factors == 1:
         yield (number,)
         return
-    for first in divisors(number):
-        for others in _products(number // first, factors - 1):
+    for first in list_divisors(number):
+        for others in _iterate_products(number // first, factors - 1):
             yield first, *others
 
 
-def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:
+def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:
     stages = degrees["pipefusion"]
     if stages == 1:
         yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
@@ -291,18 +309,18 @@ def _patches(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]
             yield {"patches": stages * factor, "warmup": warmup}
 
 
-def other_warmups(job: Job) -> Iterator[Plan]:
+def iterate_other_warmups(job: PlannedCall) -> Iterator[Plan]:
     """A plan with its synchronous steps run in the other ways that could make them shorter."""
     plan = job.plan
     if plan.pipefusion == 1 or plan.warmup == 0:
         return
-    if job.shape.shared_out(plan).batch > 1:
+    if job.shape.divide_batch(plan).batch > 1:
         yield replace(plan, warmup_mode="pipelined")
     if plan.token_ranks * plan.tensor == 1:
         yield replace(plan, warmup_mode="sequence")
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Of a number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n < number]

@@ -14,19 +14,19 @@ import transformers
 from torch import nn
 
 from ditile.errors import LoadError, ModelError
-from ditile.hooks.block_hooks import Seats
-from ditile.hooks.placeholders import weightless
-from ditile.models.registry import spec_of
-from ditile.parallel.pipefusion.block_costs import Parts, divide
-from ditile.parallel.tensor.cuts import Cuts
-from ditile.parallel.tensor.tensor import table_of as tensor_table_of
-from ditile.plan.cost import Job
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.placeholders import init_on_meta_device
+from ditile.models.registry import require_model_spec
+from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
+from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.parallel.tensor.tensor import find_tensor_table as tensor_table_of
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.plan.shape import Shape, Weights, check_size, filled_call
+from ditile.plan.shape import Shape, Weights, check_image_size, fill_call_defaults
 from ditile.plan.spec import ModelSpec
-from ditile.planner.footprint import Footprint, of_decoder, of_frames
-from ditile.planner.kernel_times import Counted, counted
-from ditile.planner.tables import Scale, Table, check, only_tokens, table_of
+from ditile.planner.footprint import Footprint, count_decoder_numbers, make_frame_decode_counter
+from ditile.planner.kernel_times import TransformerWork, count_transformer_work
+from ditile.planner.tables import FamilyTable, VaeScale, check_family_plan, find_family_table, splits_only_tokens
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 """Configs of published models, and what cannot be read off them."""
@@ -34,13 +34,13 @@ FACTS = "facts.json"
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
-def known() -> list[str]:
+def list_published_models() -> list[str]:
     """Published models whose configs come with this package."""
     return sorted(path.parent.name for path in CONFIGS.glob("*/model_index.json"))
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanSubject:
     """A pipeline whose transformer has no weights.
 
     Attributes:
@@ -68,7 +68,7 @@ class Subject:
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     uncounted: tuple[str, ...] = ()
-    table: Table | None = None
+    table: FamilyTable | None = None
     frames_of_latent: int = 1
     coder: type = diffusers.AutoencoderKL
     others: int = 0
@@ -79,7 +79,7 @@ class Subject:
     _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, name: str, source: Path | str) -> Subject:
+    def from_configs(cls, name: str, source: Path | str) -> PlanSubject:
         """The pipeline of a folder or hub id (of which only configs are read).
 
         Raises:
@@ -97,132 +97,142 @@ class Subject:
             vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
         except (OSError, KeyError, AttributeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-        with weightless():
-            made: nn.Module = transformer.from_config(config)
+        with init_on_meta_device():
+            transformer_model: nn.Module = transformer.from_config(config)
         kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
-        table = table_of(made, index)
+        table = find_family_table(transformer_model, index)
         if table is None:
-            scale = Scale(2 ** (len(vae["block_out_channels"]) - 1))
+            scale = VaeScale(2 ** (len(vae["block_out_channels"]) - 1))
         else:
-            with weightless():
+            with init_on_meta_device():
                 scale = table.scale(kind.from_config(vae))
-        beside = _beside(source, index, kind, vae)
+        other_parts = _count_other_parts(source, index, kind, vae)
         second = (index.get("transformer_2") or [None])[0] is not None
         return cls(
-            name, pipeline, made, scale.side, beside.text, beside.vae, decoder=vae, uncounted=beside.uncounted,
-            table=table, frames_of_latent=scale.frames, coder=kind, others=_parameters(made) if second else 0,
-            decodes=beside.decodes,
+            name, pipeline, transformer_model, scale.side, other_parts.text, other_parts.vae, decoder=vae, uncounted=other_parts.uncounted,
+            table=table, frames_of_latent=scale.frames, coder=kind, others=_count_module_parameters(transformer_model) if second else 0,
+            decodes=other_parts.decodes,
         )  # fmt: skip
 
     @cached_property
-    def spec(self) -> ModelSpec:
+    def model_spec(self) -> ModelSpec:
         """Its family."""
-        return self.family or (spec_of(self.transformer) if self.table is None else self.table.spec)
+        return self.family or (require_model_spec(self.transformer) if self.table is None else self.table.spec)
 
     @cached_property
-    def seats(self) -> Seats:
+    def block_hooks(self) -> TransformerHooks:
         """Its blocks."""
-        return Seats(self.transformer, self.spec)
+        return TransformerHooks(self.transformer, self.model_spec)
 
     @cached_property
-    def weights(self) -> Weights:
+    def parameter_counts(self) -> Weights:
         """Its parameters."""
-        return self.seats.weights()
+        return self.block_hooks.describe_weights()
 
     @cached_property
-    def counted(self) -> Counted:
+    def transformer_work(self) -> TransformerWork:
         """Its work."""
-        return counted(self.transformer, self.spec)
+        return count_transformer_work(self.transformer, self.model_spec)
 
     @cached_property
-    def buffers(self) -> int:
+    def replicated_numbers(self) -> int:
         """Numbers that every rank holds beside its parameters: in its buffers, and in a second transformer."""
         return self.others + sum(buffer.numel() for buffer in self.transformer.buffers())
 
-    def footprint(self, ranks: int) -> Footprint:
+    def get_footprint(self, ranks: int) -> Footprint:
         """What its forward holds on each of so many ranks of tensor parallelism."""
         if ranks not in self._footprints:
             config: Any = self.transformer.config
             channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-            found = self.counted.footprint
-            self._footprints[ranks] = found if ranks == 1 else found.divided(channels, ranks)
+            whole_footprint = self.transformer_work.footprint
+            self._footprints[ranks] = (
+                whole_footprint if ranks == 1 else whole_footprint.divide_by_ranks(channels, ranks)
+            )
         return self._footprints[ranks]
 
-    def kept(self, blocks: range, ranks: int, image: int, text: int) -> float:
+    def count_kept_numbers(self, blocks: range, ranks: int, image: int, text: int) -> float:
         """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
         key = blocks, ranks, image, text
         if key not in self._kept:
-            each = self.footprint(ranks).kept
-            self._kept[key] = sum(each[block].at(image, text) for block in blocks)
+            each = self.get_footprint(ranks).kept
+            self._kept[key] = sum(each[block].count_numbers(image, text) for block in blocks)
         return self._kept[key]
 
     @cached_property
-    def cut(self) -> tuple[int, ...]:
+    def sharded_parameters(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        cuts = Cuts.of(self.transformer, tensor_table_of(self.transformer, self.spec), 0, 2, loaded=True)
+        cuts = TensorCuts.match_tensor_table(
+            self.transformer, tensor_table_of(self.transformer, self.model_spec), 0, 2, loaded=True
+        )
         return tuple(
-            sum(p.numel() for name, p in seat.block.named_parameters() if cuts.part(f"{seat.name}.{name}", p.shape))
-            for seat in self.seats.chain
+            sum(
+                p.numel()
+                for name, p in hook.block.named_parameters()
+                if cuts.select_shard(f"{hook.name}.{name}", p.shape)
+            )
+            for hook in self.block_hooks.chain
         )
 
-    def parameters(self, blocks: range, ranks: int) -> int:
+    def count_parameters(self, blocks: range, ranks: int) -> int:
         """Parameters of some blocks on each of so many ranks of tensor parallelism."""
         if (blocks, ranks) not in self._parameters:
-            cut = [self.cut[block] if ranks > 1 else 0 for block in blocks]
-            whole = sum(self.weights.blocks[block] for block in blocks)
+            cut = [self.sharded_parameters[block] if ranks > 1 else 0 for block in blocks]
+            whole = sum(self.parameter_counts.blocks[block] for block in blocks)
             self._parameters[blocks, ranks] = whole - sum(cut) + sum(-(-each // ranks) for each in cut)
         return self._parameters[blocks, ranks]
 
     @cached_property
-    def _parts(self) -> Parts:
-        return Parts.of(self.seats)
+    def _block_parts(self) -> CostModel:
+        return CostModel.from_model_hooks(self.block_hooks)
 
     @cached_property
-    def _decoded(self) -> Callable[[int], float]:
+    def _decode_counter(self) -> Callable[[int], float]:
         if self.decoder is None:
             return lambda frames: 0.0
         if self.table is not None and self.table.decodes_frames:
-            return of_frames(self.coder, self.decoder, self.table.channels)
-        found = of_decoder(self.decoder, self.coder) if self.decodes is None else self.decodes
-        return lambda frames: found
+            return make_frame_decode_counter(self.coder, self.decoder, self.table.channels)
+        numbers = count_decoder_numbers(self.decoder, self.coder) if self.decodes is None else self.decodes
+        return lambda frames: numbers
 
-    def decoded(self, frames: int = 1) -> float:
+    def count_decode_numbers(self, frames: int = 1) -> float:
         """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
-        return self._decoded(frames)
+        return self._decode_counter(frames)
 
-    def words(self, call: Mapping[str, Any]) -> int:
+    def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
-        own = 300 if self.table is None else self.table.words
-        return 0 if self.spec.joint != "none" else int(call.get("max_sequence_length") or own)
+        own = 300 if self.table is None else self.table.text_tokens
+        return 0 if self.model_spec.joint != "none" else int(call.get("max_sequence_length") or own)
 
     @property
-    def lighter(self) -> tuple[tuple[str, Any], ...]:
+    def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """What can be said in a plan so that a rank needs less memory, without a price in the loop."""
         return (("vae", "rows"), ("text", "split")) if self.table is None else ()
 
-    def allows(self, plan: Plan) -> bool:
+    def can_run_plan(self, plan: Plan) -> bool:
         """Whether its family can run under a plan at all: one without a `ModelSpec` divides only calls and tokens."""
         calls = plan.world == plan.data * plan.cfg * plan.token_ranks
-        return self.table is None or (only_tokens(plan) if self.others else calls)
+        return self.table is None or (splits_only_tokens(plan) if self.others else calls)
 
-    def shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
+    def make_call_shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
         """A call of it; the pipeline's own defaults fill the gaps.
 
         Raises:
             ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
         """
         config: Any = self.transformer.config
-        filled = filled_call(self.pipeline, config, self.vae_scale, call)
-        check_size(filled, self.vae_scale * self.spec.latent_per_token(config))
+        filled = fill_call_defaults(self.pipeline, config, self.vae_scale, call)
+        check_image_size(filled, self.vae_scale * self.model_spec.latent_per_token(config))
         frames = call.get("num_frames")
         if frames is not None and not (self.table and self.table.is_video):
             raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes pictures; leave it out")
-        shape = Shape.of(self.spec, config, self.vae_scale, element_size, filled)
+        shape = Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         if self.table is None:
             return shape
-        return self.table.timed(shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.words(filled))
+        return self.table.add_frames(
+            shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.count_text_tokens(filled)
+        )
 
-    def job(self, plan: Plan, shape: Shape) -> Job:
+    def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
 
         Raises:
@@ -230,18 +240,24 @@ class Subject:
         """
         kind = type(self.transformer).__name__
         if self.table is not None:
-            check(plan, kind, in_turns=self.others > 0)
-        plan.check(shape.facts(kind, len(self.seats.chain)))
-        return Job(plan=plan, spec=self.spec, shape=shape, weights=self.weights, stages=self._divided(plan))
+            check_family_plan(plan, kind, in_turns=self.others > 0)
+        plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
+        return PlannedCall(
+            plan=plan,
+            spec=self.model_spec,
+            shape=shape,
+            weights=self.parameter_counts,
+            stages=self._divide_stages(plan),
+        )
 
-    def _divided(self, plan: Plan) -> list[range]:
+    def _divide_stages(self, plan: Plan) -> list[range]:
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:
-            self._stages[key] = divide(self.seats, plan, self._parts)
+            self._stages[key] = divide_blocks(self.block_hooks, plan, self._block_parts)
         return self._stages[key]
 
 
-class _Beside(NamedTuple):
+class _OtherParts(NamedTuple):
     """What is beside a transformer: parameters, text encoders that were not counted, and a `Subject`'s `decodes`."""
 
     text: int
@@ -250,21 +266,23 @@ class _Beside(NamedTuple):
     decodes: float | None = None
 
 
-def _beside(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _Beside:
+def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _OtherParts:
     """As written down, or else of models that are made of the configs: files of weights need not be there."""
     facts = Path(source, FACTS)
     if facts.exists():
-        found: dict[str, int] = json.loads(facts.read_text("utf-8"))
-        return _Beside(found["text_parameters"], found["vae_parameters"], decodes=found.get("decoded_numbers"))
-    sizes = {name: _encoder(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]}
-    with weightless():
-        coder = _parameters(kind.from_config(vae))
-    return _Beside(
+        counts: dict[str, int] = json.loads(facts.read_text("utf-8"))
+        return _OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=counts.get("decoded_numbers"))
+    sizes = {
+        name: _count_encoder_parameters(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]
+    }
+    with init_on_meta_device():
+        coder = _count_module_parameters(kind.from_config(vae))
+    return _OtherParts(
         sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
     )
 
 
-def _encoder(source: Path | str, name: str, kind: str) -> int | None:
+def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
     """Parameters of a text encoder, whose class is one of transformers; None where class or config are not there."""
     kinds: Any = getattr(transformers, kind, None)
     if kinds is None:
@@ -273,9 +291,9 @@ def _encoder(source: Path | str, name: str, kind: str) -> int | None:
         config = kinds.config_class.from_pretrained(str(source), subfolder=name)
     except OSError:
         return None
-    with weightless():
-        return _parameters(kinds(config))
+    with init_on_meta_device():
+        return _count_module_parameters(kinds(config))
 
 
-def _parameters(model: nn.Module) -> int:
+def _count_module_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())

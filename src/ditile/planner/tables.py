@@ -20,17 +20,17 @@ from diffusers import (
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.models.registry import specs
+from ditile.models.registry import list_model_specs
 from ditile.models.tokens import image_grid
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
-WORDS = 512  # of text, as pipelines with it in the sequence have them by default
+NUM_TEXT_TOKENS = 512  # of text, as pipelines with it in the sequence have them by default
 
 
-class Scale(NamedTuple):
+class VaeScale(NamedTuple):
     """What a VAE makes one of: pixels of a side, and frames."""
 
     side: int
@@ -38,7 +38,7 @@ class Scale(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class FamilyTable:
     """A family.
 
     Attributes:
@@ -52,14 +52,14 @@ class Table:
     """
 
     spec: ModelSpec
-    scale: Callable[[Any], Scale]
+    scale: Callable[[Any], VaeScale]
     channels: str = "z_dim"
-    words: int = 0
-    shares_words: bool = False
+    text_tokens: int = 0
+    splits_text_tokens: bool = False
     is_video: bool = False
     decodes_frames: bool = True
 
-    def timed(self, shape: Shape, frames: int, of_latent: int, words: int) -> Shape:
+    def add_frames(self, shape: Shape, frames: int, of_latent: int, text_tokens: int) -> Shape:
         """The shape of a call with all its frames.
 
         Raises:
@@ -71,11 +71,11 @@ class Table:
         times = (frames - 1) // of_latent + 1 if self.is_video else 1
         return replace(
             shape, grid=shape.grid._replace(rows=shape.grid.rows * times), frames=times,
-            latent_elements=shape.latent_elements * times, words=words if self.shares_words else 0,
+            latent_elements=shape.latent_elements * times, cross_text_tokens=text_tokens if self.splits_text_tokens else 0,
         )  # fmt: skip
 
 
-def check(plan: Plan, kind: str, *, in_turns: bool) -> None:
+def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
     """Raises `PlanError` unless such a family can run under a plan.
 
     Args:
@@ -83,7 +83,7 @@ def check(plan: Plan, kind: str, *, in_turns: bool) -> None:
         in_turns: whether the pipeline has two transformers.
     """
     plan.check_planned(kind)
-    if in_turns and not only_tokens(plan):
+    if in_turns and not splits_only_tokens(plan):
         raise PlanError(
             f"cfg={plan.cfg} data={plan.data}: the pipeline calls two models in turns, and one is known; "
             "use ulysses or ring"
@@ -92,12 +92,12 @@ def check(plan: Plan, kind: str, *, in_turns: bool) -> None:
         raise PlanError(f"vae=rows divides an AutoencoderKL, and the VAE beside {kind} is another; use vae=whole")
 
 
-def only_tokens(plan: Plan) -> bool:
+def splits_only_tokens(plan: Plan) -> bool:
     """Whether a plan shares out tokens and nothing else."""
     return plan.token_ranks == plan.world
 
 
-def table_of(transformer: nn.Module, index: Mapping[str, Any]) -> Table | None:
+def find_family_table(transformer: nn.Module, index: Mapping[str, Any]) -> FamilyTable | None:
     """The table of a pipeline's transformer; None where it has a `ModelSpec`.
 
     Args:
@@ -108,28 +108,28 @@ def table_of(transformer: nn.Module, index: Mapping[str, Any]) -> Table | None:
         ModelError: if the planner cannot call it, and why.
     """
     kinds = type(transformer).__mro__
-    if any(cls in specs() for cls in kinds):
+    if any(cls in list_model_specs() for cls in kinds):
         return None
     name, pipeline = type(transformer).__name__, index["_class_name"]
     pipelines = (each for table in TABLES.values() for each in table.spec.pipelines)
     known = f"planned for without a ModelSpec are {', '.join(pipelines)}"
-    found = TABLES.get(type(transformer))
-    if found is None:
+    family_table = TABLES.get(type(transformer))
+    if family_table is None:
         raise ModelError(
             f"{name} has no ModelSpec, and nothing says what its forward is called with, so that it cannot be counted; "
             f"{known}; ditile.register({name}, ModelSpec(..., example=...)) adds one"
         )
-    if pipeline not in found.spec.pipelines:
+    if pipeline not in family_table.spec.pipelines:
         raise ModelError(
             f"{pipeline} gives {name} more than text, which its config does not say the size of, so that it cannot be "
             f"counted; {known}"
         )
     if index.get("expand_timesteps"):
         raise ModelError(f"expand_timesteps=True gives {name} a time for each token, which is not counted; {known}")
-    return found
+    return family_table
 
 
-def _wan(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def _make_wan_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     side = config["patch_size"][1]
     return {
         "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
@@ -137,7 +137,7 @@ def _wan(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ltx(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def _make_ltx_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
         "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
         "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]), "timestep": torch.empty(1),
@@ -146,76 +146,76 @@ def _ltx(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _packed(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def _make_packed_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
         "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]), "timestep": torch.empty(1),
     }  # fmt: skip
 
 
-def _qwen(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    return {**_packed(config, grid, text), "img_shapes": [[(1, grid.rows, grid.tokens_per_row)]]}
+def _make_qwen_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    return {**_make_packed_inputs(config, grid, text), "img_shapes": [[(1, grid.rows, grid.tokens_per_row)]]}
 
 
-def _flux2(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+def _make_flux2_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
-        **_packed(config, grid, text), "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
+        **_make_packed_inputs(config, grid, text), "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
         "img_ids": torch.empty(grid.rows * grid.tokens_per_row, 4), "txt_ids": torch.empty(text, 4),
     }  # fmt: skip
 
 
-def _of_qwen(call: Mapping[str, Any]) -> Conditioning:
+def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
     """Guidance is a second call: as asked for, or with a negative prompt."""
     own = call.get("true_cfg_scale", 1.0) if call.get("negative_prompt") is not None else 1.0
     return Conditioning(
-        text=call.get("max_sequence_length", WORDS), calls=1 + ((call.get("guidance_scale") or own) > 1)
+        text=call.get("max_sequence_length", NUM_TEXT_TOKENS), calls=1 + ((call.get("guidance_scale") or own) > 1)
     )
 
 
-def _no_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
+def _make_unit_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     """Nothing is cut."""
     return Grid(1, 1, 1)
 
 
 STREAMS = BlockIO(returns=("text", "image"))
 
-WAN = Table(
+WAN = FamilyTable(
     spec=ModelSpec(
         name="Wan", pipelines=("WanPipeline",), blocks={"blocks": BlockIO(attn=("attn1",))}, joint="none", latent_dim=3,
-        grid=image_grid, latent_per_token=lambda config: int(config["patch_size"][1]), example=_wan,
+        grid=image_grid, latent_per_token=lambda config: int(config["patch_size"][1]), example=_make_wan_inputs,
         conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)), image_tokens="patch_embedding",
     ),
-    scale=lambda vae: Scale(vae.config.scale_factor_spatial, vae.config.scale_factor_temporal), words=512,
+    scale=lambda vae: VaeScale(vae.config.scale_factor_spatial, vae.config.scale_factor_temporal), text_tokens=512,
     is_video=True,
 )  # fmt: skip
-LTX = Table(
+LTX = FamilyTable(
     spec=ModelSpec(
         name="LTX-Video", pipelines=("LTXPipeline",), blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
-        joint="none", latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 1, example=_ltx,
+        joint="none", latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 1, example=_make_ltx_inputs,
         conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)), image_tokens="proj_in",
     ),
-    scale=lambda vae: Scale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
-    channels="latent_channels", words=128, shares_words=True, is_video=True,
+    scale=lambda vae: VaeScale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
+    channels="latent_channels", text_tokens=128, splits_text_tokens=True, is_video=True,
 )  # fmt: skip
-QWEN = Table(
+QWEN = FamilyTable(
     spec=ModelSpec(
         name="Qwen-Image", pipelines=("QwenImagePipeline",), blocks={"transformer_blocks": STREAMS},
-        joint="text_first", latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 2, example=_qwen,
-        conditioning=_of_qwen, image_tokens="img_in",
+        joint="text_first", latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 2, example=_make_qwen_inputs,
+        conditioning=_get_qwen_conditioning, image_tokens="img_in",
     ),
-    scale=lambda vae: Scale(2 ** len(vae.config.temperal_downsample)),
+    scale=lambda vae: VaeScale(2 ** len(vae.config.temperal_downsample)),
 )  # fmt: skip
-FLUX2 = Table(
+FLUX2 = FamilyTable(
     spec=ModelSpec(
         name="FLUX.2", pipelines=("Flux2Pipeline",),
         blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()}, joint="text_first",
-        latent_dim=1, grid=_no_grid, latent_per_token=lambda config: 2, example=_flux2,
-        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", WORDS)), image_tokens="x_embedder",
+        latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 2, example=_make_flux2_inputs,
+        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", NUM_TEXT_TOKENS)), image_tokens="x_embedder",
     ),
-    scale=lambda vae: Scale(2 ** (len(vae.config.block_out_channels) - 1)), channels="latent_channels",
+    scale=lambda vae: VaeScale(2 ** (len(vae.config.block_out_channels) - 1)), channels="latent_channels",
     decodes_frames=False,
 )  # fmt: skip
-TABLES: dict[Any, Table] = {
+TABLES: dict[Any, FamilyTable] = {
     WanTransformer3DModel: WAN, LTXVideoTransformer3DModel: LTX, QwenImageTransformer2DModel: QWEN,
     Flux2Transformer2DModel: FLUX2,
 }  # fmt: skip

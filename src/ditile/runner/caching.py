@@ -21,21 +21,27 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ditile.cache.build import cached_transformer
+from ditile.cache.build import build_transformer_cache
 from ditile.cache.cache_dit import ParallelismConfig
-from ditile.cache.cached import Cached, IdleCacheWarning, Watch, cached
+from ditile.cache.cached import CacheClock, IdleCacheWarning, TransformerCache, find_transformer_cache
 from ditile.cache.clock import CallClock, SchedulerClock
 from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
-from ditile.cache.config import strify as config_text
-from ditile.cache.report import ContextReport, of_ranks, table
+from ditile.cache.config import format_cache_config as config_text
+from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
-from ditile.hooks.attention_processors import attentions
-from ditile.hooks.compile import compiler_of
-from ditile.models.adapter import Adapted, BlockAdapter, block_lists_of, resolve, transformers_of
-from ditile.models.block_lists import row_of_model
-from ditile.models.source import inner
-from ditile.parallel.attention.kernel import chosen
+from ditile.hooks.attention_processors import find_attention_processors
+from ditile.hooks.compile import find_compiler
+from ditile.models.adapter import (
+    BlockAdapter,
+    TransformerBlockLists,
+    find_pipeline_block_lists,
+    find_transformers,
+    resolve_adapter,
+)
+from ditile.models.block_lists import find_model_entry
+from ditile.models.source import unwrap_module
+from ditile.parallel.attention.kernel import choose_kernel
 from ditile.plan.plan import Plan
 from ditile.runner.quantize import quantize_models
 from ditile.runner.runner import Runner, parallelize
@@ -84,24 +90,24 @@ def enable_cache(
         IdleCacheWarning: if the settings leave no block that could be left out.
     """
     ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)  # refuses what is no config
-    pipe = _pipe_of(pipe_or_adapter)
+    pipe = _unwrap_pipeline(pipe_or_adapter)
     runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
     adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None
     others = (parallelism_config, attention_backend, quantize_config)
     if runner is not None and parallelism_config is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     wants_cache = cache_config is not None or all(other is None for other in others)
-    made: list[Cached] = []
-    adapted: list[Adapted] = []
+    made: list[TransformerCache] = []
+    adapted: list[TransformerBlockLists] = []
     if wants_cache or adapter is not None:
-        adapted = resolve(adapter) if adapter is not None else block_lists_of(pipe)
+        adapted = resolve_adapter(adapter) if adapter is not None else find_pipeline_block_lists(pipe)
     if wants_cache:
-        made = [_made(each, cache_config, calibrator_config, params_modifiers) for each in adapted]
+        made = [_build_model_cache(each, cache_config, calibrator_config, params_modifiers) for each in adapted]
     kernel = attention_backend or (parallelism_config.attention_backend if parallelism_config is not None else None)
-    transformers = [inner(transformer) for transformer in transformers_of(pipe)]
+    transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
     if kernel is not None:
-        _check_kernel(kernel, transformers)
-    _warn_of_idle(made)
+        _check_attention_kernel(kernel, transformers)
+    _warn_of_idle_caches(made)
     disable_cache(pipe)
     with ExitStack() as stack:
         for each in adapted:
@@ -109,15 +115,15 @@ def enable_cache(
         if quantize_config is not None:
             quantize_models(transformers, **quantize_config)
         if parallelism_config is not None:
-            _divide(stack, pipe, parallelism_config, kernel)
+            _divide_pipeline(stack, pipe, parallelism_config, kernel)
         elif kernel is not None:
-            _set_kernel(stack, transformers, kernel)
-        _install(stack, pipe, made, adapted, cache_config)
+            _set_attention_kernel(stack, transformers, kernel)
+        _install_caches(stack, pipe, made, adapted, cache_config)
         vars(transformers[0])[_ENABLED] = stack.pop_all()
     return pipe_or_adapter
 
 
-def default_config(blocks: int) -> DBCacheConfig:
+def build_default_config(blocks: int) -> DBCacheConfig:
     """What `enable_cache` takes where nothing was said, for so many blocks."""
     return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
@@ -128,8 +134,8 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
     Raises:
         StateError: if the pipeline was divided, and its weights were changed or freed since.
     """
-    for transformer in transformers_of(_pipe_of(pipe_or_adapter)):
-        stack = vars(inner(transformer)).pop(_ENABLED, None)
+    for transformer in find_transformers(_unwrap_pipeline(pipe_or_adapter)):
+        stack = vars(unwrap_module(transformer)).pop(_ENABLED, None)
         if stack is not None:
             stack.close()
     return pipe_or_adapter
@@ -147,12 +153,12 @@ def refresh_context(transformer: Any, num_inference_steps: int | None = None, **
         StateError: if there is no cache.
         ModelError: if a field is not known, or the number of steps is not.
     """
-    caches = _caches(transformer)
+    caches = _require_caches(transformer)
     config = changes.pop("cache_config", None)
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
     for each in caches:
-        each.refresh(steps, config, changes)
-    _warn_of_idle(caches)
+        each.refresh_settings(steps, config, changes)
+    _warn_of_idle_caches(caches)
 
 
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
@@ -166,17 +172,19 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     Raises:
         StateError: if there is no cache.
     """
-    caches = _caches(pipe_or_adapter)
-    reports = [ContextReport.of(trace, each.kept_bytes) for each in caches for trace in each.traces]
+    caches = _require_caches(pipe_or_adapter)
+    reports = [ContextReport.from_trace(trace, each.kept_bytes) for each in caches for trace in each.traces]
     if isinstance(pipe_or_adapter, Runner):
         mesh = pipe_or_adapter.mesh
-        place = [mesh["data"].index, mesh["cfg"].index, mesh.stage]
-        found = gather_json([place, [report.to_dict() for report in reports]], mesh.everyone)
-        reports = of_ranks([(place, [ContextReport.from_dict(one) for one in own]) for place, own in found])
+        place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
+        rank_reports = gather_json([place, [report.to_dict() for report in reports]], mesh.everyone)
+        reports = merge_rank_reports(
+            [(place, [ContextReport.from_dict(one) for one in own]) for place, own in rank_reports]
+        )
         logging = logging and mesh.rank == 0
     if logging:
         console = Console()
-        (console if console.is_terminal else Console(width=_PIPED)).print(table(reports, details=details))
+        (console if console.is_terminal else Console(width=_PIPED)).print(build_report_table(reports, details=details))
     return reports
 
 
@@ -194,10 +202,10 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
         return config_text(what, calibrator_config)
     if isinstance(what, list):
         return ", ".join(dict.fromkeys(report.settings for report in what))
-    return ", ".join(dict.fromkeys(context.text for each in _caches(what) for context in each.contexts))
+    return ", ".join(dict.fromkeys(context.text for each in _require_caches(what) for context in each.contexts))
 
 
-def _pipe_of(target: Any) -> Any:
+def _unwrap_pipeline(target: Any) -> Any:
     """The pipeline, or the transformer that has none."""
     if isinstance(target, Runner):
         return target.pipe
@@ -210,67 +218,74 @@ def _pipe_of(target: Any) -> Any:
     return target.transformer if target.pipe is None else target.pipe
 
 
-def _caches(target: Any) -> list[Cached]:
-    found = [cached(inner(transformer)) for transformer in transformers_of(_pipe_of(target))]
-    caches = [each for each in found if each is not None]
+def _require_caches(target: Any) -> list[TransformerCache]:
+    caches_or_none = [
+        find_transformer_cache(unwrap_module(transformer))
+        for transformer in find_transformers(_unwrap_pipeline(target))
+    ]
+    caches = [each for each in caches_or_none if each is not None]
     if not caches:
         raise StateError(f"{type(target).__name__}: {_NOTHING}")
     return caches
 
 
-def _made(
-    adapted: Adapted, config: DBCacheConfig | None, calibrator: Calibration | None,
+def _build_model_cache(
+    adapted: TransformerBlockLists, config: DBCacheConfig | None, calibrator: Calibration | None,
     modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
-) -> Cached:  # fmt: skip
+) -> TransformerCache:  # fmt: skip
     given = [modifiers] if isinstance(modifiers, ParamsModifier) else list(modifiers or adapted.params_modifiers)
-    config = config or default_config(sum(len(found.blocks) for found in adapted.lists))
-    row = row_of_model(adapted.transformer)
+    config = config or build_default_config(sum(len(block_list.blocks) for block_list in adapted.lists))
+    row = find_model_entry(adapted.transformer)
     if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
         raise ModelError(
             f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} "
             f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
             f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
         )
-    return cached_transformer(adapted.transformer, adapted.lists, config, calibrator, given, has_rows=row.has_rows)
+    return build_transformer_cache(adapted.transformer, adapted.lists, config, calibrator, given, has_rows=row.has_rows)
 
 
-def _warn_of_idle(caches: Sequence[Cached]) -> None:
+def _warn_of_idle_caches(caches: Sequence[TransformerCache]) -> None:
     for reason in dict.fromkeys(context.idle for each in caches for context in each.contexts if context.idle):
         warnings.warn(reason, IdleCacheWarning, stacklevel=3)
 
 
-def _install(
-    stack: ExitStack, pipe: Any, made: Sequence[Cached], adapted: Sequence[Adapted], config: DBCacheConfig | None
+def _install_caches(
+    stack: ExitStack,
+    pipe: Any,
+    made: Sequence[TransformerCache],
+    adapted: Sequence[TransformerBlockLists],
+    config: DBCacheConfig | None,
 ) -> None:
     """Seats the caches, with one clock for all of a pipeline."""
 
-    def begun(steps: int) -> None:
+    def begin_caches(steps: int) -> None:
         for each in made:
-            each.begin(steps)
+            each.begin_generation(steps)
 
-    def ended() -> None:
+    def end_caches() -> None:
         for each in made:
-            each.end()
+            each.end_generation()
 
     if not made:
         return
-    clock: Watch
+    clock: CacheClock
     if isinstance(pipe, nn.Module):
         said = [
             config.enable_separate_cfg if config is not None else None,
             *(each.has_separate_cfg for each in adapted),
         ]
         steps = config.num_inference_steps if config is not None else None
-        clock = CallClock(begun, ended, steps, separate_cfg=any(said))
+        clock = CallClock(begin_caches, end_caches, steps, separate_cfg=any(said))
     else:
-        clock = SchedulerClock(pipe, begun, ended)
-    clock.install()
+        clock = SchedulerClock(pipe, begin_caches, end_caches)
+    clock.start_watching()
     for each in made:
-        each.install(clock, functools.partial(compiler_of, pipe, each.transformer))
-        stack.callback(each.remove)
+        each.install_hooks(clock, functools.partial(find_compiler, pipe, each.transformer))
+        stack.callback(each.remove_hooks)
 
 
-def _divide(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:
+def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:
     """Makes a call of the pipeline one of a runner, on this instance: its class becomes a subclass of its own."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
     plan = config.to_plan(world)
@@ -280,23 +295,23 @@ def _divide(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str 
     kind = type(pipe)
 
     @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
         return runner(*args, **kwargs)
 
-    pipe.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    pipe.__class__ = type(kind.__name__, (kind,), {"__call__": call_runner, "__module__": kind.__module__})
     stack.callback(runner.restore)
     stack.callback(setattr, pipe, "__class__", kind)
 
 
-def _check_kernel(kernel: str, transformers: Sequence[nn.Module]) -> None:
+def _check_attention_kernel(kernel: str, transformers: Sequence[nn.Module]) -> None:
     for transformer in transformers:
         parameter = next(transformer.parameters())
-        chosen(kernel, parameter.device, parameter.dtype, lse=False)
+        choose_kernel(kernel, parameter.device, parameter.dtype, lse=False)
 
 
-def _set_kernel(stack: ExitStack, transformers: Sequence[nn.Module], kernel: str) -> None:
+def _set_attention_kernel(stack: ExitStack, transformers: Sequence[nn.Module], kernel: str) -> None:
     for transformer in transformers:
-        for _, _, processor in attentions(transformer):
+        for _, _, processor in find_attention_processors(transformer):
             if hasattr(processor, "_attention_backend"):
                 stack.callback(setattr, processor, "_attention_backend", processor._attention_backend)
                 processor._attention_backend = kernel

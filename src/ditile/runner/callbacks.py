@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ditile.distributed import env
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import broadcast_tensors, gather_json
-from ditile.hooks.overrides import override
-from ditile.parallel.pipefusion.loop import Hooks, Loop
-from ditile.runner.watch import Watch
+from ditile.distributed.transport import broadcast_named_tensors, gather_json
+from ditile.hooks.overrides import override_attribute
+from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
+from ditile.runner.watch import CallMeter
 
 
 class _SilentBar:
@@ -36,7 +36,7 @@ class _SilentBar:
         """Micro-steps are not shown."""
 
 
-class StepEnd:
+class StepEndCallbacks:
     """What happens at the ends of the steps of one call.
 
     Args:
@@ -49,7 +49,7 @@ class StepEnd:
 
     loop: Loop
 
-    def __init__(self, pipe: Any, mesh: Mesh, call: dict[str, Any], device: torch.device, watch: Watch) -> None:
+    def __init__(self, pipe: Any, mesh: Mesh, call: dict[str, Any], device: torch.device, watch: CallMeter) -> None:
         self._pipe, self._mesh, self._device, self._watch = pipe, mesh, device, watch
         self._callback = call.get("callback_on_step_end")
         self._legacy, self._every = call.get("callback"), call.get("callback_steps", 1)
@@ -61,57 +61,59 @@ class StepEnd:
         self._legacy_every = max(every for _, every in everyone)
         self._steps, self._bar = 0, None
 
-    def install(self, stack: ExitStack, call: dict[str, Any]) -> Hooks:
+    def install_callbacks(self, stack: ExitStack, call: dict[str, Any]) -> StepCallbacks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
         if self._callback is not None or self._tensors:
-            call["callback_on_step_end"] = self._on_micro_step
+            call["callback_on_step_end"] = self._handle_micro_step_end
             call["callback_on_step_end_tensor_inputs"] = self._names
         if self._legacy is not None:
             call["callback"] = None
         stock = self._pipe.progress_bar
 
         @contextmanager
-        def shown(total: int | None) -> Iterator[_SilentBar]:
+        def open_progress_bar(total: int | None) -> Iterator[_SilentBar]:
             if self._mesh.rank != 0:
                 yield _SilentBar()
                 return
             with stock(total=total) as self._bar:
                 yield _SilentBar()
 
-        def each(iterable: Iterable[Any]) -> Iterator[Any]:
-            with shown(length_hint(iterable)):  # 0 of a generator, whose bar tells steps alone
+        def iterate_with_bar(iterable: Iterable[Any]) -> Iterator[Any]:
+            with open_progress_bar(length_hint(iterable)):  # 0 of a generator, whose bar tells steps alone
                 yield from iterable
 
         def progress_bar(iterable: Any = None, total: int | None = None) -> Any:
-            return shown(total) if iterable is None else each(iterable)
+            return open_progress_bar(total) if iterable is None else iterate_with_bar(iterable)
 
-        override(stack, self._pipe, "progress_bar", progress_bar)
-        return Hooks(self._begun, self._ended, self._wants_latents, self._progress)
+        override_attribute(stack, self._pipe, "progress_bar", progress_bar)
+        return StepCallbacks(self._handle_loop_begin, self._handle_step_end, self._wants_latents, self._report_progress)
 
-    def _begun(self, steps: int) -> None:
+    def _handle_loop_begin(self, steps: int) -> None:
         self._steps = steps
-        self._watch.begun()
+        self._watch.mark_loop_begin()
 
     def _wants_latents(self, step: int) -> bool:
-        return self._tensors or (self._legacy_every > 0 and self._shows(step) and step % self._legacy_every == 0)
+        return self._tensors or (
+            self._legacy_every > 0 and self._is_step_visible(step) and step % self._legacy_every == 0
+        )
 
-    def _ended(self, step: int, timestep: Any, latents: Tensor) -> None:
-        now = self.loop.current()
+    def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
+        now = self.loop.get_generation()
         text = next((layout.text for layout in now.layouts.values()), None)
-        self._watch.step_ended(now.memory.key_bytes, text)
-        if self._bar is not None and self._shows(step):
+        self._watch.record_step_end(now.memory.key_bytes, text)
+        if self._bar is not None and self._is_step_visible(step):
             self._bar.update()
-        if self._legacy is not None and self._shows(step) and step % self._every == 0:
+        if self._legacy is not None and self._is_step_visible(step) and step % self._every == 0:
             self._legacy(step // getattr(self._pipe.scheduler, "order", 1), timestep, latents)
             self.loop.forget_constants()
 
-    def _shows(self, step: int) -> bool:
+    def _is_step_visible(self, step: int) -> bool:
         """Whether the stock pipelines show this iteration: every one, or every second with two-stage schedulers."""
         order = getattr(self._pipe.scheduler, "order", 1)
         return step == self._steps - 1 or (step + 1) % order == 0
 
-    def _on_micro_step(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        step = self.loop.step_just_ended
+    def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        step = self.loop.closing_step
         if step is None:
             return {}
         answer = self._callback(pipe, step, timestep, dict(tensors)) if self._callback else {}
@@ -120,11 +122,11 @@ class StepEnd:
         if not self._tensors:
             return answer
         given = {name: value for name, value in answer.items() if isinstance(value, Tensor)}
-        replicas = self._mesh["data"].size > 1
+        replicas = self._mesh["data"].num_ranks > 1
         group = self._mesh.everyone if replicas else self._mesh.image.group
-        return answer | broadcast_tensors(
+        return answer | broadcast_named_tensors(
             given, 0, group, self._mesh.everyone, self._device, self._mesh.traffic, "callback"
         )
 
-    def _progress(self) -> None:
-        env.advance()
+    def _report_progress(self) -> None:
+        env.report_progress()

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ditile.distributed import env
 from ditile.errors import LoadError
-from ditile.parallel.tensor.cuts import Part
+from ditile.parallel.tensor.cuts import SelectShard
 
 MAPPED = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""
 
 
-Locate = Callable[[str], Path | None]
+LocateFile = Callable[[str], Path | None]
 """The path of a checkpoint's file by its name, fetched if need be; None if there is none."""
 
 
@@ -39,10 +39,10 @@ class Checkpoint:
     """
 
     files: Mapping[str, str]
-    locate: Locate
+    locate: LocateFile
 
     @classmethod
-    def find(cls, locate: Locate, stem: str, variant: str | None = None) -> Checkpoint:
+    def open_checkpoint(cls, locate: LocateFile, stem: str, variant: str | None = None) -> Checkpoint:
         """The checkpoint `STEM[.VARIANT].safetensors`, or the files that `STEM.safetensors.index[.VARIANT].json` names.
 
         Raises:
@@ -52,19 +52,19 @@ class Checkpoint:
         single, index = f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
         path = locate(index)
         if path is not None:
-            return cls(_weight_map(path), locate)
+            return cls(_read_weight_map(path), locate)
         path = locate(single)
         if path is None:
             raise LoadError(f"there is neither {single} nor {index}; save the model with save_pretrained")
-        with _opened(path) as tensors:
+        with _open_safetensors(path) as tensors:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
 
-    def lacks(self, names: Collection[str]) -> list[str]:
+    def list_missing_names(self, names: Collection[str]) -> list[str]:
         """The names that the checkpoint has no tensor for, sorted."""
         return sorted(set(names) - set(self.files))
 
-    def read_into(
-        self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: Part | None = None
+    def read_into_module(
+        self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: SelectShard | None = None
     ) -> int:
         """Reads the parameters and persistent buffers that a module has, and nothing else, onto the CPU.
 
@@ -81,31 +81,37 @@ class Checkpoint:
             LoadError: if a file is missing or corrupt, or a tensor is missing or has another shape.
         """
         wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        if lacking := self.lacks(wanted):
+        if lacking := self.list_missing_names(wanted):
             raise LoadError(f"the checkpoint lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
         read = 0
         for file in sorted({self.files[name] for name in wanted}):
             path = self.locate(file)
             if path is None:
                 raise LoadError(f"{file} is missing, and the index beside it names it; copy the whole model")
-            for names in _batches(path, {name for name in wanted if self.files[name] == file}):
-                with _opened(path) as tensors:
+            for names in _batch_tensor_names(path, {name for name in wanted if self.files[name] == file}):
+                with _open_safetensors(path) as tensors:
                     for name in names:
-                        found = _cut(tensors.get_slice(name), name, wanted[name], part)
-                        read += sum(piece.numel() * piece.element_size() for piece in found.pieces)
-                        _place(module, name, found.copied(_dtype(name, found.pieces[0], dtype, keep_fp32)))
-                        del found  # the last view of the mapping, which ends with it
-                        env.advance()
+                        mapped_pieces = _map_own_pieces(tensors.get_slice(name), name, wanted[name], part)
+                        read += sum(piece.numel() * piece.element_size() for piece in mapped_pieces.pieces)
+                        _store_tensor(
+                            module,
+                            name,
+                            mapped_pieces.copy_to_memory(
+                                _choose_tensor_dtype(name, mapped_pieces.pieces[0], dtype, keep_fp32)
+                            ),
+                        )
+                        del mapped_pieces  # the last view of the mapping, which ends with it
+                        env.report_progress()
         return read
 
 
-class _Found(NamedTuple):
+class _MappedPieces(NamedTuple):
     """Views of a mapped file, and the dim along which they are joined."""
 
     pieces: list[Tensor]
     dim: int
 
-    def copied(self, dtype: torch.dtype) -> Tensor:
+    def copy_to_memory(self, dtype: torch.dtype) -> Tensor:
         """The pieces joined, in memory of their own."""
         shape = list(self.pieces[0].shape)
         if shape:
@@ -119,20 +125,20 @@ class _Found(NamedTuple):
         return made
 
 
-def folder(path: Path) -> Locate:
+def locate_in_folder(path: Path) -> LocateFile:
     """The files of a folder."""
 
-    def locate(name: str) -> Path | None:
+    def locate_file(name: str) -> Path | None:
         return path / name if (path / name).exists() else None
 
-    return locate
+    return locate_file
 
 
-def _batches(path: Path, names: set[str]) -> Iterator[list[str]]:
+def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
     """The names in the order of the file, in runs of about `MAPPED` bytes."""
     batch: list[str] = []
     size = 0
-    with _opened(path) as tensors:
+    with _open_safetensors(path) as tensors:
         order = [name for name in tensors.offset_keys() if name in names]
         if lost := sorted(names - set(order)):
             raise LoadError(
@@ -149,25 +155,27 @@ def _batches(path: Path, names: set[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _cut(stored: Any, name: str, shape: tuple[int, ...], part: Part | None) -> _Found:
-    found = tuple(stored.get_shape())
-    if found != shape:
-        raise LoadError(f"weight {name} has the shape {list(found)}, and the config beside it says {list(shape)}")
+def _map_own_pieces(stored: Any, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedPieces:
+    stored_shape = tuple(stored.get_shape())
+    if stored_shape != shape:
+        raise LoadError(
+            f"weight {name} has the shape {list(stored_shape)}, and the config beside it says {list(shape)}"
+        )
     cut = part(name, shape) if part is not None else None
     if cut is None:
-        return _Found([stored[...]], 0)
+        return _MappedPieces([stored[...]], 0)
     whole = (slice(None),) * cut.dim
-    return _Found([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
+    return _MappedPieces([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
 
 
-def _dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
+def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
     """The rule of diffusers: all floating point numbers in one type, but for modules that are kept in float32."""
     if not tensor.is_floating_point():
         return tensor.dtype
     return torch.float32 if set(keep_fp32) & set(name.split(".")) else dtype
 
 
-def _place(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
@@ -176,14 +184,14 @@ def _place(module: nn.Module, name: str, tensor: Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text("utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{path} is no index of safetensors files ({error!r}); copy it again") from error
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:

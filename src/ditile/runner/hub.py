@@ -17,7 +17,7 @@ PERIOD = 1.0
 
 
 @contextmanager
-def fetching(repository: str) -> Iterator[None]:
+def report_download_progress(repository: str) -> Iterator[None]:
     """Within, whatever is added to a repository's folder in the cache is progress of this rank of `launch`.
 
     A download that hangs adds nothing, so the run stalls.
@@ -25,11 +25,11 @@ def fetching(repository: str) -> Iterator[None]:
     Args:
         repository: its hub id.
     """
-    if env.progress_fd() is None:
+    if env.read_progress_fd() is None:
         yield
         return
     left = threading.Event()
-    thread = threading.Thread(target=_watch, args=(blobs(repository), left), daemon=True)
+    thread = threading.Thread(target=_watch_download, args=(find_blob_folder(repository), left), daemon=True)
     thread.start()
     try:
         yield
@@ -38,7 +38,7 @@ def fetching(repository: str) -> Iterator[None]:
         thread.join()
 
 
-def blobs(repository: str) -> Path:
+def find_blob_folder(repository: str) -> Path:
     """Where the files of a model are kept, the unfinished ones too."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -46,21 +46,21 @@ def blobs(repository: str) -> Path:
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"), "blobs")
 
 
-def _watch(folder: Path, left: threading.Event) -> None:
-    seen = _written(folder)
+def _watch_download(folder: Path, left: threading.Event) -> None:
+    seen = _list_file_stats(folder)
     while not left.wait(PERIOD):
-        before, seen = seen, _written(folder)
+        before, seen = seen, _list_file_stats(folder)
         if seen != before:
-            env.advance()
+            env.report_progress()
 
 
-def _written(folder: Path) -> dict[str, tuple[int, int]]:
+def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and time of each file; one that has gone meanwhile has another name now."""
-    found = {}
+    file_stats = {}
     for path in folder.glob("*"):
         try:
             facts = path.stat()
         except FileNotFoundError:
             continue
-        found[path.name] = (facts.st_size, facts.st_mtime_ns)
-    return found
+        file_stats[path.name] = (facts.st_size, facts.st_mtime_ns)
+    return file_stats

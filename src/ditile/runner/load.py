@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import DitileError, LoadError, ModelError
-from ditile.plan.plan import Plan, checked_plan
-from ditile.runner.hub import fetching
+from ditile.plan.plan import Plan, require_plan
+from ditile.runner.hub import report_download_progress
 
 if TYPE_CHECKING:
     import torch
@@ -26,24 +26,24 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def bundled() -> list[str]:
+def list_bundled_models() -> list[str]:
     """The names of the models that come with this package."""
     return sorted(index.parent.name for index in ASSETS.glob("*/model_index.json"))
 
 
-def defaults(name: str) -> dict[str, Any]:
+def read_generation_options(name: str) -> dict[str, Any]:
     """The call options in the `generation.json` beside a model; none if it has no such file.
 
     Raises:
         ModelError: if `name` is no model.
         LoadError: if the file is no JSON object.
     """
-    source = find(name, weights=False)
+    source = find_model_source(name, weights=False)
     path = source / "generation.json" if isinstance(source, Path) else None
-    return _json(path) if path is not None and path.exists() else {}
+    return _read_json_object(path) if path is not None and path.exists() else {}
 
 
-def find(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
+def find_model_source(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
 
     Args:
@@ -54,15 +54,15 @@ def find(name: str, variant: str | None = None, *, weights: bool = True) -> Path
         ModelError: if `name` is none of the three.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
-    if isinstance(name, str) and name in bundled():
-        return checked(ASSETS / name, variant) if weights else _pipeline(ASSETS / name)
+    if isinstance(name, str) and name in list_bundled_models():
+        return check_pipeline_folder(ASSETS / name, variant) if weights else _require_model_index(ASSETS / name)
     if name and isinstance(name, str | Path):
         if Path(name).is_dir():
-            return checked(Path(name), variant) if weights else _pipeline(Path(name))
+            return check_pipeline_folder(Path(name), variant) if weights else _require_model_index(Path(name))
         if HUB_ID.fullmatch(str(name)) and not Path(name).exists():
             return str(name)
     raise ModelError(
-        f"model {name!r} is not known; bundled are {', '.join(bundled()) or 'none'}; "
+        f"model {name!r} is not known; bundled are {', '.join(list_bundled_models()) or 'none'}; "
         "a folder saved by save_pretrained and a hub id (owner/name) work too"
     )
 
@@ -88,41 +88,45 @@ def load(
     import safetensors
     from diffusers import DiffusionPipeline
 
-    source = find(name, variant)
-    wanted = dtype_of(source, dtype)
-    rank = 0 if plan is None else _rank_of(plan)
+    source = find_model_source(name, variant)
+    wanted = choose_weight_dtype(source, dtype)
+    rank = 0 if plan is None else _find_rank_in_plan(plan)
     try:
-        with fetching(source) if isinstance(source, str) else nullcontext():
-            own = {} if plan is None else _own(source, plan, rank, wanted, variant)
+        with report_download_progress(source) if isinstance(source, str) else nullcontext():
+            own = {} if plan is None else _load_own_components(source, plan, rank, wanted, variant)
             pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
                 source, dtype=wanted, use_safetensors=True, variant=variant, **own
             )
     except safetensors.SafetensorError as error:
-        raise LoadError(f"model {name!r} has a corrupt safetensors file: {_line(error)}") from error
+        raise LoadError(f"model {name!r} has a corrupt safetensors file: {_join_error_lines(error)}") from error
     except OSError as error:
-        raise LoadError(f"model {name!r} cannot be loaded: {_line(error)}") from error
+        raise LoadError(f"model {name!r} cannot be loaded: {_join_error_lines(error)}") from error
     except DitileError:
         raise
     except (ValueError, AttributeError, ImportError) as error:
-        raise ModelError(f"model {name!r} is not one that diffusers can build here: {_line(error)}") from error
+        raise ModelError(
+            f"model {name!r} is not one that diffusers can build here: {_join_error_lines(error)}"
+        ) from error
     if isinstance(source, Path):
-        _check_complete(pipe, source / "transformer", variant)
+        _check_no_missing_weights(pipe, source / "transformer", variant)
     return pipe
 
 
-def _rank_of(plan: Any) -> int:
-    from ditile.distributed.mesh import rank_of_process
+def _find_rank_in_plan(plan: Any) -> int:
+    from ditile.distributed.mesh import find_process_rank
 
-    return rank_of_process(checked_plan(plan))
-
-
-def _own(source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None) -> dict[str, Any]:
-    from ditile.runner.partial import components
-
-    return components(source, plan, rank, dtype, variant)
+    return find_process_rank(require_plan(plan))
 
 
-def checked(folder: Path, variant: str | None = None) -> Path:
+def _load_own_components(
+    source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None
+) -> dict[str, Any]:
+    from ditile.runner.partial import load_partial_components
+
+    return load_partial_components(source, plan, rank, dtype, variant)
+
+
+def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     """The folder, if it is a pipeline whose weights are all there and whole, as far as their headers tell.
 
     Args:
@@ -131,25 +135,25 @@ def checked(folder: Path, variant: str | None = None) -> Path:
     Raises:
         LoadError: if it is not.
     """
-    for part, entry in _json(_pipeline(folder) / "model_index.json").items():
+    for part, entry in _read_json_object(_require_model_index(folder) / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
-            _check_part(folder / part, variant)
+            _check_component(folder / part, variant)
     return folder
 
 
-def _pipeline(folder: Path) -> Path:
+def _require_model_index(folder: Path) -> Path:
     if not (folder / "model_index.json").exists():
         raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
     return folder
 
 
-def _check_part(part: Path, variant: str | None) -> None:
+def _check_component(part: Path, variant: str | None) -> None:
     """A component that is a model has a config.json, and weights beside it."""
     if not part.is_dir():
         raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
     if not (part / "config.json").exists():
         return
-    files = _weight_files(part, variant)
+    files = _list_weight_files(part, variant)
     if not files and (pickles := sorted([*part.glob("*.bin"), *part.glob("*.pt"), *part.glob("*.ckpt")])):
         raise LoadError(
             f"{part} has only {pickles[0].name}, a pickle, which can run code when it is read; "
@@ -158,19 +162,21 @@ def _check_part(part: Path, variant: str | None) -> None:
     if not files:
         raise LoadError(f"{part} has no weights; a *.safetensors file belongs there")
     for file in files:
-        _check_weights(file)
+        _check_weight_file(file)
 
 
-def _weight_files(part: Path, variant: str | None) -> list[Path]:
+def _list_weight_files(part: Path, variant: str | None) -> list[Path]:
     """The files that are there or that an index names: of the variant, where there is one of it, else all."""
     indices = list(part.glob(f"*.safetensors.index.{variant}.json")) if variant is not None else []
     files = set() if indices or variant is None else set(part.glob(f"*.{variant}.safetensors"))
     if not indices and not files:
         indices, files = list(part.glob("*.safetensors.index.json")), set(part.glob("*.safetensors"))
-    return sorted(files | {part / file for index in indices for file in _json(index).get("weight_map", {}).values()})
+    return sorted(
+        files | {part / file for index in indices for file in _read_json_object(index).get("weight_map", {}).values()}
+    )
 
 
-def _check_weights(file: Path) -> None:
+def _check_weight_file(file: Path) -> None:
     import safetensors
 
     if not file.exists():
@@ -179,24 +185,24 @@ def _check_weights(file: Path) -> None:
         with safetensors.safe_open(file, framework="np"):
             return
     except (safetensors.SafetensorError, OSError) as error:
-        raise LoadError(f"{file} is no whole safetensors file ({_line(error)}); copy it again") from error
+        raise LoadError(f"{file} is no whole safetensors file ({_join_error_lines(error)}); copy it again") from error
 
 
-def _check_complete(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
+def _check_no_missing_weights(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
     """Of weights that a file lacks, diffusers makes random ones, and draws with them. Quantizers choose other names."""
     import safetensors
 
     transformer, there = getattr(pipe, "transformer", None), set()
-    if transformer is None or _json(part / "config.json").get("quantization_config"):
+    if transformer is None or _read_json_object(part / "config.json").get("quantization_config"):
         return
-    for file in _weight_files(part, variant):
+    for file in _list_weight_files(part, variant):
         with safetensors.safe_open(file, framework="np") as tensors:
             there |= set(tensors.keys())
     if lacking := sorted({name for name, _ in transformer.named_parameters()} - there):
         raise LoadError(f"{part} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
 
 
-def dtype_of(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
+def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
     """The type of a model's weights: as it is wanted, else bfloat16 on GPUs; the bundled ones stay in float32.
 
     Raises:
@@ -211,20 +217,20 @@ def dtype_of(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtyp
         return torch.bfloat16 if torch.cuda.is_available() and not ours else torch.float32
     if wanted not in DTYPES:
         raise ModelError(f"dtype={wanted!r} is not known; try {', '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, wanted)
-    return found
+    weight_dtype: torch.dtype = getattr(torch, wanted)
+    return weight_dtype
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise LoadError(f"{path} is no readable JSON: {_line(error)}") from error
+        raise LoadError(f"{path} is no readable JSON: {_join_error_lines(error)}") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path} is no JSON object")
     return content
 
 
-def _line(error: Exception) -> str:
+def _join_error_lines(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__

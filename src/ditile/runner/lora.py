@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import LOADED
-from ditile.hooks.opaque import uncompiled
-from ditile.hooks.overrides import override
-from ditile.hooks.placeholders import is_hollow
-from ditile.parallel.text.encoder_place import FREED, place_in
+from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
+from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.overrides import override_attribute
+from ditile.hooks.placeholders import is_placeholder
+from ditile.parallel.text.encoder_place import FREED, read_placement
 
 LOG = logging.getLogger(__name__)
 
@@ -37,21 +37,21 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     for part in parts.values():
-        _check_uncut(uncompiled(part))
-    sieve = _Sieve(pipe, parts)
+        _check_whole_weights(unwrap_compiled(part))
+    key_filter = _LoraKeyFilter(pipe, parts)
     with ExitStack() as stack:
-        override(stack, pipe, "lora_state_dict", sieve.state_dict)
+        override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)
         with suppress(_NothingHereError):
             pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
-    for name in sieve.emptied():
-        if place_in(parts[name]) == FREED:
+    for name in key_filter.list_components_elsewhere():
+        if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
-        _register(parts[name], adapter_name)
+        _register_empty_adapter(parts[name], adapter_name)
 
 
-def _check_uncut(part: nn.Module) -> None:
+def _check_whole_weights(part: nn.Module) -> None:
     """A LoRA's factors are whole: peft would not fit them to a share of a weight, or fill that up with zeros."""
-    loaded = vars(part).get(LOADED)
+    loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and loaded.shard[1] > 1:
         raise ModelError(
             f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
@@ -63,7 +63,7 @@ class _NothingHereError(Exception):
     """All that a LoRA changes belongs to other ranks; pipelines take an empty state dict for a broken file."""
 
 
-class _Sieve:
+class _LoraKeyFilter:
     """Takes the keys of hollow modules out of a LoRA."""
 
     def __init__(self, pipe: Any, parts: dict[str, nn.Module]) -> None:
@@ -71,28 +71,28 @@ class _Sieve:
         self._kept: set[str] = set()
         self._dropped: set[str] = set()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def filter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline's `lora_state_dict` returns, without those keys."""
-        found = self._read(*args, **kwargs)
-        state, *others = found if isinstance(found, tuple) else (found,)
-        sifted = {key: value for key, value in state.items() if self._is_here(key)}
+        loaded_state = self._read(*args, **kwargs)
+        state, *others = loaded_state if isinstance(loaded_state, tuple) else (loaded_state,)
+        sifted = {key: value for key, value in state.items() if self._is_key_local(key)}
         for name in self._parts:
             self._kept |= {name} if any(key.startswith(f"{name}.") for key in sifted) else set()
             self._dropped |= {name} if any(key.startswith(f"{name}.") for key in state.keys() - sifted) else set()
         if state and not sifted:
             raise _NothingHereError
-        if not isinstance(found, tuple):
+        if not isinstance(loaded_state, tuple):
             return sifted
-        return sifted, *(self._of_here(part) if isinstance(part, dict) else part for part in others)
+        return sifted, *(self._select_local_keys(part) if isinstance(part, dict) else part for part in others)
 
-    def emptied(self) -> set[str]:
+    def list_components_elsewhere(self) -> set[str]:
         """The components of which a LoRA changes modules, but none that are here."""
         return self._dropped - self._kept
 
-    def _of_here(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if self._is_here(key)}
+    def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if self._is_key_local(key)}
 
-    def _is_here(self, key: str) -> bool:
+    def _is_key_local(self, key: str) -> bool:
         """Whether the path to a weight does not end early, in a module that is hollow.
 
         Most LoRAs name CLIP's layers below `text_model`, which some versions of transformers do not have: diffusers
@@ -104,10 +104,10 @@ class _Sieve:
             del path[0]
         while module is not None and path and path[0] in module._modules:
             module = module._modules[path.pop(0)]
-        return module is None or not path or not is_hollow(module)
+        return module is None or not path or not is_placeholder(module)
 
 
-def _register(part: Any, adapter_name: str | None) -> None:
+def _register_empty_adapter(part: Any, adapter_name: str | None) -> None:
     """Makes an adapter known to a component that has no layer of it."""
     from diffusers.utils.peft_utils import get_adapter_name
     from peft import LoraConfig, inject_adapter_in_model

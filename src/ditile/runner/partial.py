@@ -23,23 +23,23 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ditile.errors import LoadError
-from ditile.hooks.block_hooks import Loaded, Seats
-from ditile.hooks.placeholders import weightless
+from ditile.hooks.block_hooks import LoadedBlocks, TransformerHooks
+from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models import registry
-from ditile.parallel.tensor.cuts import Cuts
-from ditile.parallel.tensor.tensor import table_of
-from ditile.parallel.text.encoder_place import WHOLE, Place, guard
-from ditile.parallel.text.parts import read
-from ditile.plan.plan import IMAGE, Plan, coordinates, lines
-from ditile.plan.stages import held
-from ditile.runner.checkpoint import Checkpoint, Locate, folder
-from ditile.runner.compose import stages_of
+from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.text.encoder_place import WHOLE, EncoderPlacement, install_call_guard
+from ditile.parallel.text.parts import read_partial_encoder
+from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
+from ditile.plan.stages import select_local_blocks
+from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
+from ditile.runner.compose import divide_into_stages
 
 STEM = "diffusion_pytorch_model"
 log = logging.getLogger(__name__)
 
 
-def components(
+def load_partial_components(
     source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None = None
 ) -> dict[str, Any]:
     """The components of a pipeline that a rank reads in part; diffusers reads the others whole.
@@ -53,34 +53,34 @@ def components(
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    index = _index(source)
-    image = next(ranks for ranks in lines(plan, IMAGE) if rank in ranks)
-    place = Place.of(plan.text, image.index(rank), len(image))
-    found: dict[str, Any] = {}
+    index = _read_model_index(source)
+    image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
+    place = EncoderPlacement.choose_placement(plan.text, image.index(rank), len(image))
+    partial_components: dict[str, Any] = {}
     for name, entry in index.items():
         library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
         in_part = plan.pipefusion * plan.tensor > 1 if name == "transformer" else place != WHOLE
         if not in_part or not kind or not (name == "transformer" or name.startswith("text_encoder")):
             continue
-        cls, locate = _class(library, kind), _files(source, name)
-        config = _config(locate, name)
-        reason = _whole(cls, kind, config)
+        cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
+        config = _find_config_file(locate, name)
+        reason = _find_partial_load_refusal(cls, kind, config)
         if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
         elif name == "transformer":
-            found[name] = transformer(cls, locate, config, plan, rank, dtype, variant=variant)
+            partial_components[name] = load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
         else:
             where = str(source / name) if isinstance(source, Path) else source
             options = {} if isinstance(source, Path) else {"subfolder": name}
-            if variant is not None and _has(locate, variant):
+            if variant is not None and _has_variant_files(locate, variant):
                 options["variant"] = variant
-            found[name] = read(cls, where, place, dtype, **options)
-            guard(found[name], name)
-    return found
+            partial_components[name] = read_partial_encoder(cls, where, place, dtype, **options)
+            install_call_guard(partial_components[name], name)
+    return partial_components
 
 
-def transformer(
-    cls: type[Any], locate: Locate, config: Path, plan: Plan, rank: int, dtype: torch.dtype, *,
+def load_partial_transformer(
+    cls: type[Any], locate: LocateFile, config: Path, plan: Plan, rank: int, dtype: torch.dtype, *,
     variant: str | None = None,
 ) -> nn.Module:  # fmt: skip
     """A transformer with the weights of a rank's blocks, and of what every rank holds, on the CPU.
@@ -95,51 +95,61 @@ def transformer(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, those of other ranks too.
     """
-    made = _empty(cls, config.parent, dtype)
-    seats = Seats(made, registry.spec_of(made))
-    owned = held(stages_of(seats, plan), coordinates(plan, rank)["pipefusion"], plan.crew)
-    checkpoint = Checkpoint.find(locate, STEM, variant if variant is not None and _has(locate, variant) else None)
-    if lacking := checkpoint.lacks(made.state_dict()):
+    made = _build_empty_model(cls, config.parent, dtype)
+    block_hooks = TransformerHooks(made, registry.require_model_spec(made))
+    owned = select_local_blocks(
+        divide_into_stages(block_hooks, plan), compute_coordinates(plan, rank)["pipefusion"], plan.crew
+    )
+    checkpoint = Checkpoint.open_checkpoint(
+        locate, STEM, variant if variant is not None and _has_variant_files(locate, variant) else None
+    )
+    if lacking := checkpoint.list_missing_names(made.state_dict()):
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
-    weights, part, shard = seats.weights(), None, (coordinates(plan, rank)["tensor"], plan.tensor)
+    weights, part, shard = (
+        block_hooks.describe_weights(),
+        None,
+        (compute_coordinates(plan, rank)["tensor"], plan.tensor),
+    )
     if plan.tensor > 1:
-        part = Cuts.of(made, table_of(made, seats.spec), *shard).part
-    seats.hollow(owned, keep=False)
-    bytes_read = checkpoint.read_into(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
-    seats.loaded = Loaded(owned, weights, bytes_read, shard)
+        part = TensorCuts.match_tensor_table(made, find_tensor_table(made, block_hooks.spec), *shard).select_shard
+    block_hooks.empty_other_blocks(owned, keep=False)
+    bytes_read = checkpoint.read_into_module(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
+    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, shard)
     made.register_to_config(_name_or_path=str(config.parent))
     made.eval()
-    return seats.transformer
+    return block_hooks.transformer
 
 
-def _empty(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
+def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
     """The model with its parameters on the meta device, and nothing there that no checkpoint will fill.
 
     What a model computes for itself (a table of sines that is not saved) has its value, as in diffusers. Where all that
     it computes is saved, it need not: SD3's table takes more memory while it is made than a stage does.
     """
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
-    with _default(dtype), weightless():
+    with _use_default_dtype(dtype), init_on_meta_device():
         made = cls.from_config(dict(values), **unused)
-    if not any(_computed(module) for module in made.modules()):
+    if not any(_has_unsaved_tensors(module) for module in made.modules()):
         return made
-    with _default(dtype), no_init_weights(), accelerate.init_empty_weights():
+    with _use_default_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():
         return cls.from_config(dict(values), **unused)
 
 
-def _computed(module: nn.Module) -> bool:
+def _has_unsaved_tensors(module: nn.Module) -> bool:
     """Whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
     saved = (module._parameters, module._buffers, module._modules)
-    held = [value for value in vars(module).values() if not any(value is part for part in saved)]
+    attributes = [value for value in vars(module).values() if not any(value is part for part in saved)]
     lists = [
-        value.values() if isinstance(value, dict) else value for value in held if isinstance(value, list | tuple | dict)
+        value.values() if isinstance(value, dict) else value
+        for value in attributes
+        if isinstance(value, list | tuple | dict)
     ]
-    tensors = any(isinstance(part, Tensor) for part in [*held, *itertools.chain.from_iterable(lists)])
+    tensors = any(isinstance(part, Tensor) for part in [*attributes, *itertools.chain.from_iterable(lists)])
     return tensors or bool(module._non_persistent_buffers_set)
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """The dtype that modules are made in."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -149,44 +159,44 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _files(source: Path | str, name: str) -> Locate:
+def _locate_component_files(source: Path | str, name: str) -> LocateFile:
     """The files of a component, in a folder or on the hub."""
     if isinstance(source, Path):
-        return folder(source / name)
+        return locate_in_folder(source / name)
 
-    def locate(file: str) -> Path | None:
+    def locate_hub_file(file: str) -> Path | None:
         try:
             return Path(hf_hub_download(source, file, subfolder=name))
         except EntryNotFoundError:  # also where it is not in the cache and the hub cannot be asked
             return None
 
-    return locate
+    return locate_hub_file
 
 
-def _index(source: Path | str) -> dict[str, Any]:
+def _read_model_index(source: Path | str) -> dict[str, Any]:
     """The components of a pipeline: name -> (library, class)."""
-    path = _files(source, "")("model_index.json")
+    path = _locate_component_files(source, "")("model_index.json")
     if path is None:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return found
+    model_index: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return model_index
 
 
-def _config(locate: Locate, name: str) -> Path:
+def _find_config_file(locate: LocateFile, name: str) -> Path:
     path = locate("config.json")
     if path is None:
         raise LoadError(f"{name} has no config.json; copy the whole model")
     return path
 
 
-def _has(locate: Locate, variant: str) -> bool:
+def _has_variant_files(locate: LocateFile, variant: str) -> bool:
     """Whether a component comes in a variant; where it does not, diffusers takes the plain one."""
     stems = (STEM, "model")
     names = [f"{s}{end}" for s in stems for end in (f".{variant}.safetensors", f".safetensors.index.{variant}.json")]
     return any(locate(name) is not None for name in names)
 
 
-def _whole(cls: type[Any] | None, kind: str, config: Path) -> str | None:
+def _find_partial_load_refusal(cls: type[Any] | None, kind: str, config: Path) -> str | None:
     """Why a component cannot be read in part, or None."""
     if cls is None:
         return f"its class {kind} is in neither diffusers nor transformers"
@@ -195,5 +205,5 @@ def _whole(cls: type[Any] | None, kind: str, config: Path) -> str | None:
     return None
 
 
-def _class(library: str | None, kind: str) -> type[Any] | None:
+def _find_component_class(library: str | None, kind: str) -> type[Any] | None:
     return getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), kind, None)

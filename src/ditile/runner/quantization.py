@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.models.adapter import transformers_of
+from ditile.models.adapter import find_transformers
 from ditile.runner.quantize import EXCLUDED, quantize_models
 
 T = TypeVar("T")
@@ -40,20 +40,20 @@ def quantize(
         ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or
             there is no layer for it. Nothing was changed then.
     """
-    quantize_models(_models(target), quant_type, exclude_layers, per_row, group_size=group_size)
+    quantize_models(_find_target_models(target), quant_type, exclude_layers, per_row, group_size=group_size)
     return target
 
 
-def _models(target: Any) -> list[nn.Module]:
+def _find_target_models(target: Any) -> list[nn.Module]:
     if isinstance(target, nn.Module):
         return [target]
     pipe = getattr(target, "pipe", target)
-    found: list[nn.Module] = []
+    models: list[nn.Module] = []
     if hasattr(pipe, "__dict__"):  # it has parts
         with contextlib.suppress(ModelError):  # it may have a U-Net alone
-            found = transformers_of(pipe)
+            models = find_transformers(pipe)
     unet = getattr(pipe, "unet", None)
-    found += [unet] if isinstance(unet, nn.Module) else []
-    if not found:
+    models += [unet] if isinstance(unet, nn.Module) else []
+    if not models:
         raise ModelError(f"{type(target).__name__} has no transformer and no unet; give quantize the module itself")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(models))

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.hooks.opaque import uncompiled
-from ditile.hooks.quantized import is_plain, num_bytes
+from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.quantized import count_parameter_bytes, is_plain_parameter
 from ditile.parallel.tensor.tensor import is_sharded
 
 LOG = logging.getLogger("ditile")
@@ -39,18 +39,18 @@ ALIASES = {
 }
 """Other names of the types: bits of weights and activations, weight only or dynamic."""
 
-KEPT = "they are of the model's _keep_in_fp32_modules"
+WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
 """Why layers are left alone that diffusers loads in float32, whichever dtype is asked for."""
 
 _RECORDS = "_quantized_by_ditile"
 _CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
 """What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
-Make = Callable[[nn.Linear], nn.Module]
+QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scales:
+class QuantizationScales:
     """How many numbers share a scale.
 
     Attributes:
@@ -63,7 +63,7 @@ class Scales:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class QuantizationRecord:
     """What became of a model.
 
     Attributes:
@@ -98,54 +98,58 @@ def quantize_models(
         ModelError: as there. Nothing was changed then, in none of the models.
     """
     name = ALIASES.get(quant_type, quant_type)
-    scales = Scales(per_row=per_row, group=group_size)
+    scales = QuantizationScales(per_row=per_row, group=group_size)
     each = [models] if isinstance(models, nn.Module) else models
-    work = [_Work.of(uncompiled(model), name, exclude_layers, scales) for model in each]
+    work = [_QuantizationWork.plan_quantization(unwrap_compiled(model), name, exclude_layers, scales) for model in each]
     for one in work:  # all were found able before any is changed
-        one.do()
+        one.quantize_layers()
 
 
-def records(model: nn.Module) -> list[Record]:
+def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
     """What `quantize` did to a model, call by call."""
-    return list(vars(uncompiled(model)).get(_RECORDS, ()))
+    return list(vars(unwrap_compiled(model)).get(_RECORDS, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
+class _QuantizationWork:
     """What is to be done to a model, all of it tried."""
 
     model: nn.Module
     name: str
-    make: Make
+    make: QuantizeLinear
     layers: tuple[str, ...]
     left: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module, name: str, exclude: Sequence[str], scales: Scales) -> _Work:
+    def plan_quantization(
+        cls, model: nn.Module, name: str, exclude: Sequence[str], scales: QuantizationScales
+    ) -> _QuantizationWork:
         """Says no to what cannot be done, before anything is."""
         known = (*_TORCHAO, "int4_w4a4", "bitsandbytes_4bit")
         if name not in known:
             raise ModelError(f"quant_type={name!r} is not known; try {', '.join(known)}")
         if isinstance(exclude, str):
             raise ModelError(f"exclude_layers={exclude!r} is one word; give a list of them")
-        found, kept = _layers(model, exclude)
-        kinds = {(layer.weight.device, layer.weight.dtype) for layer in found.values()}
-        options: list[Make] = []
+        candidates, kept = _select_layers(model, exclude)
+        kinds = {(layer.weight.device, layer.weight.dtype) for layer in candidates.values()}
+        options: list[QuantizeLinear] = []
         for device, dtype in sorted(kinds, key=str):
-            _check(model, name, device, dtype, scales)
-            options += [make for make in _makes(name, device, scales) if make not in options]
-        trials = [_trial(make, found) for make in options]
-        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(found) - len(tried[1]))
-        if len(left) == len(found):
+            _check_quant_type(model, name, device, dtype, scales)
+            options += [make for make in _list_quantizers(name, device, scales) if make not in options]
+        trials = [_try_each_shape(make, candidates) for make in options]
+        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(candidates) - len(tried[1]))
+        if len(left) == len(candidates):
             reasons = "; ".join(dict.fromkeys(why for trial in trials for why in trial.values()))
             where = ", ".join(f"{device} in {str(dtype).removeprefix('torch.')}" for device, dtype in kinds)
-            raise ModelError(f"quant_type={name} cannot run on {where} ({reasons}); {_instead(name, device)}")
-        layers = tuple(path for path in found if path not in left)
-        return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, KEPT))
+            raise ModelError(
+                f"quant_type={name} cannot run on {where} ({reasons}); {_suggest_quant_type(name, device)}"
+            )
+        layers = tuple(path for path in candidates if path not in left)
+        return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, WHY_FLOAT32))
 
-    def do(self) -> None:
+    def quantize_layers(self) -> None:
         """Does it, a layer at a time."""
-        before = num_bytes(self.model)
+        before = count_parameter_bytes(self.model)
         for path in self.layers:
             layer = self.model.get_submodule(path)
             assert isinstance(layer, nn.Linear)
@@ -154,37 +158,39 @@ class _Work:
             if made is not layer:
                 parent, _, leaf = path.rpartition(".")
                 setattr(self.model.get_submodule(parent), leaf, made)
-        record = Record(
+        record = QuantizationRecord(
             quant_type=self.name, layers=self.layers, left=self.left, bytes_before=before,
-            bytes_after=num_bytes(self.model),
+            bytes_after=count_parameter_bytes(self.model),
         )  # fmt: skip
         vars(self.model).setdefault(_RECORDS, []).append(record)
         LOG.info("%s: %s", type(self.model).__name__, record)
         for why in dict.fromkeys(self.left.values()):
             paths = [path for path, reason in self.left.items() if reason == why]
-            level = logging.INFO if why == KEPT else logging.WARNING
+            level = logging.INFO if why == WHY_FLOAT32 else logging.WARNING
             LOG.log(level, "not quantized, as %s: %s", why, ", ".join(paths))
 
 
-def _layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
+def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
     """The Linears to be quantized, by path; and the paths of those that are kept in float32. LoRAs are neither."""
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
-    plain = {path: layer for path, layer in own.items() if is_plain(layer.weight)}
+    plain = {path: layer for path, layer in own.items() if is_plain_parameter(layer.weight)}
     wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     kept = [path for path in wanted if names & set(path.split("."))]  # as diffusers tells them
-    found = {path: layer for path, layer in wanted.items() if path not in kept}
-    if not found:
+    quantizable = {path: layer for path, layer in wanted.items() if path not in kept}
+    if not quantizable:
         raise ModelError(
             f"{type(model).__name__} has no layer to quantize: of {len(own)} Linears {len(own) - len(plain)} are "
             f"quantized already, exclude_layers={list(exclude)} takes {len(plain) - len(wanted)}, and {len(kept)} are "
             "of its _keep_in_fp32_modules"
         )
-    return found, kept
+    return quantizable, kept
 
 
-def _check(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: Scales) -> None:
+def _check_quant_type(
+    model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: QuantizationScales
+) -> None:
     """Says no to what need not be tried."""
     package = "bitsandbytes" if name == "bitsandbytes_4bit" else "torchao"
     if name == "int4_w4a4":
@@ -206,22 +212,24 @@ def _check(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype
         )
 
 
-def _trial(make: Make, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
+def _try_each_shape(make: QuantizeLinear, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
     """The layers that cannot be quantized -> why. One layer of each shape is tried."""
     known: dict[Any, str | None] = {}
     for layer in layers.values():
         kind = (layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype)
         if kind not in known:
-            known[kind] = _reason(make, *kind)
-    found = {}
+            known[kind] = _find_layer_refusal(make, *kind)
+    reasons = {}
     for path, layer in layers.items():
         why = known[layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype]
         if why is not None:
-            found[path] = why
-    return found
+            reasons[path] = why
+    return reasons
 
 
-def _reason(make: Make, width: int, out: int, device: torch.device, dtype: torch.dtype) -> str | None:
+def _find_layer_refusal(
+    make: QuantizeLinear, width: int, out: int, device: torch.device, dtype: torch.dtype
+) -> str | None:
     """Why a Linear of a shape cannot be quantized and called, or None."""
     try:
         with torch.no_grad():
@@ -229,7 +237,7 @@ def _reason(make: Make, width: int, out: int, device: torch.device, dtype: torch
             for parameter in layer.parameters():
                 parameter.fill_(1.0)
             made = make(layer)
-            if is_plain(made.weight):  # type: ignore[arg-type]
+            if is_plain_parameter(made.weight):  # type: ignore[arg-type]
                 return f"no kernel takes {out} x {width}"
             for rows in (1, 32):
                 made(torch.ones(rows, width, device=device, dtype=dtype))
@@ -238,21 +246,21 @@ def _reason(make: Make, width: int, out: int, device: torch.device, dtype: torch
     return None
 
 
-def _makes(name: str, device: torch.device, scales: Scales) -> list[Make]:
+def _list_quantizers(name: str, device: torch.device, scales: QuantizationScales) -> list[QuantizeLinear]:
     """Ways to quantize a layer, the best first."""
     if name == "bitsandbytes_4bit":
-        return [_nf4]
-    return [functools.partial(_by_torchao, config) for config in _TORCHAO[name](device, scales)]
+        return [_quantize_to_nf4]
+    return [functools.partial(_quantize_by_torchao, config) for config in _TORCHAO[name](device, scales)]
 
 
-def _by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
+def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
 
     quantize_(layer, config(), filter_fn=lambda module, path: module is layer)
     return layer
 
 
-def _nf4(layer: nn.Linear) -> nn.Module:
+def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     """bitsandbytes' Linear quantizes as it is moved to the device where it already is."""
     import bitsandbytes  # type: ignore[import-not-found]
 
@@ -266,35 +274,35 @@ def _nf4(layer: nn.Linear) -> nn.Module:
     return moved
 
 
-Config = Callable[[], Any]
+ConfigFactory = Callable[[], Any]
 """Makes a config of torchao, or raises what `_CANNOT` has. None of them sets what the whole process compiles with."""
 
 
-def _float8_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_float8_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     from torchao.quantization import Float8WeightOnlyConfig
 
-    return [lambda: Float8WeightOnlyConfig(granularity=_granularity(scales), set_inductor_config=False)]
+    return [lambda: Float8WeightOnlyConfig(granularity=_choose_granularity(scales), set_inductor_config=False)]
 
 
-def _float8(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_float8(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8
 
-    return [lambda: Float8(granularity=_granularity(scales), set_inductor_config=False)]
+    return [lambda: Float8(granularity=_choose_granularity(scales), set_inductor_config=False)]
 
 
-def _int8_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_int8_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     from torchao.quantization import Int8WeightOnlyConfig
 
-    return [lambda: Int8WeightOnlyConfig(granularity=_granularity(scales), set_inductor_config=False)]
+    return [lambda: Int8WeightOnlyConfig(granularity=_choose_granularity(scales), set_inductor_config=False)]
 
 
-def _int8(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_int8(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig as Int8
 
-    return [lambda: Int8(granularity=_granularity(scales), set_inductor_config=False)]
+    return [lambda: Int8(granularity=_choose_granularity(scales), set_inductor_config=False)]
 
 
-def _int4_weight_only(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_int4_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     """On GPUs torch's own kernel, which wants bfloat16, or mslk's; on CPUs torch's, for outputs that 16 divides."""
     if device.type == "cpu":
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig  # type: ignore[import-untyped]
@@ -309,7 +317,7 @@ def _int4_weight_only(device: torch.device, scales: Scales) -> list[Config]:
     ]
 
 
-def _int4(device: torch.device, scales: Scales) -> list[Config]:
+def _configure_int4(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     """Activations are int8 on CPUs; float8 on GPUs, where torchao packs no int4 weights for int8 activations."""
     if device.type == "cpu":
         from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as Int4
@@ -320,22 +328,22 @@ def _int4(device: torch.device, scales: Scales) -> list[Config]:
     return [Float8DynamicActivationInt4WeightConfig]
 
 
-def _granularity(scales: Scales) -> Any:
+def _choose_granularity(scales: QuantizationScales) -> Any:
     from torchao.quantization import PerRow, PerTensor
 
     return PerRow() if scales.per_row else PerTensor()
 
 
-_TORCHAO: dict[str, Callable[[torch.device, Scales], list[Config]]] = {
-    "float8_weight_only": _float8_weight_only,
-    "int8_weight_only": _int8_weight_only,
-    "int4_weight_only": _int4_weight_only,
-    "float8": _float8,
-    "int8": _int8,
-    "int4": _int4,
+_TORCHAO: dict[str, Callable[[torch.device, QuantizationScales], list[ConfigFactory]]] = {
+    "float8_weight_only": _configure_float8_weight_only,
+    "int8_weight_only": _configure_int8_weight_only,
+    "int4_weight_only": _configure_int4_weight_only,
+    "float8": _configure_float8,
+    "int8": _configure_int8,
+    "int4": _configure_int4,
 }
 
 
-def _instead(name: str, device: torch.device) -> str:
+def _suggest_quant_type(name: str, device: torch.device) -> str:
     here = "" if device.type != "cpu" else ", or move the model to a GPU first, if it is meant to run there"
     return f"try {'int4_weight_only or int8' if '4' in name else 'int8'}_weight_only{here}"

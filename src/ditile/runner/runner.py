@@ -17,24 +17,24 @@ from typing import Any, Literal
 
 import torch
 
-from ditile.cache.agreement import Groups
+from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import env, rng
-from ditile.distributed.mesh import Communicators, build, local_rank, pick_device
-from ditile.distributed.trace import Event, write_chrome
+from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, pick_device
+from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.opaque import uncompiled
-from ditile.hooks.quantized import quantized
-from ditile.plan.cost import Job
-from ditile.plan.plan import Facts, Plan, checked_plan
+from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.quantized import list_quantized_parameters
+from ditile.plan.cost import PlannedCall
+from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
-from ditile.plan.shape import Shape, filled_call
-from ditile.runner.callbacks import StepEnd
-from ditile.runner.compose import MODELS, Composition, check_pipeline, compose, move
+from ditile.plan.shape import Shape, fill_call_defaults
+from ditile.runner.callbacks import StepEndCallbacks
+from ditile.runner.compose import DENOISER_NAMES, Composition, check_pipeline, compose_strategies, move_pipeline
 from ditile.runner.report import Report
-from ditile.runner.table import describe, describe_whole
-from ditile.runner.watch import Watch
+from ditile.runner.table import describe_plan, describe_whole_model
+from ditile.runner.watch import CallMeter
 
 LOG = logging.getLogger("ditile")
 
@@ -57,13 +57,13 @@ class Runner:
         self.trace = False
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._loras, self._quantized = self._lora_state(), quantized(composition.model)
+        self._loras, self._quantized = self._snapshot_loras(), list_quantized_parameters(composition.model)
         self._restored = self._running = False
-        held = sum(p.numel() for p in composition.model.parameters())
-        everyone = gather_json([str(composition.device), held], self.mesh.everyone)
-        self.devices, self._held = [device for device, _ in everyone], [count for _, count in everyone]
+        num_parameters = sum(p.numel() for p in composition.model.parameters())
+        everyone = gather_json([str(composition.device), num_parameters], self.mesh.everyone)
+        self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: str | None = None
-        self._decisions: Groups | None = None
+        self._decisions: AgreementGroups | None = None
         self._last: Shape | None = None  # the call itself may hold images and embeddings
         self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
         self._signature = inspect.signature(self.pipe.__call__)
@@ -91,18 +91,18 @@ class Runner:
                 "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
                 "ranks again. To stop a picture, set pipe._interrupt = True"
             )
-        models = (getattr(self.pipe, name, None) for name in MODELS)
-        if not any(part is not None and uncompiled(part) is self._parts.model for part in models):
+        models = (getattr(self.pipe, name, None) for name in DENOISER_NAMES)
+        if not any(part is not None and unwrap_compiled(part) is self._parts.model for part in models):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
         if output not in ("all", "first"):
             raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._rest, {})
-        self._assert_alike(call, self._refuse(call))
-        self._check_call(call)
+        self._assert_ranks_agree(call, self._find_call_refusal(call))
+        self._check_call_fits_plan(call)
         self._running = True
         try:
-            return self._run(call, output)
+            return self._run_pipeline(call, output)
         finally:
             self._running = False
 
@@ -119,24 +119,24 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
-        if self._parts.encoders.freed:
+        if self._parts.encoders.has_freed_encoders:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
-        before, now = self._loras, self._lora_state()
+        before, now = self._loras, self._snapshot_loras()
         if self.plan.divides_weights and now != before:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
             )
-        if self.plan.divides_weights and quantized(self._parts.model) != self._quantized:
+        if self.plan.divides_weights and list_quantized_parameters(self._parts.model) != self._quantized:
             raise StateError(
                 "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
                 "quantize it before"
             )
-        self._parts.sharded.undo()
-        self._parts.seats.refill()
-        self._parts.encoders.refill()
-        move(self.pipe, self._origin)
-        self.mesh.close()
+        self._parts.sharded.restore_whole_weights()
+        self._parts.block_hooks.restore_blocks()
+        self._parts.encoders.refill_foreign_parts()
+        move_pipeline(self.pipe, self._origin)
+        self.mesh.close_groups()
         self._restored = True
 
     def reports(self) -> list[dict[str, Any]]:
@@ -157,87 +157,93 @@ class Runner:
         """
         if not self.trace:
             raise StateError("no trace was recorded; set runner.trace = True before the call")
-        events = gather_json(self._parts.trace.events() + self._parts.trace.waits(), self.mesh.everyone)
+        events = gather_json(self._parts.trace.list_events() + self._parts.trace.list_waits(), self.mesh.everyone)
         if self.mesh.rank == 0:
-            write_chrome(path, [[Event(*event) for event in of_rank] for of_rank in events])
+            write_chrome_trace(path, [[TraceEvent(*event) for event in of_rank] for of_rank in events])
 
-    def job(self) -> Job | None:
+    def job(self) -> PlannedCall | None:
         """The last call, or before it the pipeline's default one, as numbers; None without a spec."""
         if not self._parts.spec.blocks:
             return None
-        parts, shape = self._parts, self._last or self._shape({})
+        parts, shape = self._parts, self._last or self._build_call_shape({})
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
-        return Job(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
+        return PlannedCall(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
 
     def __str__(self) -> str:
         """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
         name, job = type(self.pipe).__name__, self.job()
         if job is None:
-            return describe_whole(name, type(self._parts.model).__name__, self.plan, self.devices, self._held)
-        return describe(name, job, self.devices, self._held)
+            return describe_whole_model(
+                name, type(self._parts.model).__name__, self.plan, self.devices, self._parameter_counts
+            )
+        return describe_plan(name, job, self.devices, self._parameter_counts)
 
-    def _run(self, call: dict[str, Any], output: str) -> Any:
+    def _run_pipeline(self, call: dict[str, Any], output: str) -> Any:
         parts = self._parts
-        generators = rng.sources(call.get("generator"), parts.device)
-        watch = Watch(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
-        rng.share(generators, 0, self.mesh.everyone, self.mesh.traffic)
+        generators = rng.list_generators(call.get("generator"), parts.device)
+        watch = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
+        rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
-            ends = StepEnd(self.pipe, self.mesh, call, parts.device, watch)
-            hooks = ends.install(stack, call)
+            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch)
+            hooks = ends.install_callbacks(stack, call)
             first = output == "first"
-            if parts.caches and self._decisions is None:
-                self._decisions = Groups.of(self.plan, self.mesh, parts.device)
-            decisions = self._decisions if parts.caches else None
-            loop = stack.enter_context(parts.installed(hooks, call, decisions, first=first))
+            if parts.model_caches and self._decisions is None:
+                self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
+            decisions = self._decisions if parts.model_caches else None
+            loop = stack.enter_context(parts.install_for_call(hooks, call, decisions, first=first))
             ends.loop = loop
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
             # the first rank of each replica decodes its images, or every rank its rows
             result = self._kind.__call__(self.pipe, **call)
-        last_stage = self.mesh.image.size - 1  # of the first replica, which has images: it drew what the pipeline draws
-        rng.share(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
-        self.report = watch.report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.caches))
+        last_stage = (
+            self.mesh.image.num_ranks - 1
+        )  # of the first replica, which has images: it drew what the pipeline draws
+        rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
+        self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
 
-    def _refuse(self, call: Mapping[str, Any]) -> str | None:
+    def _find_call_refusal(self, call: Mapping[str, Any]) -> str | None:
         """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
         if self._parts.calls_whole_model:
             return None
         reason = self._parts.spec.refuse(self.pipe, call)
         if self._parts.spec.blocks:  # else every rank steps whole images
-            reason = reason or _refuse_whole_image(self.pipe, call)
-        return reason or self._parts.refuse()
+            reason = reason or _find_statistics_refusal(self.pipe, call)
+        return reason or self._parts.find_refusal_reason()
 
-    def _check_call(self, call: Mapping[str, Any]) -> None:
+    def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Says no before anything runs to what this call does not allow; the size counts if it is the one asked for."""
         if not self._parts.spec.blocks:
             return
-        shape = self._shape(call)
-        facts = replace(shape.facts(type(self._parts.model).__name__), text=0)  # embeddings may have any length
+        shape = self._build_call_shape(call)
+        facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)  # embeddings may have any length
         if self._parts.calls_whole_model:
             facts = Facts(branches=facts.branches)
         if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
-        self._last, own = shape, shape.shared_out(self.plan)
-        advice = self.plan.advice(Schedule.of(self.plan, shape.steps, own.batch).bound(own.calls))
+        self._last, own = shape, shape.divide_batch(self.plan)
+        advice = self.plan.advice(Schedule.from_plan(self.plan, shape.steps, own.batch).bound_speedup(own.calls))
         if advice != self._advised and advice is not None and self.mesh.rank == 0:
             LOG.warning(advice)
         self._advised = advice
 
-    def _shape(self, call: Mapping[str, Any]) -> Shape:
+    def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
         config: Any = self._parts.model.config
         scale = self.pipe.vae_scale_factor
         size = next(self._parts.model.parameters()).element_size()
-        return Shape.of(self._parts.spec, config, scale, size, filled_call(type(self.pipe), config, scale, call))
+        return Shape.from_call(
+            self._parts.spec, config, scale, size, fill_call_defaults(type(self.pipe), config, scale, call)
+        )
 
-    def _assert_alike(self, call: Mapping[str, Any], refused: str | None) -> None:
+    def _assert_ranks_agree(self, call: Mapping[str, Any], refused: str | None) -> None:
         """A rank that says no, or was called with another prompt or size, would hang the others or spoil all."""
         plain: dict[str, Any] = {
             name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
         }
-        plain["cache"] = [context.said for cache in self._parts.caches for context in cache.contexts]
+        plain["cache"] = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
         answers = gather_json([refused, plain], self.mesh.everyone)
         for reason, _ in answers:
@@ -252,7 +258,7 @@ class Runner:
                     f"{everyone[0].get(name)!r}; call all ranks alike"
                 )
 
-    def _lora_state(self) -> tuple[list[str], list[Any]]:
+    def _snapshot_loras(self) -> tuple[list[str], list[Any]]:
         """The names of all LoRAs, and what peft's layers on this stage do with them."""
         transformer = self._parts.model
         layers = [layer for layer in transformer.modules() if hasattr(layer, "merged_adapters")]
@@ -290,24 +296,24 @@ def parallelize(
         StateError: if the pipeline was divided before, and not restored.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
-    plan = Plan() if plan is None else checked_plan(plan)
+    plan = Plan() if plan is None else require_plan(plan)
     check_pipeline(pipe)
-    chosen = pick_device(device, local_rank())
-    mesh = build(plan, groups, chosen)
+    chosen = pick_device(device, find_local_rank())
+    mesh = build_mesh(plan, groups, chosen)
     origin = torch.device(pipe.device)
-    composition = compose(
+    composition = compose_strategies(
         pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
         cp_plan=cp_plan, compile=compile,
     )  # fmt: skip
-    mesh.connect(plan, chosen)
-    composition.pipefusion.connect(chosen)
-    if checks is None and env.checks():
+    mesh.connect_groups(plan, chosen)
+    composition.pipefusion.connect_channels(chosen)
+    if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
     composition = replace(composition, checks=checks)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 
-def _refuse_whole_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
+def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Statistics of the whole prediction are not exact on one that is partly stale, nor on a patch."""
     if call.get("guidance_rescale"):
         return (

@@ -7,12 +7,12 @@ import time
 
 import torch
 
-from ditile.distributed.trace import Clock, Trace
+from ditile.distributed.trace import DeviceClock, GenerationTrace
 from ditile.distributed.transport import Traffic
 from ditile.runner.report import Report
 
 
-class Watch:
+class CallMeter:
     """Times and counts one call, and never waits for the device before its end.
 
     Args:
@@ -22,31 +22,31 @@ class Watch:
         traced: whether to record a trace.
     """
 
-    def __init__(self, device: torch.device, trace: Trace, traffic: Traffic, *, traced: bool) -> None:
+    def __init__(self, device: torch.device, trace: GenerationTrace, traffic: Traffic, *, traced: bool) -> None:
         self._device, self._trace, self._traffic = device, trace, traffic
         self._steps = self._key_bytes = 0
         self._text: int | None = None
-        traffic.clear()
-        trace.clear()
+        traffic.reset_counts()
+        trace.clear_records()
         trace.on, trace.device = traced, device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._clock = Clock(device)
-        self._began = self._loop_began = self._ended = self._clock.now()
+        self._clock = DeviceClock(device)
+        self._began = self._loop_began = self._ended = self._clock.mark_point()
 
-    def begun(self) -> None:
+    def mark_loop_begin(self) -> None:
         """The loop begins."""
-        self._loop_began = self._ended = self._clock.now()
-        self._trace.mark()
+        self._loop_began = self._ended = self._clock.mark_point()
+        self._trace.mark_step()
 
-    def step_ended(self, key_bytes: int, text: int | None) -> None:
+    def record_step_end(self, key_bytes: int, text: int | None) -> None:
         """A step ended."""
-        self._ended = self._clock.now()
-        self._trace.mark()
+        self._ended = self._clock.mark_point()
+        self._trace.mark_step()
         self._steps += 1
         self._key_bytes, self._text = key_bytes, text
 
-    def report(self, synchronous: list[int], cache_bytes: int) -> Report:
+    def build_report(self, synchronous: list[int], cache_bytes: int) -> Report:
         """The call is over.
 
         Args:
@@ -59,14 +59,14 @@ class Watch:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = time.perf_counter()
-        began, loop_began, ended = map(self._clock.seconds, (self._began, self._loop_began, self._ended))
+        began, loop_began, ended = map(self._clock.convert_to_seconds, (self._began, self._loop_began, self._ended))
         seconds = {
             "total": now - began,
             "text": loop_began - began,
             "denoise": ended - loop_began,
             "decode": now - ended,
         }
-        step_seconds, waited = self._trace.waited()
+        step_seconds, waited = self._trace.measure_waits()
         return Report(
             seconds, self._steps, synchronous, dict(self._traffic.bytes), peak, self._key_bytes, cache_bytes,
             self._text, step_seconds, waited,

@@ -16,8 +16,8 @@ from benchmarks import plots
 from benchmarks.cache_settings import OURS, THEIRS
 from ditile.cli.bench import figures, runs, sweeps
 from ditile.cli.bench.cells import ONE_RANK
-from ditile.cli.evaluate.options import ORIGINAL, Setting
-from ditile.cli.evaluate.store import summed_up
+from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
+from ditile.cli.evaluate.store import summarize_settings
 from tests.cli.bench.test_bench import JOB, all_fit
 from tests.cli.bench.test_bench import run as ran
 from tests.cli.evaluate.test_evaluate import row as drawn
@@ -44,18 +44,18 @@ def rows_of(sweep: str) -> list[runs.Row]:
     if sweep == "resolution":
         sizes = [(side, side) for side in SIDES]
     name, rates = ("methods", RATES) if sweep == "links" else (sweep, ("",))
-    cells = [cell._replace(link=rate) for cell in sweeps.cells(name, 8, sizes, all_fit) for rate in rates]
+    cells = [cell._replace(link=rate) for cell in sweeps.list_sweep_cells(name, 8, sizes, all_fit) for rate in rates]
     found, foretold = [], {}
-    for place, cell in enumerate(dict.fromkeys([*(cell.one_rank for cell in cells), *cells])):
-        key, whole = runs.key_of(job, cell), ((cell.height or 512) / 256) ** 2
+    for place, cell in enumerate(dict.fromkeys([*(cell.one_rank_baseline for cell in cells), *cells])):
+        key, whole = runs.make_run_key(job, cell), ((cell.height or 512) / 256) ** 2
         parts = {"parameters": 3 * 10**7, "activations": 10**6 * place, "keys": 10**6, "cache": 10**5}
-        memory = [{name: size // cell.world for name, size in parts.items()}] * cell.world
-        lines = [ran(cell, whole * (0.4 + k / 10) / cell.world**0.7, whole) for k in range(2)]
+        memory = [{name: size // cell.num_ranks for name, size in parts.items()}] * cell.num_ranks
+        lines = [ran(cell, whole * (0.4 + k / 10) / cell.num_ranks**0.7, whole) for k in range(2)]
         for line in lines:
             line["key"] = runs.json.loads(key)
         found += [*lines, {"key": lines[0]["key"], "memory": memory}]
-        foretold[key] = runs.Foretold(0.3 * whole, 10**7)
-    return runs.rows(found, foretold)
+        foretold[key] = runs.Prediction(0.3 * whole, 10**7)
+    return runs.summarize_runs(found, foretold)
 
 
 def texts(figure: Any) -> Iterator[tuple[str, Bbox]]:
@@ -86,7 +86,7 @@ def assert_apart(figure: Any) -> None:
 def test_axes_say_what_and_in_which_unit(sweep: str) -> None:
     """A failure means a figure that cannot be read without the program that drew it."""
     found = rows_of(sweep)
-    for name, make in figures.OF_SWEEP[sweep].items():
+    for name, make in figures.FIGURES_OF_SWEEP[sweep].items():
         with plt.rc_context(figures.STYLE):
             figure = make(found)
             labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
@@ -104,7 +104,7 @@ def test_links_have_their_rates_and_sizes_their_pixels() -> None:
         ("links", ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"]), ("resolution", list(map(str, SIDES))),
         ("scaling", ["1", "2", "4", "8"]),
     ):  # fmt: skip
-        (make,) = figures.OF_SWEEP[sweep].values()
+        (make,) = figures.FIGURES_OF_SWEEP[sweep].values()
         figure = make(rows_of(sweep))
         assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == wanted
         plt.close(figure)
@@ -112,7 +112,7 @@ def test_links_have_their_rates_and_sizes_their_pixels() -> None:
 
 def test_the_table_of_warmup_has_seconds_in_its_cells() -> None:
     """A failure means numbers without a unit, or text that is wider than its cell."""
-    figure = figures.warmup(rows_of("warmup"))
+    figure = figures.draw_warmup_table(rows_of("warmup"))
     figure.canvas.draw()
     (table,) = figure.axes[0].tables
     for (line, column), cell in table.get_celld().items():
@@ -124,12 +124,12 @@ def test_the_table_of_warmup_has_seconds_in_its_cells() -> None:
     plt.close(figure)
 
 
-@pytest.mark.parametrize("sweep", sorted(figures.OF_SWEEP))
+@pytest.mark.parametrize("sweep", sorted(figures.FIGURES_OF_SWEEP))
 def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
     """As PNG and SVG. A failure means that a sweep ends, after minutes, without its figure."""
-    files = figures.draw({sweep: rows_of("methods" if sweep == "plans" else sweep)}, tmp_path)
+    files = figures.draw_sweep_figures({sweep: rows_of("methods" if sweep == "plans" else sweep)}, tmp_path)
     assert {file.name for file in files} == {
-        f"{name}{suffix}" for name in figures.OF_SWEEP[sweep] for suffix in (".png", ".svg")
+        f"{name}{suffix}" for name in figures.FIGURES_OF_SWEEP[sweep] for suffix in (".png", ".svg")
     }
     for file in files:
         if file.suffix == ".png":
@@ -138,23 +138,26 @@ def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
         else:
             assert "<svg" in file.read_text("utf-8")
     one = [row for row in rows_of("scaling") if row["plan"] == ONE_RANK]
-    assert one and figures.draw({sweep: one}, tmp_path) == [], "one rank alone is no comparison"
+    assert one and figures.draw_sweep_figures({sweep: one}, tmp_path) == [], "one rank alone is no comparison"
 
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that `plots` saves, which it closes."""
     found: list[Any] = []
     save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, out: (found.append(figure), save(figure, out)))
+    monkeypatch.setattr(plots, "_save_figure", lambda figure, out: (found.append(figure), save(figure, out)))
     return found
 
 
 def test_quality_over_latency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure of `ditile evaluate`. A failure means an evaluation of hours without its picture."""
-    found, settings = kept(monkeypatch), [Setting("pipefusion=2", "none"), Setting("ulysses=2", "F=1"), ORIGINAL]
+    found, settings = (
+        kept(monkeypatch),
+        [EvaluationSetting("pipefusion=2", "none"), EvaluationSetting("ulysses=2", "F=1"), ORIGINAL],
+    )
     pictures = {(s, 0): drawn(s, 0, 1.0 + k, 30.0 + 35 * k) for k, s in enumerate(settings)}
     about = {"model": "shapes-flux", "captions": {"count": 1}, "measured": {"machine": "a processor"}}
-    plots.tradeoff(about | {"settings": summed_up(pictures, settings, 1)}, tmp_path / "pareto.png")
+    plots.tradeoff(about | {"settings": summarize_settings(pictures, settings, 1)}, tmp_path / "pareto.png")
     (axes,) = found[0].axes
     assert "% of the original" in axes.get_xlabel() and axes.get_ylabel().endswith("(dB)")
     assert_apart(found[0])
@@ -172,7 +175,7 @@ def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.Monkey
         about = {"model": "shapes-flux", "steps": steps, "engine": engine, "setting": f"R={k}"}
         lines.append(runs.json.dumps(about | seconds | plain | quality))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    plots.pareto([tmp_path / "rows.jsonl"], tmp_path / "curves.png")
+    plots.draw_pareto_panels([tmp_path / "rows.jsonl"], tmp_path / "curves.png")
     for axes in found[0].axes:
         assert axes.get_xlabel() == "speed-up over no cache (times, whole picture)" and "(dB)" in axes.get_ylabel()
         assert {text.get_text() for text in axes.get_legend().get_texts()} == {OURS, THEIRS}

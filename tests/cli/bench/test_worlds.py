@@ -18,18 +18,18 @@ pytestmark = pytest.mark.alone
 
 def summed(texts: list[str]) -> tuple[list[Any], set[str]]:
     """Rank 0's text and the sums of the ranks of a world of one and of two, and the addresses of all that listens."""
-    worlds = Worlds.join(20.0, None)
-    found: list[Any] = [worlds.first(texts[worlds.rank])]
+    worlds = Worlds.join_shared_store(20.0, None)
+    found: list[Any] = [worlds.broadcast_text(texts[worlds.rank])]
     listens = set()
     for world in (1, 2):
-        with worlds.of(world, 1) as inside:
+        with worlds.create_world_group(world, 1) as inside:
             if inside:
                 total = torch.tensor([worlds.rank + 1.0])
                 dist.all_reduce(total)
                 found.append(total.item())
             every = psutil.Process().net_connections("inet")
             listens |= {each.laddr.ip for each in every if each.status == psutil.CONN_LISTEN}
-    worlds.part()
+    worlds.leave_shared_store()
     return found, listens
 
 
@@ -44,5 +44,5 @@ def test_ranks_of_launch_meet_on_this_machine_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_of_launch_has_its_own_machine_for_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
-    assert env.for_rank(0, 2, 1, "folder", 5)["MASTER_ADDR"] == "127.0.0.1"
-    assert env.for_host(0, 2, "192.0.2.1", "eth0")["MASTER_ADDR"] == "192.0.2.1"
+    assert env.build_rank_environment(0, 2, 1, "folder", 5)["MASTER_ADDR"] == "127.0.0.1"
+    assert env.build_host_environment(0, 2, "192.0.2.1", "eth0")["MASTER_ADDR"] == "192.0.2.1"

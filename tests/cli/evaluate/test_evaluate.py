@@ -14,21 +14,29 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
-from ditile.cli.cache_options import Cache
-from ditile.cli.evaluate.captions import Caption, captions_of
-from ditile.cli.evaluate.contact_sheet import difference, sheet
+from ditile.cli.cache_options import CacheOptions
+from ditile.cli.evaluate.captions import Caption, load_captions
+from ditile.cli.evaluate.contact_sheet import draw_contact_sheet, make_difference_image
 from ditile.cli.evaluate.frechet import Moments, RandomConvolutions, frechet, space
-from ditile.cli.evaluate.metrics import available, resized
-from ditile.cli.evaluate.options import ORIGINAL, Evaluate, Judge, Setting
-from ditile.cli.evaluate.scores import Panel, reference_pictures
-from ditile.cli.evaluate.store import Key, Row, Store, complete, front, slug, summed_up
+from ditile.cli.evaluate.metrics import load_available_metrics, resize_picture
+from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
+from ditile.cli.evaluate.scores import MetricPanel, find_reference_pictures
+from ditile.cli.evaluate.store import (
+    EvaluationFolder,
+    PictureKey,
+    PictureRow,
+    list_complete_settings,
+    make_setting_slug,
+    select_pareto_front,
+    summarize_settings,
+)
 from ditile.errors import LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
-from ditile.planner.budget import STORED, Budget, choose, stored
-from ditile.runner.load import ASSETS, bundled
+from ditile.planner.budget import STORED, Budget, choose, load_evaluation
+from ditile.runner.load import ASSETS, list_bundled_models
 
 CAPTION = "a large red circle in the center on a black background"
-SETTING = Setting("pipefusion=2", "F=1")
+SETTING = EvaluationSetting("pipefusion=2", "F=1")
 
 
 def noise(seed: int, side: int = 32) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -47,9 +55,9 @@ def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path
         "annotations": [{"image_id": image, "id": number, "caption": text} for image, number, text in every],
     }
     path.write_text(json.dumps(content))
-    found = captions_of(f"coco:{path}", None, 10)
+    found = load_captions(f"coco:{path}", None, 10)
     assert found == [Caption("of 2", "2.jpg"), Caption("first of 7", "7.jpg"), Caption("late", None)]
-    assert captions_of(f"coco:{path}", 2, 10) == found[:2]
+    assert load_captions(f"coco:{path}", 2, 10) == found[:2]
 
 
 @pytest.mark.parametrize(
@@ -60,31 +68,31 @@ def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path
 def test_what_is_no_coco_file(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(ModelError, match=says):
-        captions_of(f"coco:{tmp_path / 'c.json'}", None, 10)
+        load_captions(f"coco:{tmp_path / 'c.json'}", None, 10)
 
 
 def test_captions_of_a_file_and_bundled(tmp_path: Path) -> None:
     path = tmp_path / "c.txt"
     path.write_text("# none\na cat\n\na dog\n")
-    assert captions_of(str(path), None, 10) == [Caption("a cat"), Caption("a dog")]
-    assert captions_of("bundled", None, 3)[0].text == (ASSETS / "captions.txt").read_text().splitlines()[0]
+    assert load_captions(str(path), None, 10) == [Caption("a cat"), Caption("a dog")]
+    assert load_captions("bundled", None, 3)[0].text == (ASSETS / "captions.txt").read_text().splitlines()[0]
     for num, source, says in ((3, str(path), "exceeds the 2 captions"), (1, "nothing.txt", "captions='nothing.txt'")):
         with pytest.raises(ModelError, match=says):
-            captions_of(source, num, 10)
+            load_captions(source, num, 10)
 
 
 def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -> None:
     for name in ("a.png", "b.jpg", "c.txt"):
         (tmp_path / name).touch()
-    assert reference_pictures(str(tmp_path), [Caption("x", "b.jpg")]) == (
+    assert find_reference_pictures(str(tmp_path), [Caption("x", "b.jpg")]) == (
         [tmp_path / "b.jpg"],
         "the captions' own images",
     )
     both = [tmp_path / "a.png", tmp_path / "b.jpg"]
     for image in ("z.jpg", None):
-        assert reference_pictures(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
+        assert find_reference_pictures(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
     with pytest.raises(ModelError, match="no folder with pictures"):
-        Judge(references=str(tmp_path / "none"))
+        JudgeOptions(references=str(tmp_path / "none"))
 
 
 # Settings
@@ -92,15 +100,19 @@ def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -
 
 def test_settings_are_plans_times_caches_without_the_original() -> None:
     """A failure means that a row of the table is of another setting than it says, or is drawn twice."""
-    wanted = Evaluate(plans="pipefusion=1; patches=2  pipefusion=2;ulysses=2", caches="none; F=1  W=4;F=1 W=4")
-    assert wanted.settings == [
-        Setting("pipefusion=1", "F=1 W=4"), Setting("pipefusion=2 patches=2", "none"),
-        Setting("pipefusion=2 patches=2", "F=1 W=4"), Setting("ulysses=2", "none"), Setting("ulysses=2", "F=1 W=4"),
+    wanted = EvaluateOptions(plans="pipefusion=1; patches=2  pipefusion=2;ulysses=2", caches="none; F=1  W=4;F=1 W=4")
+    assert wanted.candidate_settings == [
+        EvaluationSetting("pipefusion=1", "F=1 W=4"), EvaluationSetting("pipefusion=2 patches=2", "none"),
+        EvaluationSetting("pipefusion=2 patches=2", "F=1 W=4"), EvaluationSetting("ulysses=2", "none"), EvaluationSetting("ulysses=2", "F=1 W=4"),
     ]  # fmt: skip
-    assert [s.world for s in wanted.settings] == [1, 2, 2, 2, 2] and wanted.settings[0].is_alone
-    assert Plan.parse(ORIGINAL.plan) == Plan() and ORIGINAL.configs == {"cache_config": None}
-    assert len({slug(s) for s in (ORIGINAL, *wanted.settings)}) == 6
-    assert slug(Setting("ulysses=2", "mask=1,2/3")) != slug(Setting("ulysses=2", "mask=1/2,3"))
+    assert [s.world_size for s in wanted.candidate_settings] == [1, 2, 2, 2, 2] and wanted.candidate_settings[
+        0
+    ].has_original_plan
+    assert Plan.parse(ORIGINAL.plan) == Plan() and ORIGINAL.cache_arguments == {"cache_config": None}
+    assert len({make_setting_slug(s) for s in (ORIGINAL, *wanted.candidate_settings)}) == 6
+    assert make_setting_slug(EvaluationSetting("ulysses=2", "mask=1,2/3")) != make_setting_slug(
+        EvaluationSetting("ulysses=2", "mask=1/2,3")
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,28 +123,28 @@ def test_settings_are_plans_times_caches_without_the_original() -> None:
 )  # fmt: skip
 def test_settings_that_will_not_do(values: dict[str, Any], says: str) -> None:
     with pytest.raises((ModelError, PlanError), match=says):
-        Evaluate(**values)
+        EvaluateOptions(**values)
 
 
 def test_a_cache_in_one_line_is_that_cache() -> None:
     """A failure means that what was picked is not what is drawn."""
-    found = Cache(cache_line="F=1 W=4 R=0.12 taylor=1")
+    found = CacheOptions(cache_line="F=1 W=4 R=0.12 taylor=1")
     wanted = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=4, residual_diff_threshold=0.12)
-    assert found.configs() == {
+    assert found.build_cache_arguments() == {
         "cache_config": wanted,
         "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
     }
-    assert found.settings()["cache_config"]["Fn_compute_blocks"] == 1
-    assert Cache(cache_line="none").configs() == {"cache_config": None}
+    assert found.describe_settings()["cache_config"]["Fn_compute_blocks"] == 1
+    assert CacheOptions(cache_line="none").build_cache_arguments() == {"cache_config": None}
     for values, says in (({"cache": True}, "and --cache too"), ({"Fn": 2}, "and --Fn too"), ({}, "this one is empty")):
         with pytest.raises(ModelError, match=says):
-            Cache(cache_line="F=1" if values else " ", **values)
+            CacheOptions(cache_line="F=1" if values else " ", **values)
 
 
 # What is there is not drawn again
 
 
-def row(setting: Setting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> Row:
+def row(setting: EvaluationSetting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> PictureRow:
     return {
         "plan": setting.plan, "cache": setting.cache, "caption": place, "prompt": f"caption {place}", "seed": place,
         "seconds": seconds, "original_s": 2.0, "original_again_psnr": None, "blocks_saved": 0.5,
@@ -142,52 +154,52 @@ def row(setting: Setting, place: int, seconds: float = 1.0, psnr: float = 30.0, 
 
 def test_a_picture_is_there_if_its_row_and_its_file_are(tmp_path: Path) -> None:
     """Also after a run that was cut off. A failure means that pictures are lost, or taken for others."""
-    store, captions = Store(tmp_path / "out"), [Caption(f"caption {k}") for k in range(3)]
-    store.check({"model": "m"})
-    store.begin({"model": "m"})
-    store.add([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
+    store, captions = EvaluationFolder(tmp_path / "out"), [Caption(f"caption {k}") for k in range(3)]
+    store.check_same_job({"model": "m"})
+    store.create_folder({"model": "m"})
+    store.append_picture_rows([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
     for setting, place in ((ORIGINAL, 0), (SETTING, 0)):
-        store.path(setting, place).parent.mkdir(parents=True)
-        store.path(setting, place).touch()
+        store.picture_path(setting, place).parent.mkdir(parents=True)
+        store.picture_path(setting, place).touch()
     with (tmp_path / "out" / "pictures.jsonl").open("a") as file:
         file.write('{"plan": "pipe')
-    assert set(store.rows(captions, 0)) == {(ORIGINAL, 0), (SETTING, 0)}
-    store.add([row(SETTING, 2)])
-    store.path(SETTING, 2).touch()
-    there = store.rows(captions, 0)
+    assert set(store.read_rows_on_disk(captions, 0)) == {(ORIGINAL, 0), (SETTING, 0)}
+    store.append_picture_rows([row(SETTING, 2)])
+    store.picture_path(SETTING, 2).touch()
+    there = store.read_rows_on_disk(captions, 0)
     assert set(there) == {(ORIGINAL, 0), (SETTING, 0), (SETTING, 2)}, "the line behind the cut one is whole"
-    assert complete(there, 1) == [ORIGINAL, SETTING] and complete(there, 2) == []
-    assert set(store.rows(captions[:1], 0)) == set(there), "fewer captions are no other ones"
+    assert list_complete_settings(there, 1) == [ORIGINAL, SETTING] and list_complete_settings(there, 2) == []
+    assert set(store.read_rows_on_disk(captions[:1], 0)) == set(there), "fewer captions are no other ones"
     for wrong, seed in ((captions, 1), ([Caption("other")], 0)):
         with pytest.raises(ModelError, match="pictures of other captions: number 0"):
-            store.rows(wrong, seed)
+            store.read_rows_on_disk(wrong, seed)
     with pytest.raises(ModelError, match="model='m', and this is model='n'; give another folder"):
-        store.check({"model": "n"})
-    store.check({"model": "m"})
+        store.check_same_job({"model": "n"})
+    store.check_same_job({"model": "m"})
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").touch()
     with pytest.raises(ModelError, match="has files and no job.json"):
-        Store(tmp_path).check({})
+        EvaluationFolder(tmp_path).check_same_job({})
 
 
 def test_means_and_ratios(tmp_path: Path) -> None:
     """Ratios are taken caption by caption. A failure means that the table says something else than was measured."""
-    rows: dict[Key, Row] = {}
+    rows: dict[PictureKey, PictureRow] = {}
     for k, (seconds, psnr) in enumerate([(1.0, 30.0), (4.0, 40.0), (0.5, 50.0)]):
         rows[ORIGINAL, k] = row(ORIGINAL, k, seconds=8.0, original_s=8.0, psnr=100.0)
         rows[SETTING, k] = row(SETTING, k, seconds=seconds, psnr=psnr)
-    original, found = summed_up(rows, [ORIGINAL, SETTING], 3)
+    original, found = summarize_settings(rows, [ORIGINAL, SETTING], 3)
     assert (original["latency_ratio"], original["setting"], original["world"]) == (1.0, "original", 1)
     assert (found["latency_ratio"], found["latency_lowest"], found["latency_highest"]) == (0.5, 0.25, 2.0)
     assert (found["speedup"], found["seconds"], found["psnr"], found["psnr_lowest"]) == (2.0, 1.0, 40.0, 30.0)
     for k in range(3):
         rows[SETTING, k]["original_s"] = None
-    assert summed_up(rows, [SETTING], 3)[0]["latency_ratio"] == 1 / 8, "apart: the original's own row"
+    assert summarize_settings(rows, [SETTING], 3)[0]["latency_ratio"] == 1 / 8, "apart: the original's own row"
     points = [(1.0, 100.0), (0.5, 40.0), (0.5, 41.0), (0.6, 39.0)]
     measured = [{"latency_ratio": x, "psnr": y} for x, y in points]
-    assert [(r["latency_ratio"], r["psnr"]) for r in front(measured)] == [(0.5, 41.0), (1.0, 100.0)]
+    assert [(r["latency_ratio"], r["psnr"]) for r in select_pareto_front(measured)] == [(0.5, 41.0), (1.0, 100.0)]
 
 
 # Distances and scores
@@ -244,13 +256,13 @@ def test_random_convolutions_tell_distributions_apart() -> None:
 
 def test_metrics_say_why_they_are_not_there(tmp_path: Path) -> None:
     """A failure means that a score is missing without a word, or that something is downloaded."""
-    found, absent = available("shapes-flux", [CAPTION], None)
+    found, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert {metric.name for metric in found} >= {"psnr", "ssim", "all_right"} and "--clip" in absent["clip"]
     assert not {metric.name for metric in found} & set(absent)
-    _, absent = available("shapes-flux", ["a cat"], None)
+    _, absent = load_available_metrics("shapes-flux", ["a cat"], None)
     assert "not of the bundled models' kind" in absent["all_right"]
     with pytest.raises(ModelError, match="no CLIP that transformers can load from disk"):
-        available("shapes-flux", [CAPTION], str(tmp_path))
+        load_available_metrics("shapes-flux", [CAPTION], str(tmp_path))
 
 
 def test_a_clip_from_disk(tmp_path: Path) -> None:
@@ -270,46 +282,51 @@ def test_a_clip_from_disk(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     CLIPImageProcessorPil(**size).save_pretrained(tmp_path)
-    found, absent = available("shapes-flux", [CAPTION], str(tmp_path))
+    found, absent = load_available_metrics("shapes-flux", [CAPTION], str(tmp_path))
     [metric] = [metric for metric in found if metric.title == "CLIP score"]
     seen = CLIPImageProcessorPil(**size)(images=Image.fromarray(noise(0)), return_tensors="pt")
     with torch.inference_mode():
         out = model(**seen, input_ids=torch.tensor([tokenizer(CAPTION)["input_ids"]]))
         cosine = torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
-    assert metric.of(noise(0), noise(1), CAPTION) == pytest.approx(100 * float(cosine), rel=1e-4)
+    assert metric.measure(noise(0), noise(1), CAPTION) == pytest.approx(100 * float(cosine), rel=1e-4)
     assert "clip" not in absent and metric.exact is None
 
 
 def test_pictures_are_resized_and_judged_once(tmp_path: Path) -> None:
     """A failure means that scores of one size stand for those of another, or are taken again in each run."""
-    store, rows = Store(tmp_path), {(s, k): row(s, k, scores={}) for s in (ORIGINAL, SETTING) for k in range(2)}
+    store, rows = (
+        EvaluationFolder(tmp_path),
+        {(s, k): row(s, k, scores={}) for s in (ORIGINAL, SETTING) for k in range(2)},
+    )
     for (setting, place), each in rows.items():
         del each["scores"]
-        store.path(setting, place).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.path(setting, place))
+        store.picture_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.picture_path(setting, place))
     captions = [Caption("caption 0"), Caption("caption 1")]
-    panel = Panel.of(Judge(), "elsewhere", captions)
-    judged = panel.judge(store, rows, [ORIGINAL, SETTING], 2)
+    panel = MetricPanel.from_options(JudgeOptions(), "elsewhere", captions)
+    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[ORIGINAL, 1]["scores"] == {"psnr": 100.0, "ssim": 1.0} and judged.distances["original"] == {
         "frechet_original": 0
     }
     first = rows[SETTING, 1]["scores"]["psnr"]
     rows[SETTING, 1]["scores"]["psnr"] = 7.0
-    panel.judge(store, rows, [ORIGINAL, SETTING], 2)
+    panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[SETTING, 1]["scores"]["psnr"] == 7.0, "not again"
-    small = Panel.of(Judge(resize=8, references=str(store.path(SETTING, 0).parent)), "elsewhere", captions)
-    judged = small.judge(store, rows, [ORIGINAL, SETTING], 2)
+    small = MetricPanel.from_options(
+        JudgeOptions(resize=8, references=str(store.picture_path(SETTING, 0).parent)), "elsewhere", captions
+    )
+    judged = small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[SETTING, 1]["scores"]["psnr"] > first, "noise that is averaged is less apart"
     assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
-    assert resized(noise(0), 8).shape == (8, 8, 3) and resized(noise(0), None) is not None
+    assert resize_picture(noise(0), 8).shape == (8, 8, 3) and resize_picture(noise(0), None) is not None
 
 
 def test_a_sheet_has_a_column_for_each_setting(tmp_path: Path) -> None:
     Image.fromarray(noise(0)).save(tmp_path / "a.png")
     columns = [(setting, [(tmp_path / "a.png", 100.0)] * 2) for setting in (ORIGINAL, SETTING)]
-    page = sheet(columns, ["a caption", "another one " * 30])
+    page = draw_contact_sheet(columns, ["a caption", "another one " * 30])
     assert page.width == 2 * 144 + 3 * 10 and page.height > 4 * 144
-    apart = difference(Image.new("RGB", (2, 2), (10, 10, 10)), Image.new("RGB", (2, 2), (0, 20, 10)))
+    apart = make_difference_image(Image.new("RGB", (2, 2), (10, 10, 10)), Image.new("RGB", (2, 2), (0, 20, 10)))
     assert np.asarray(apart)[0, 0].tolist() == [26, 26, 26], "a mean of 6.7, four times"
 
 
@@ -365,26 +382,26 @@ def test_what_is_stored(tmp_path: Path) -> None:
     """A failure means that a budget is read from another model's evaluation, or from a file that is none."""
     path = tmp_path / "evaluation.json"
     path.write_text(json.dumps({"model": "m", "settings": EVALUATED}))
-    assert stored("m", str(tmp_path)) == stored("m", str(path))
+    assert load_evaluation("m", str(tmp_path)) == load_evaluation("m", str(path))
     with pytest.raises(ModelError, match="is of model 'm', not of 'n'"):
-        stored("n", str(path))
+        load_evaluation("n", str(path))
     for content in ("{", "[]", "{}", '{"settings": []}', '{"settings": [{"plan": 1}]}'):
         path.write_text(content)
         with pytest.raises(LoadError, match="evaluation="):
-            stored("m", str(path))
+            load_evaluation("m", str(path))
     with pytest.raises(LoadError, match="no evaluation of 'm' comes with ditile"):
-        stored("m")
+        load_evaluation("m")
 
 
 def test_evaluations_that_come_with_ditile() -> None:
     """One for each bundled model. A failure means that a plan or cache in one cannot be read any more."""
     models = {path.stem for path in STORED.glob("*.json")}
-    assert models == set(bundled())
+    assert models == set(list_bundled_models())
     for model in models:
-        rows = stored(model)["settings"]
+        rows = load_evaluation(model)["settings"]
         assert (rows[0]["plan"], rows[0]["cache"], rows[0]["psnr"]) == (*ORIGINAL, 100.0) and len(rows) > 4
         for each in rows:
-            assert Plan.parse(each["plan"]).world == each["world"] and Cache(cache_line=each["cache"])
+            assert Plan.parse(each["plan"]).world == each["world"] and CacheOptions(cache_line=each["cache"])
 
 
 @pytest.mark.parametrize(

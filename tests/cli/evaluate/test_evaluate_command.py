@@ -15,16 +15,21 @@ from PIL import Image
 
 from ditile.cli import main
 from ditile.cli.evaluate import evaluate
-from ditile.cli.evaluate.options import ORIGINAL, Setting
-from ditile.cli.evaluate.scores import Panel
-from ditile.cli.evaluate.store import Store
+from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
+from ditile.cli.evaluate.scores import MetricPanel
+from ditile.cli.evaluate.store import EvaluationFolder
 from ditile.distributed import env
 from tests.cli.test_cli import refused
 
 CACHE = "F=1 W=1 R=1"
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--threads", "1")
 WORDS = ("evaluate", *SMALL, "--plans", "pipefusion=1; pipefusion=2", "--caches", f"none; {CACHE}", "--out", "out")
-SETTINGS = [ORIGINAL, Setting("pipefusion=1", CACHE), Setting("pipefusion=2", "none"), Setting("pipefusion=2", CACHE)]
+SETTINGS = [
+    ORIGINAL,
+    EvaluationSetting("pipefusion=1", CACHE),
+    EvaluationSetting("pipefusion=2", "none"),
+    EvaluationSetting("pipefusion=2", CACHE),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,7 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def none(task: Any, turns: Any) -> None:
         drawn.append([(turn.place, turn.settings) for turn in turns])
 
-    monkeypatch.setattr(evaluate, "_run", none)
+    monkeypatch.setattr(evaluate, "_run_session_task", none)
     assert main.main([*WORDS, "--num", "2"]) == 0 and drawn == []
     out = capsys.readouterr().out
     assert "pipefusion=2" in out and "not FID" in out and "no clip: no CLIP was named" in out
@@ -94,20 +99,20 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_what_others_add_while_it_judges_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that the pictures of another evaluation in the folder are drawn again, and their times lost."""
     monkeypatch.chdir(folder)
-    judge, other = Panel.judge, Setting("ulysses=2", "none")
-    store = Store(folder / "out")
+    judge, other = MetricPanel.judge_settings, EvaluationSetting("ulysses=2", "none")
+    store = EvaluationFolder(folder / "out")
     [first, *_] = map(json.loads, (folder / "out" / "pictures.jsonl").read_text().splitlines())
 
     def meanwhile(*words: Any) -> Any:
-        store.path(other, first["caption"]).parent.mkdir()
-        store.path(other, first["caption"]).touch()
-        store.add([first | {"plan": other.plan, "cache": other.cache}])
+        store.picture_path(other, first["caption"]).parent.mkdir()
+        store.picture_path(other, first["caption"]).touch()
+        store.append_picture_rows([first | {"plan": other.plan, "cache": other.cache}])
         return judge(*words)
 
-    monkeypatch.setattr(Panel, "judge", meanwhile)
+    monkeypatch.setattr(MetricPanel, "judge_settings", meanwhile)
     assert main.main([*WORDS, "--num", "2"]) == 0
     rows = [json.loads(line) for line in (folder / "out" / "pictures.jsonl").read_text().splitlines()]
-    shutil.rmtree(store.path(other, 0).parent)
+    shutil.rmtree(store.picture_path(other, 0).parent)
     assert len(rows) == 9 and (rows[-1]["plan"], rows[-1]["cache"]) == other
     assert all(row["resize"] is None for row in rows[:-1])
 
@@ -180,7 +185,7 @@ def test_a_budget_picks_plan_and_cache(
     Path("summary.json").unlink()
     Path("ditile-image.png").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(env, "torchrun", lambda: env.Torchrun(0, 3, 0))
+        patch.setattr(env, "read_torchrun_place", lambda: env.Torchrun(0, 3, 0))
         patch.setattr("ditile.distributed.rank0.join_torchrun", lambda timeout: None)  # the two others are not there
         assert "no setting of at most 3 rank(s)" in refused(capsys, *words, "--min-psnr", "20")
     for bound, says in (

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ditile.cli.evaluate.frechet import CleanFid, TorchFidelity, space
-from ditile.cli.evaluate.metrics import ALEXNET, Metric, available
+from ditile.cli.evaluate.metrics import ALEXNET, Metric, load_available_metrics
 
 CAPTION = "a large red circle in the center on a black background"
 PICTURE = np.zeros((8, 12, 3), np.uint8)
@@ -60,7 +60,7 @@ def on_disk(path: Path) -> Path:
 
 def metric_of(name: str) -> Metric:
     """One that must be there."""
-    found, absent = available("shapes-flux", [CAPTION], None)
+    found, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert name not in absent, absent[name]
     return next(metric for metric in found if metric.name == name)
 
@@ -122,11 +122,11 @@ def test_lpips_is_given_both_pictures_from_minus_one_to_one(
     """`[1, 3, H, W]`, red first. A failure means distances that no paper has."""
     install(monkeypatch, "torchvision")
     install(monkeypatch, module, **content)
-    _, absent = available("shapes-flux", [CAPTION], None)
+    _, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert ALEXNET in absent["lpips"], "nothing is downloaded"
     on_disk(home / "hub" / "checkpoints" / ALEXNET)
     lpips, (stub,) = metric_of("lpips"), content.values()
-    assert lpips.of(PICTURE, OTHER, CAPTION) == pytest.approx(
+    assert lpips.measure(PICTURE, OTHER, CAPTION) == pytest.approx(
         float((channels(PICTURE).double() - channels(OTHER)).abs().mean()) / 127.5
     )
     for given, picture in zip(stub.given, (PICTURE, OTHER), strict=True):
@@ -144,10 +144,10 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
     install(monkeypatch, "torchvision")
     install(monkeypatch, "lpips", LPIPS=broken)
     on_disk(home / "hub" / "checkpoints" / ALEXNET)
-    _, absent = available("shapes-flux", [CAPTION], None)
+    _, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert absent["lpips"] == "lpips cannot be imported: operator torchvision::nms does not exist"
     install(monkeypatch, "torchmetrics.image.lpip", LearnedPerceptualImagePatchSimilarity=OfTorchmetrics)
-    assert metric_of("lpips").of(PICTURE, PICTURE, CAPTION) == 0
+    assert metric_of("lpips").measure(PICTURE, PICTURE, CAPTION) == 0
 
 
 class Reward:
@@ -175,13 +175,13 @@ def test_image_reward_is_given_the_caption_and_a_picture(monkeypatch: pytest.Mon
         return Reward()
 
     install(monkeypatch, "ImageReward", load=load)
-    assert "cache folder" in available("shapes-flux", [CAPTION], None)[1]["image_reward"]
+    assert "cache folder" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["image_reward"]
     for name in ("ImageReward.pt", "med_config.json"):
         on_disk(folder / name)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    assert "bert-base-uncased" in available("shapes-flux", [CAPTION], None)[1]["image_reward"]
+    assert "bert-base-uncased" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["image_reward"]
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "vocab.txt")
-    assert metric_of("image_reward").of(PICTURE, OTHER, CAPTION) == 1.5
+    assert metric_of("image_reward").measure(PICTURE, OTHER, CAPTION) == 1.5
     prompt, image = Reward.given
     assert prompt == CAPTION and image.mode == "RGB" and np.array_equal(np.asarray(image), PICTURE)
 

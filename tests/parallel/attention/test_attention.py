@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.distributed.mesh import Axis, build
+from ditile.distributed.mesh import Axis, build_mesh
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError
-from ditile.hooks.generation import Tokens
-from ditile.hooks.key_padding import Extra, KeyMask, of_keys, refuse_masks
+from ditile.hooks.generation import LayerTokens
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, normalize_key_mask, refuse_key_masks
 from ditile.parallel.attention.core import AttentionCore, FreshKeys, NoExchange
 from ditile.parallel.attention.kernel import NATIVE
-from ditile.parallel.sequence.masks import GatheredMasks
-from ditile.parallel.sequence.ring import RingKeys, merge
-from ditile.parallel.sequence.ulysses import Ulysses
-from ditile.plan.layout import share
+from ditile.parallel.sequence.masks import GatheredKeyMaskSource
+from ditile.parallel.sequence.ring import RingKeys, merge_attention
+from ditile.parallel.sequence.ulysses import UlyssesExchange
+from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
@@ -50,12 +50,12 @@ def mask_of(kind: str, heads: int) -> Tensor | None:
 
 def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor, Tensor]]:
     """On a rank: what it made of its tokens, and what one process makes of them, with each mask."""
-    mesh = build(Plan(**plan))
-    ranks, own = mesh.sequence.size, mesh.sequence.index
-    runs = tuple((share(range(LENGTH), ranks, rank),) for rank in range(ranks))
-    tokens = Tokens(runs, own, LENGTH, range(LENGTH), 0, False)
-    exchange: Any = Ulysses(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].size > 1 else NoExchange()
-    keys: Any = RingKeys(mesh["ring"], NATIVE, mesh.traffic) if mesh["ring"].size > 1 else FreshKeys(NATIVE)
+    mesh = build_mesh(Plan(**plan))
+    ranks, own = mesh.sequence.num_ranks, mesh.sequence.index
+    runs = tuple((pick_even_chunk(range(LENGTH), ranks, rank),) for rank in range(ranks))
+    tokens = LayerTokens(runs, own, LENGTH, range(LENGTH), 0, False)
+    exchange: Any = UlyssesExchange(mesh["ulysses"], mesh.traffic) if mesh["ulysses"].num_ranks > 1 else NoExchange()
+    keys: Any = RingKeys(mesh["ring"], NATIVE, mesh.traffic) if mesh["ring"].num_ranks > 1 else FreshKeys(NATIVE)
     random = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)
     k, v = torch.randn(2, BATCH, LENGTH, groups, SIZE, generator=random)
@@ -66,17 +66,17 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
         mask = None if whole is None else whole[..., mine]
         makes = [lambda x=x: x[:, mine] for x in (q, k, v)]  # type: ignore[misc]
-        got = core.over(tokens, makes, mask=mask, scale=0.3)
-        wanted = NATIVE(q, k, v, mask=None if whole is None else of_keys(whole, BATCH), scale=0.3)
+        got = core.attend_over_tokens(tokens, makes, mask=mask, scale=0.3)
+        wanted = NATIVE(q, k, v, mask=None if whole is None else normalize_key_mask(whole, BATCH), scale=0.3)
         found.append((got, wanted[:, mine]))
         sent = dict(mesh.traffic.calls)
-        assert torch.equal(core.over(tokens, makes, mask=whole, scale=0.3), got), "one of all keys is cut"
+        assert torch.equal(core.attend_over_tokens(tokens, makes, mask=whole, scale=0.3), got), "one of all keys is cut"
         assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"
     return found
 
 
-def gathered(mesh: Any) -> GatheredMasks:
-    return GatheredMasks(mesh.sequence, mesh["ulysses"], mesh.traffic)
+def gathered(mesh: Any) -> GatheredKeyMaskSource:
+    return GatheredKeyMaskSource(mesh.sequence, mesh["ulysses"], mesh.traffic)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (6, 3), (3, 1)])
@@ -90,13 +90,13 @@ def test_heads_and_masks(pool: Pool, plan: dict[str, int], heads: int, groups: i
 
 
 def gathers() -> list[int]:
-    mesh = build(Plan(ulysses=2))
+    mesh = build_mesh(Plan(ulysses=2))
     masks, calls = gathered(mesh), []
     runs = (range(3),), (range(3, 5),)
-    tokens = Tokens(runs, mesh.rank, 5, range(5), 0, False)
+    tokens = LayerTokens(runs, mesh.rank, 5, range(5), 0, False)
     first, second = (torch.ones(1, 1, 1, len(runs[mesh.rank][0]), dtype=torch.bool) for _ in range(2))
     for mask in (first, first, second, first):
-        masks.gather(mask, 1, tokens, 4)
+        masks.gather_key_mask(mask, 1, tokens, 4)
         calls.append(mesh.traffic.calls["masks"])
     return calls
 
@@ -111,16 +111,16 @@ def test_a_mask_travels_once(pool: Pool) -> None:
 def test_masks_that_cannot_be_cut(shape: tuple[int, ...]) -> None:
     """A failure means that a mask of queries is cut as if it were one of keys."""
     with pytest.raises(ModelError, match="tells queries apart"):
-        of_keys(torch.ones(shape, dtype=torch.bool), 2)
+        normalize_key_mask(torch.ones(shape, dtype=torch.bool), 2)
 
 
 @pytest.mark.parametrize("keys", [1, 4, 6, 46])
 def test_masks_of_other_keys(keys: int) -> None:
     """A failure means that ranks send each other messages that do not fit: an error of torch's, or a hang."""
-    masks = GatheredMasks(Axis("sequence", (0, 1), 0, object()), Axis(), Traffic())  # type: ignore[arg-type]
-    tokens = Tokens(((range(5),), (range(5, 10),)), 0, 10, range(10), 0, False)
+    masks = GatheredKeyMaskSource(Axis("sequence", (0, 1), 0, object()), Axis(), Traffic())  # type: ignore[arg-type]
+    tokens = LayerTokens(((range(5),), (range(5, 10),)), 0, 10, range(10), 0, False)
     with pytest.raises(ModelError, match=f"mask of {keys} keys came with 5 keys of 10 on this rank; give one of all"):
-        masks.gather(torch.ones(1, keys, dtype=torch.bool), 1, tokens, 4)
+        masks.gather_key_mask(torch.ones(1, keys, dtype=torch.bool), 1, tokens, 4)
 
 
 def masked_words(plans: list[dict[str, int]]) -> None:
@@ -145,9 +145,9 @@ def test_a_mask_of_the_whole_sequence(pool: Pool, plans: list[dict[str, int]]) -
 
 def test_stale_keys_take_no_mask() -> None:
     """A failure means that PipeFusion attends to what it was told not to."""
-    refuse_masks(Extra(), "blocks.0.attn")
+    refuse_key_masks(AttentionOptions(), "blocks.0.attn")
     with pytest.raises(ModelError, match=r"blocks\.0\.attn masks keys"):
-        refuse_masks(Extra(KeyMask((torch.ones(1, 1, 1, 5, dtype=torch.bool),))), "blocks.0.attn")
+        refuse_key_masks(AttentionOptions(KeyPaddingMask((torch.ones(1, 1, 1, 5, dtype=torch.bool),))), "blocks.0.attn")
 
 
 def test_merging_nothing_changes_nothing() -> None:
@@ -155,7 +155,7 @@ def test_merging_nothing_changes_nothing() -> None:
     out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for one, other in (((out, lse), nothing), (nothing, (out, lse))):
-        merged, merged_lse = merge(one, other)
+        merged, merged_lse = merge_attention(one, other)
         assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
-    merged, merged_lse = merge(nothing, nothing)
+    merged, merged_lse = merge_attention(nothing, nothing)
     assert torch.equal(merged, nothing[0]) and torch.equal(merged_lse, nothing[1])

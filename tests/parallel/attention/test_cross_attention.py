@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.models.pixart import PixArtCrossAttention, attended_keys
+from ditile.models.pixart import PixArtCrossAttention, trim_key_mask
 
 LENGTH, WIDTH = 200, 32
 
@@ -50,13 +50,13 @@ def once() -> Callable[[Hashable, Callable[[], Any]], Any]:
 @pytest.mark.parametrize("case", MASKS)
 def test_only_keys_that_no_row_attends_to_are_left_out(case: str) -> None:
     mask, length, has_mask = MASKS[case]
-    assert attended_keys(mask)[0] == length
-    assert (attended_keys(mask)[1] is not None) == has_mask
+    assert trim_key_mask(mask)[0] == length
+    assert (trim_key_mask(mask)[1] is not None) == has_mask
 
 
 def test_a_mask_in_bfloat16_hides_as_much() -> None:
     mask, length, _ = MASKS["short prompts"]
-    assert attended_keys(mask.bfloat16())[0] == length
+    assert trim_key_mask(mask.bfloat16())[0] == length
 
 
 @pytest.mark.parametrize("case", MASKS)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ditile.errors import ModelError
 from ditile.parallel.attention import dispatch, kernel
-from ditile.parallel.attention.kernel import ATEN, FOREIGN, NATIVE, Dispatched, chosen, suitable
+from ditile.parallel.attention.kernel import (
+    ATEN_KERNELS,
+    LSE_ARGUMENTS,
+    NATIVE,
+    DiffusersKernel,
+    choose_fused_kernel,
+    choose_kernel,
+)
 
 CPU = torch.device("cpu")
 
@@ -27,7 +34,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor,
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 
-@pytest.mark.parametrize("attention", [NATIVE, Dispatched(None), Dispatched(AttentionBackendName.NATIVE)])
+@pytest.mark.parametrize("attention", [NATIVE, DiffusersKernel(None), DiffusersKernel(AttentionBackendName.NATIVE)])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
 def test_log_sum_exp(attention: Any, groups: int, masked: bool) -> None:
@@ -64,7 +71,7 @@ def test_torchs_own_kernels_are_called_as_they_are_declared() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, with_lse: bool, *rest: Any) -> Any:
-    out, lse = NATIVE.with_lse(q, k, v, scale=scale)
+    out, lse = NATIVE.attend_with_lse(q, k, v, scale=scale)
     return (out, lse.transpose(1, 2), *rest) if with_lse else out
 
 
@@ -121,28 +128,30 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", LSE_ARGUMENTS)
 def test_kernels_of_others_are_asked_for_their_log_sum_exp(name: AttentionBackendName) -> None:
     """Through diffusers' functions for them. A failure means that ring fails in its first step with a kernel that is
     offered, or takes heads for tokens."""
     q = torch.randn(1, 5, 2, 4)
-    out, lse = chosen(name.value, CPU, torch.float32, lse=True).with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3)
+    out, lse = choose_kernel(name.value, CPU, torch.float32, lse=True).attend_with_lse(
+        q, q[:, :, :1], q[:, :, :1], scale=0.3
+    )
     assert lse.shape == (1, 5, 2)
-    torch.testing.assert_close((out, lse), NATIVE.with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3))
+    torch.testing.assert_close((out, lse), NATIVE.attend_with_lse(q, q[:, :, :1], q[:, :, :1], scale=0.3))
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", LSE_ARGUMENTS)
 def test_another_layout_is_noticed_where_a_kernel_is_chosen(
     name: AttentionBackendName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure means an error in the first step of ring, or none and a wrong picture where tokens are as many as
     heads."""
-    argument, has_heads_first = FOREIGN[name]
-    monkeypatch.setitem(FOREIGN, name, (argument, not has_heads_first))
+    argument, has_heads_first = LSE_ARGUMENTS[name]
+    monkeypatch.setitem(LSE_ARGUMENTS, name, (argument, not has_heads_first))
     with pytest.raises(ModelError, match=rf"{name.value} gives a log-sum-exp of \[1, 2, 32\] .* try native"):
-        chosen(name.value, CPU, torch.float32, lse=True)
-    chosen(name.value, CPU, torch.float32, lse=False)
+        choose_kernel(name.value, CPU, torch.float32, lse=True)
+    choose_kernel(name.value, CPU, torch.float32, lse=False)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +170,14 @@ def test_flash_is_taken_where_it_runs(
 ) -> None:
     """A failure means that ring raises on a T4 or a V100, or is slow on later GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert suitable(torch.device("cuda:0"), dtype, size) == wanted
+    assert choose_fused_kernel(torch.device("cuda:0"), dtype, size) == wanted
 
 
 def test_a_kernel_without_log_sum_exp_is_refused() -> None:
     """A failure means that ring divides by what it does not know."""
     with pytest.raises(ModelError, match=r"_native_math gives no log-sum-exp.*try native"):
-        chosen("_native_math", CPU, torch.float32, lse=True)
-    assert AttentionBackendName._NATIVE_MATH not in (*ATEN, *FOREIGN)
+        choose_kernel("_native_math", CPU, torch.float32, lse=True)
+    assert AttentionBackendName._NATIVE_MATH not in (*ATEN_KERNELS, *LSE_ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_a_kernel_without_log_sum_exp_is_refused() -> None:
 def test_names_are_checked_early(name: str, words: tuple[str, ...]) -> None:
     """A failure means a traceback out of the first step, on every rank."""
     with pytest.raises(ModelError) as caught:
-        chosen(name, CPU, torch.float32, lse=False)
+        choose_kernel(name, CPU, torch.float32, lse=False)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
@@ -187,4 +196,4 @@ def test_order_and_dropout_are_refused(also: dict[str, Any]) -> None:
     """A failure means that causal attention is computed as if it were not."""
     x = torch.zeros(1, 2, 1, 4)
     with pytest.raises(ModelError):
-        dispatch.attend(NATIVE, x, x, x, **also)
+        dispatch.dispatch_to_core(NATIVE, x, x, x, **also)

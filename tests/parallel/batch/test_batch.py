@@ -20,9 +20,9 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
-from ditile.hooks.batch_rows import take_rows
-from ditile.parallel.batch.data import Data
-from ditile.parallel.batch.split import Rows
+from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.parallel.batch.data import ReplicaImages
+from ditile.parallel.batch.split import BatchSlice
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
@@ -198,7 +198,7 @@ def decoded_at_times(images: int) -> None:
     with torch.no_grad(), ExitStack() as stack:
         wanted = vae.decode(latents, times, return_dict=False)[0]
         axis = Axis("data", (0, 1), dist.get_rank(), dist.group.WORLD)
-        Data(axis, images, Traffic()).seat_decode(stack, vae, "all", lambda: True)
+        ReplicaImages(axis, images, Traffic()).install_decoder(stack, vae, "all", lambda: True)
         close(vae.decode(latents, times, return_dict=False)[0], wanted, f"{images} videos", 1e-5)
 
 
@@ -302,21 +302,21 @@ def test_guidance_that_is_off(pool: Pool, name: str) -> None:
 
 def test_rows() -> None:
     """A failure means that a split takes rows of other branches or images, or cuts what has no rows."""
-    assert Rows.whole(6, 2) == Rows(range(3), range(2), 3, 2)
+    assert BatchSlice.from_batch_size(6, 2) == BatchSlice(range(3), range(2), 3, 2)
     with pytest.raises(ModelError, match=r"5 row\(s\) for 2 image\(s\)"):
-        Rows.whole(5, 2)
-    rows = Rows(range(1, 3), range(1, 2), 3, 2)  # branches 1 and 2, image 1, of 3 branches and 2 images
+        BatchSlice.from_batch_size(5, 2)
+    rows = BatchSlice(range(1, 3), range(1, 2), 3, 2)  # branches 1 and 2, image 1, of 3 branches and 2 images
     batch = torch.arange(6.0)[:, None]
-    assert rows.of(batch).flatten().tolist() == [3, 5]
+    assert rows.select_batch(batch).flatten().tolist() == [3, 5]
     call = {
         "x": batch, "ids": batch, "t": torch.tensor(1.0), "none": None, "five": torch.zeros(5),
         "nested": {"a": batch, "b": [batch, (batch, "text")]},
     }  # fmt: skip
-    split = take_rows(call, rows.total, rows.of, ("ids",))
+    split = slice_batch_arguments(call, rows.batch_size, rows.select_batch, ("ids",))
     assert split["x"].tolist() == split["nested"]["a"].tolist() == split["nested"]["b"][1][0].tolist() == [[3], [5]]
     assert split["ids"] is batch and split["none"] is None and len(split["five"]) == 5
     whole = torch.zeros(6, 1)
-    rows.write(whole, torch.tensor([[7.0], [8.0]]))
+    rows.write_slice(whole, torch.tensor([[7.0], [8.0]]))
     assert whole.flatten().tolist() == [0, 0, 0, 7, 0, 8]
 
 

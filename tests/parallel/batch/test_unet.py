@@ -19,7 +19,7 @@ from diffusers import (
 from torch import Tensor
 
 from ditile.errors import DitileError, ModelError, PlanError, StateError
-from ditile.models.registry import families
+from ditile.models.registry import list_families
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -185,4 +185,4 @@ def no_more() -> None:
 def test_no_more_than_data_and_cfg(pool: Pool) -> None:
     """A failure means that a model is cut of which nothing is known."""
     pool.run(no_more, 2)
-    assert families()[-1].rung == "data, cfg"
+    assert list_families()[-1].rung == "data, cfg"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ditile.distributed.mesh import Mesh
-from ditile.hooks.drift import BEYOND, Copy, Drift, Row, largest
+from ditile.hooks.drift import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.hooks.generation import Generation
-from ditile.parallel.pipefusion.adaptive_warmup import Votes, resynchronises
+from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load, read_generation_options
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
@@ -77,7 +77,12 @@ def jumped(jump: int, plan: dict[str, Any]) -> tuple[list[int], Any]:
         return {"prompt_embeds": other} if step == jump else {}
 
     runner = parallelize(pipe, Plan(warmup="auto", **plan))
-    call = defaults("shapes-flux") | {"height": 64, "width": 64, "num_inference_steps": 14, "output_type": "latent"}
+    call = read_generation_options("shapes-flux") | {
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 14,
+        "output_type": "latent",
+    }
     call |= {"callback_on_step_end": swap, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
     picture = runner("a small red circle", generator=torch.Generator().manual_seed(1), **call).images
     assert runner.report is not None
@@ -98,58 +103,58 @@ def test_a_jump_resynchronises_every_rank_at_the_same_step(pool: Pool, plan: dic
 
 def test_the_rule() -> None:
     """By hand, for a bound of 0.6. A failure means that a jump is missed, or that calm steps are synchronous."""
-    assert resynchronises([], 0.6)
-    assert resynchronises([0.7], 0.6) and not resynchronises([0.5], 0.6)
-    assert not resynchronises([0.5, 0.1, 0.1, 0.1, 0.24], 0.6)
-    assert resynchronises([0.5, 0.1, 0.1, 0.1, 0.26], 0.6)
-    assert not resynchronises([0.03, 0.01, 0.1], 0.6), "small changes may rise"
+    assert should_resynchronise([], 0.6)
+    assert should_resynchronise([0.7], 0.6) and not should_resynchronise([0.5], 0.6)
+    assert not should_resynchronise([0.5, 0.1, 0.1, 0.1, 0.24], 0.6)
+    assert should_resynchronise([0.5, 0.1, 0.1, 0.1, 0.26], 0.6)
+    assert not should_resynchronise([0.03, 0.01, 0.1], 0.6), "small changes may rise"
     entered = [0.17, 0.24, 0.06, 0.08, 0.19, 0.23]  # stale from the third on: shapes-pixart, distrifusion=8
-    assert not any(resynchronises(entered[:n], 0.6) for n in range(1, len(entered) + 1))
+    assert not any(should_resynchronise(entered[:n], 0.6) for n in range(1, len(entered) + 1))
 
 
 def test_the_row_that_changes_most_counts() -> None:
     """Two rows of two branches; a second rank that saw one of them change. What is no number is a large one."""
-    rows = [Row("keys", 0, branch, row) for branch in (0, 1) for row in (0, 1)]
-    drift = Drift()
+    rows = [ChangeKey("keys", 0, branch, row) for branch in (0, 1) for row in (0, 1)]
+    drift = RelativeChange()
     stale = torch.ones(2, 3, 1, 1)
-    drift.note(("keys", 0, 0), stale * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), stale)
-    drift.note(("keys", 1, 1), torch.full((1, 3, 1, 1), torch.nan), stale[:1])
-    numbers = drift.close(rows).wait()
-    assert numbers == [0, 1, 500_000, 1, 0, 0, BEYOND, 1]
-    assert largest(numbers[:6]) == 0.5
-    assert largest(numbers) == 1000
-    assert drift.close(rows).wait() == [0] * 8, "a step begins with nothing"
+    drift.record_change(("keys", 0, 0), stale * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), stale)
+    drift.record_change(("keys", 1, 1), torch.full((1, 3, 1, 1), torch.nan), stale[:1])
+    numbers = drift.start_change_copy(rows).wait_for_changes()
+    assert numbers == [0, 1, 500_000, 1, 0, 0, NOT_FINITE, 1]
+    assert find_largest_change(numbers[:6]) == 0.5
+    assert find_largest_change(numbers) == 1000
+    assert drift.start_change_copy(rows).wait_for_changes() == [0] * 8, "a step begins with nothing"
 
 
-class Late(Copy):
+class Late(ChangeCopy):
     """Changes that are still on a GPU."""
 
-    is_here = False
+    has_arrived = False
 
     def __init__(self) -> None:
         self.waited = False
 
-    def wait(self) -> list[int]:
+    def wait_for_changes(self) -> list[int]:
         self.waited = True
         return [250_000, 1]
 
 
-class LateDrift(Drift):
-    def close(self, rows: Any) -> Copy:
+class LateDrift(RelativeChange):
+    def start_change_copy(self, rows: Any) -> ChangeCopy:
         return Late()
 
 
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
-    votes = Votes(Mesh(0, 1), LateDrift(), 0.6)
+    votes = AdaptiveWarmup(Mesh(0, 1), LateDrift(), 0.6)
     now = Schedule(1, 2, 9, 3)
-    generation = Generation(now.ages, now.keeps_keys)
+    generation = Generation(now.compute_key_ages, now.keeps_keys)
     for step in range(4):
-        votes.begin_step(step)
+        votes.decide_synchronous_step(step)
         late = votes._changes
         assert late is None or (isinstance(late, Late) and not late.waited)
-        votes.cast()
-        votes.cast()
+        votes.start_change_sum()
+        votes.start_change_sum()
         assert late is None or (isinstance(late, Late) and late.waited)
-        votes.end_step(generation, 1)
-    assert votes._known == [0.25] and len(votes._tallies) == 4
+        votes.record_step_changes(generation, 1)
+    assert votes._known == [0.25] and len(votes._change_sums) == 4

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.hooks.generation import Generation, Tokens
-from ditile.hooks.key_padding import Extra
+from ditile.hooks.generation import Generation, LayerTokens
+from ditile.hooks.key_padding import AttentionOptions
 from ditile.hooks.kv_store import AgeChecks
 from ditile.parallel.sequence import distrifusion, ring
-from ditile.parallel.sequence.distrifusion import DistriKeys
+from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.ring import RingKeys
-from ditile.plan.schedule import Micro
+from ditile.plan.schedule import MicroStep
 
 OWN = 1
 GROUP: Any = object()
@@ -45,9 +45,9 @@ class Exactly:
         self._log, self.seen = log, [torch.empty(0)]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, scale: float | None = None) -> Tensor:
-        return self.with_lse(q, k, v, mask=mask, scale=scale)[0]
+        return self.attend_with_lse(q, k, v, mask=mask, scale=scale)[0]
 
-    def with_lse(
+    def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         self._log.append("attend")
@@ -62,11 +62,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("bnqk,bknh->bqnh", scores.softmax(-1), v.double()), scores.logsumexp(-1).transpose(1, 2)
 
 
-def tokens_of(lengths: Sequence[int]) -> Tokens:
+def tokens_of(lengths: Sequence[int]) -> LayerTokens:
     """Image tokens alone, so many on each rank."""
     starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
     runs = tuple((range(start, start + count),) for start, count in zip(starts, lengths, strict=True))
-    return Tokens(runs, OWN, sum(lengths), range(sum(lengths)), 0, False)
+    return LayerTokens(runs, OWN, sum(lengths), range(sum(lengths)), 0, False)
 
 
 def round_the_ring(patch: pytest.MonkeyPatch, q: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, list[str]]:
@@ -84,7 +84,7 @@ def round_the_ring(patch: pytest.MonkeyPatch, q: Tensor, blocks: Sequence[Tensor
 
     patch.setattr(ring, "start_shift", start_shift)
     keys = RingKeys(Axis("ring", tuple(range(size)), OWN, GROUP), Exactly(log), Traffic())
-    return keys.attend(q, *blocks[OWN], tokens_of(lengths), Extra()), log
+    return keys.attend_to_keys(q, *blocks[OWN], tokens_of(lengths), AttentionOptions()), log
 
 
 def test_a_block_of_the_ring_is_attended_to_while_the_next_travels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_blocks_in_bf16_are_merged_in_fp32(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_merge_is_of_fp32(dtype: torch.dtype) -> None:
     """A failure means that partial outputs are rounded after each block."""
     one, other = ((torch.randn(1, 3, 2, 4).to(dtype), torch.randn(1, 3, 2)) for _ in range(2))
-    assert [part.dtype for part in ring.merge(one, other)] == [torch.float32] * 2
+    assert [part.dtype for part in ring.merge_attention(one, other)] == [torch.float32] * 2
 
 
 def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,20 +136,21 @@ def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.Monke
     )  # fmt: skip
 
     def start_exchange(sends: Any, receives: Any, like: Tensor, *_: Any) -> Sent:
-        step = float(generation.micro.step)
+        step = float(generation.micro_step.step)
         assert [rank for rank, _ in sends] == [rank for rank, _ in receives] == [0, 2]
-        return Sent(log, f"{at} of {generation.micro.step}", [torch.full(shape, step) for _, shape in receives])
+        return Sent(log, f"{at} of {generation.micro_step.step}", [torch.full(shape, step) for _, shape in receives])
 
     monkeypatch.setattr(distrifusion, "start_exchange", start_exchange)
     axis, kernel = Axis("distrifusion", (0, 1, 2), OWN, GROUP), Exactly(log)
     layers = {
-        name: DistriKeys(lambda: generation, name, axis, kernel, Traffic(), check=AgeChecks()) for name in ("a", "b")
+        name: DistriFusionKeys(lambda: generation, name, axis, kernel, Traffic(), check=AgeChecks())
+        for name in ("a", "b")
     }
     for step in range(steps):
-        generation.micro = Micro(step, None)
+        generation.micro_step = MicroStep(step, None)
         fresh = torch.full((1, 2, 1, 1), float(step))
         for at, keys in layers.items():  # noqa: B007 (what is sent has its name)
-            keys.attend(fresh, fresh, fresh, tokens_of(lengths), Extra())
+            keys.attend_to_keys(fresh, fresh, fresh, tokens_of(lengths), AttentionOptions())
             before = float(max(0, step - 1))
             assert kernel.seen[-1].flatten().tolist() == [before] * 3 + [step] * 2 + [before] * 2
     assert log == [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ditile.distributed.transport import Wire
+from ditile.distributed.transport import PeerChannel
 from ditile.parallel.pipefusion import adaptive_warmup
 from ditile.plan.plan import AUTO, Plan
 from tests.pool import Pool
@@ -45,15 +45,17 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
     """On a rank: a picture in which every Linear waits for all receives, as if NCCL's; how many there were."""
     pipe = MAKE[name]()
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
-        patch.setattr(adaptive_warmup, "resynchronises", lambda changes, bound: len(changes) % 3 == 2)  # of warmup=auto
+        patch.setattr(
+            adaptive_warmup, "should_resynchronise", lambda changes, bound: len(changes) % 3 == 2
+        )  # of warmup=auto
         with unfused():
             wanted = run(runner, name, **call)
         if runner.plan.warmup == AUTO and runner.report is not None:
             synchronous = runner.report.synchronous
             assert synchronous != list(range(len(synchronous))), "no step became synchronous again"
-        patch.setattr(Wire, "occupies", lambda self, device: True)
+        patch.setattr(PeerChannel, "occupies_device", lambda self, device: True)
         fusion, count = runner._parts.pipefusion, 0
-        wires = [box.wire for box in (fusion._inbox, fusion._returns) if box is not None]
+        wires = [box.channel for box in (fusion._activations_in, fusion._latents_in) if box is not None]
 
         def launch(*_: Any) -> None:
             nonlocal count

@@ -19,8 +19,8 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
-from ditile.models.registry import families, planned
-from ditile.parallel.sequence.cp_plan import Cut, Splits
+from ditile.models.registry import find_cp_plans, list_families
+from ditile.parallel.sequence.cp_plan import ContextParallelEntry, ContextParallelSplits
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -182,14 +182,14 @@ def test_masks_matter(name: str) -> None:
 
 def test_the_rungs() -> None:
     """A failure means that `ditile models` hides what would run, or that a table is preferred to a ModelSpec."""
-    rungs = {family.transformer: family.rung for family in families()}
+    rungs = {family.transformer: family.rung for family in list_families()}
     assert rungs["QwenImageTransformer2DModel"] == rungs["WanTransformer3DModel"] == "ulysses, ring, caches"
     assert rungs["FluxTransformer2DModel"] == "PipeFusion"
-    assert planned(tiny.flux(), None) == {} and set(planned(wan_pipeline()[0], None)) == {
+    assert find_cp_plans(tiny.flux(), None) == {} and set(find_cp_plans(wan_pipeline()[0], None)) == {
         "transformer",
         "transformer_2",
     }
-    assert set(planned(tiny.flux(), {"": {}})) == {"transformer"}
+    assert set(find_cp_plans(tiny.flux(), {"": {}})) == {"transformer"}
 
 
 def refused(name: str, size: tuple[int, int, int], plan: dict[str, Any], table: Any) -> str:
@@ -239,11 +239,11 @@ def test_refusals(
 def test_a_joint_sequence_that_is_split_as_one() -> None:
     """Its mask, or its positions: of two ranks the first has half of all, and not half of the image and half of the
     text. A failure means that a mask lies on other keys than its own."""
-    splits = Splits(Axis("sequence", (0, 1), 0, object()), Traffic(), uneven=True)  # type: ignore[arg-type]
+    splits = ContextParallelSplits(Axis("sequence", (0, 1), 0, object()), Traffic(), uneven=True)  # type: ignore[arg-type]
     splits.begin_call({})
     for length in (16, 6):
-        splits.split(torch.empty(1, length), Cut(1, None, False), "x")
-    assert splits.tokens(11) is not None, "image and text"
-    splits.split(torch.empty(1, 22), Cut(1, None, False), "mask")
+        splits.split_tensor(torch.empty(1, length), ContextParallelEntry(1, None, False), "x")
+    assert splits.find_tokens(11) is not None, "image and text"
+    splits.split_tensor(torch.empty(1, 22), ContextParallelEntry(1, None, False), "mask")
     with pytest.raises(PlanError, match="sequences of 22 and 22 tokens cannot be told apart.*each by itself"):
-        splits.tokens(11)
+        splits.find_tokens(11)

@@ -14,7 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 from torch import Tensor
 
-from ditile.distributed.trace import Event
+from ditile.distributed.trace import TraceEvent
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -74,11 +74,11 @@ def test_any_number(pool: Pool, name: str, ranks: int) -> None:
     check(pool, name, ranks, plans, height=40, width=56, max_sequence_length=7)
 
 
-def traced(name: str, plan: dict[str, Any]) -> list[Event]:
+def traced(name: str, plan: dict[str, Any]) -> list[TraceEvent]:
     with divided(MAKE[name](), **plan) as runner:
         runner.trace = True
         run(runner, name)
-        return runner._parts.trace.events()
+        return runner._parts.trace.list_events()
 
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])

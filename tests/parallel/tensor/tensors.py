@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.models.registry import spec_of
-from ditile.parallel.tensor.collectives import Collectives
-from ditile.parallel.tensor.tensor import Sharded, shard, table_of
-from ditile.plan.layout import share
+from ditile.models.registry import require_model_spec
+from ditile.parallel.tensor.collectives import TensorCollectives
+from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
+from ditile.plan.layout import pick_even_chunk
 from tests import tiny
 
 SCHEMES = ("row", "sequence")
@@ -30,14 +30,14 @@ def axis() -> Axis:
 
 
 @contextmanager
-def sharded(transformer: Any, scheme: str, traffic: Traffic | None = None) -> Iterator[Sharded]:
+def sharded(transformer: Any, scheme: str, traffic: Traffic | None = None) -> Iterator[ShardedTransformer]:
     """The model with a share of its weights; with "sequence" its chain of blocks has a share of the tokens."""
-    spec, traffic = spec_of(transformer), traffic or Traffic()
+    spec, traffic = require_model_spec(transformer), traffic or Traffic()
     streams = spec.tensor_tokens if scheme == "sequence" else None
-    cut = shard(transformer, table_of(transformer, spec), axis(), traffic, sequence=streams, keep=True)
+    cut = shard_weights(transformer, find_tensor_table(transformer, spec), axis(), traffic, sequence=streams, keep=True)
     with _tokens_shared(transformer, cut) if streams else _nothing():
         yield cut
-    cut.undo()
+    cut.restore_whole_weights()
 
 
 @contextmanager
@@ -46,26 +46,26 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _tokens_shared(transformer: nn.Module, cut: Sharded) -> Iterator[None]:
+def _tokens_shared(transformer: nn.Module, cut: ShardedTransformer) -> Iterator[None]:
     """Cuts the tokens before the first block and gathers those of the image behind the last."""
-    spec, line = spec_of(transformer), axis()
+    spec, line = require_model_spec(transformer), axis()
     chain = [(block, io) for name, io in spec.blocks.items() for block in transformer.get_submodule(name).children()]
     (first, io), (last, returns) = chain[0], (chain[-1][0], chain[-1][1].returns)
-    exchange = Collectives(line, Traffic())
+    exchange = TensorCollectives(line, Traffic())
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = dict(zip(("hidden_states",), args, strict=False)) | kwargs
         streams = {"image": "hidden_states", "text": "encoder_hidden_states"}
         for stream in io.returns:
             value = call[streams[stream]]
-            setattr(cut.tokens, stream, value.shape[1])
+            setattr(cut.stream_lengths, stream, value.shape[1])
             call[streams[stream]] = value[:, _own(value.shape[1], line)]
         return (), call
 
     def behind(_: nn.Module, __: Any, result: Any) -> Any:
         parts = result if isinstance(result, tuple) else (result,)
         parts = tuple(
-            exchange.gather(part, [cut.tokens.image]) if name == "image" else part
+            exchange.gather_streams(part, [cut.stream_lengths.image]) if name == "image" else part
             for name, part in zip(returns, parts, strict=True)
         )
         return parts if isinstance(result, tuple) else parts[0]
@@ -77,7 +77,7 @@ def _tokens_shared(transformer: nn.Module, cut: Sharded) -> Iterator[None]:
 
 
 def _own(length: int, line: Axis) -> slice:
-    mine = share(range(length), line.size, line.index)
+    mine = pick_even_chunk(range(length), line.num_ranks, line.index)
     return slice(mine.start, mine.stop)
 
 

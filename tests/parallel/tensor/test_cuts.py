@@ -15,9 +15,9 @@ from torch import nn
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
-from ditile.models.registry import spec_of
-from ditile.parallel.tensor.cuts import Cut, Cuts
-from ditile.parallel.tensor.tensor import shard, table_of
+from ditile.models.registry import require_model_spec
+from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
+from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
 from tests import tiny
 
 FF = {"net.0.proj": "colwise", "net.2": "rowwise"}
@@ -25,34 +25,34 @@ FF = {"net.0.proj": "colwise", "net.2": "rowwise"}
 
 def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
     """This process has no group: what is not refused before that fails with another error."""
-    table = table or table_of(model, spec_of(model))
-    shard(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
+    table = table or find_tensor_table(model, require_model_spec(model))
+    shard_weights(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
 
 
 def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
     """A failure: a rank has a value without its gate, or hidden features of the wrong half."""
-    gated = Cuts.of(FeedForward(8, mult=2, activation_fn="swiglu"), FF, 1, 2)
-    assert gated.part("net.0.proj.weight", (32, 8)) == Cut(
+    gated = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="swiglu"), FF, 1, 2)
+    assert gated.select_shard("net.0.proj.weight", (32, 8)) == TensorCut(
         0,
         (
             slice(8, 16),
             slice(24, 32),
         ),
     )
-    assert gated.part("net.0.proj.bias", (32,)) == Cut(
+    assert gated.select_shard("net.0.proj.bias", (32,)) == TensorCut(
         0,
         (
             slice(8, 16),
             slice(24, 32),
         ),
     )
-    plain = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu-approximate"), FF, 1, 2)
-    assert plain.part("net.0.proj.weight", (16, 8)) == Cut(0, (slice(8, 16),))
-    assert plain.part("net.2.weight", (8, 16)) == Cut(1, (slice(8, 16),))
-    assert plain.part("net.2.bias", (8,)) is None
-    assert plain.part("elsewhere.weight", (8, 16)) is None
-    packed = Cuts.of(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
-    assert packed.part("0.weight", (4, 10)) == Cut(
+    plain = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="gelu-approximate"), FF, 1, 2)
+    assert plain.select_shard("net.0.proj.weight", (16, 8)) == TensorCut(0, (slice(8, 16),))
+    assert plain.select_shard("net.2.weight", (8, 16)) == TensorCut(1, (slice(8, 16),))
+    assert plain.select_shard("net.2.bias", (8,)) is None
+    assert plain.select_shard("elsewhere.weight", (8, 16)) is None
+    packed = TensorCuts.match_tensor_table(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
+    assert packed.select_shard("0.weight", (4, 10)) == TensorCut(
         1,
         (
             slice(0, 1),
@@ -63,13 +63,13 @@ def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
 
 def test_factors_of_loras_are_cut_where_their_linear_is() -> None:
     """Outputs cut B, inputs cut A; a LoRA is found in whatever wraps its Linear."""
-    cuts = Cuts.of(FeedForward(8, mult=2, activation_fn="gelu"), FF, 0, 2)
-    assert cuts.part("net.0.proj.lora_B.default.weight", (16, 4)) == Cut(0, (slice(0, 8),))
-    assert cuts.part("net.0.proj.lora_A.default.weight", (4, 8)) is None
-    assert cuts.part("net.2.lora_A.a.weight", (4, 16)) == Cut(1, (slice(0, 8),))
-    assert cuts.part("net.2.lora_B.a.weight", (8, 4)) is None
-    assert cuts.part("net.2.base_layer.bias", (8,)) is None
-    assert cuts.part("net.2.base_layer.weight", (8, 16)) == Cut(1, (slice(0, 8),))
+    cuts = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="gelu"), FF, 0, 2)
+    assert cuts.select_shard("net.0.proj.lora_B.default.weight", (16, 4)) == TensorCut(0, (slice(0, 8),))
+    assert cuts.select_shard("net.0.proj.lora_A.default.weight", (4, 8)) is None
+    assert cuts.select_shard("net.2.lora_A.a.weight", (4, 16)) == TensorCut(1, (slice(0, 8),))
+    assert cuts.select_shard("net.2.lora_B.a.weight", (8, 4)) is None
+    assert cuts.select_shard("net.2.base_layer.bias", (8,)) is None
+    assert cuts.select_shard("net.2.base_layer.weight", (8, 16)) == TensorCut(1, (slice(0, 8),))
 
 
 def quantized(model: Any) -> None:
@@ -163,17 +163,17 @@ def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_seque
     """The message says what would work."""
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"Linear has no tensor table; give ModelSpec\(tensor=\.\.\.\) one"):
-        table_of(model, None)
+        find_tensor_table(model, None)
     with pytest.raises(ModelError, match="no table of its token streams for split_scheme=sequence; use row"):
-        shard(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
+        shard_weights(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
 
 
 def test_weights_that_were_not_kept_cannot_be_put_back() -> None:
     """A failure: a runner would go on with shares as if they were the whole."""
     model = tiny.flux().transformer
-    sharded = shard(model, table_of(model, None), Axis("tensor"), Traffic())
+    sharded = shard_weights(model, find_tensor_table(model, None), Axis("tensor"), Traffic())
     with pytest.raises(StateError, match="the whole weights were not kept"):
-        sharded.undo()
+        sharded.restore_whole_weights()
 
 
 def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
@@ -181,5 +181,5 @@ def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
     model = tiny.flux().transformer
     for block in model.transformer_blocks:
         block._modules.clear()
-    styles = Cuts.of(model, table_of(model, spec_of(model)), 0, 2).styles
+    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, require_model_spec(model)), 0, 2).styles
     assert styles and all(path.startswith("single_transformer_blocks.") for path in styles)

@@ -13,8 +13,8 @@ import torch
 from diffusers import DiTTransformer2DModel
 
 from ditile.distributed.transport import Traffic
-from ditile.models.pixart import TENSOR
-from ditile.parallel.tensor.tensor import shard
+from ditile.models.pixart import PIXART_TENSOR_PLAN
+from ditile.parallel.tensor.tensor import shard_weights
 from tests import tiny
 from tests.parallel.tensor.tensors import axis, forward, inputs, sharded, with_heads
 from tests.pool import Pool
@@ -40,8 +40,8 @@ def counted(family: str, scheme: str) -> tuple[int, int]:
             num_attention_heads=4, attention_head_dim=8, num_layers=3, sample_size=16, norm_num_groups=8
         )
         call = {"hidden_states": torch.randn(B, 4, 16, 16), "timestep": torch.tensor([500] * B)}
-        table = {name: style for name, style in TENSOR.items() if "attn2" not in name}
-        shard(tiny.randomise(model), table, axis(), traffic)
+        table = {name: style for name, style in PIXART_TENSOR_PLAN.items() if "attn2" not in name}
+        shard_weights(tiny.randomise(model), table, axis(), traffic)
         forward(model, call | {"class_labels": torch.tensor([1] * B), "return_dict": False})
     else:
         model = with_heads(family, 4)

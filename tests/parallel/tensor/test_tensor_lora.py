@@ -14,7 +14,7 @@ import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, StateError
-from ditile.parallel.tensor.tensor import shard, table_of
+from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -72,10 +72,10 @@ def refused(folder: Path) -> list[str]:
     pipe, found = MAKE["flux"](), []
     load("one")(pipe, folder)
     with sharded(pipe.transformer, "row") as cut:
-        cut.guard(pipe)
+        cut.guard_pipeline_loaders(pipe)
         pipe.fuse_lora()
         for wrong in (
-            cut.undo,
+            cut.restore_whole_weights,
             lambda: load("two")(pipe, folder),
             lambda: pipe.transformer.load_lora_adapter({}),
             lambda: pipe.transformer.save_pretrained(folder),
@@ -136,4 +136,4 @@ def test_an_adapter_that_is_no_plain_lora_is_refused() -> None:
     pipe = MAKE["flux"]()
     get_peft_model(pipe.transformer, LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
     with pytest.raises(ModelError, match="to_q has a peft.* adapter, .* fuse it into the weights"):
-        shard(pipe.transformer, table_of(pipe.transformer, None), Axis("tensor", (0, 1)), Traffic())
+        shard_weights(pipe.transformer, find_tensor_table(pipe.transformer, None), Axis("tensor", (0, 1)), Traffic())

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.models.registry import spec_of
-from ditile.parallel.tensor.cuts import Cuts
-from ditile.parallel.tensor.tensor import shard, table_of
+from ditile.models.registry import require_model_spec
+from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
 from tests import tiny
 from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
 from tests.pool import Pool
@@ -56,7 +56,7 @@ def divided(name: str) -> tuple[float, Tensor]:
     make, table = MODELS[name]
     model, call = make()
     plain = forward(model, call | {"return_dict": False})
-    shard(model, table or table_of(model, None), axis(), Traffic())
+    shard_weights(model, table or find_tensor_table(model, None), axis(), Traffic())
     out = forward(model, call | {"return_dict": False})
     return error(out, plain), out
 
@@ -76,10 +76,10 @@ def from_parts(family: str) -> tuple[float, float]:
     plain = forward(whole, call)
     with torch.device("meta"):
         model = type(whole).from_config(whole.config).eval()
-    cut = shard(model, table_of(model, spec_of(model)), axis(), Traffic())
+    cut = shard_weights(model, find_tensor_table(model, require_model_spec(model)), axis(), Traffic())
     mine = {}
     for name, weight in whole.state_dict().items():
-        part = cut.part(name, tuple(weight.shape))
+        part = cut.select_shard(name, tuple(weight.shape))
         if part is not None:
             weight = torch.cat([weight.movedim(part.dim, 0)[p].movedim(0, part.dim) for p in part.pieces], part.dim)
         mine[name] = weight
@@ -101,18 +101,21 @@ def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, fam
 def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut(family: str) -> None:
     """What is neither cut nor a modulation would be the same weights, and the same work, on every rank."""
     model = with_heads(family)
-    cuts = [Cuts.of(model, table_of(model, spec_of(model)), index, 3) for index in range(3)]
+    cuts = [
+        TensorCuts.match_tensor_table(model, find_tensor_table(model, require_model_spec(model)), index, 3)
+        for index in range(3)
+    ]
     for name, weight in model.state_dict().items():
         seen = torch.zeros(weight.shape)
         for cut in cuts:
-            part = cut.part(name, tuple(weight.shape))
+            part = cut.select_shard(name, tuple(weight.shape))
             if part is None:
                 seen += 1
                 continue
             for piece in part.pieces:
                 seen.movedim(part.dim, 0)[piece] += 1
         assert torch.all(seen == (3 if part is None else 1)), name
-    lists = tuple(spec_of(model).blocks)
+    lists = tuple(require_model_spec(model).blocks)
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
     assert all(path.endswith((".norm.linear", ".norm1.linear", ".norm1_context.linear")) for path in uncut), uncut
@@ -122,6 +125,6 @@ def test_one_rank_is_the_plain_model() -> None:
     """The null case edits nothing."""
     model, call = with_heads("sd3"), inputs("sd3")
     before, weights = forward(model, call), model.state_dict()
-    cut = shard(model, table_of(model, spec_of(model)), Axis("tensor"), Traffic())
-    assert cut.part("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
+    cut = shard_weights(model, find_tensor_table(model, require_model_spec(model)), Axis("tensor"), Traffic())
+    assert cut.select_shard("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
     assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()

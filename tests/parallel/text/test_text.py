@@ -9,8 +9,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 from ditile.errors import ModelError, StateError
-from ditile.parallel.text.encoders import Encoders, encoders_of
-from ditile.parallel.text.parts import owners
+from ditile.parallel.text.encoders import TextEncoders, find_text_encoders
+from ditile.parallel.text.parts import assign_layer_ranks
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -28,7 +28,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
 def deeper(name: str) -> Any:
     """A pipeline whose encoders have several layers, not as many as there are ranks."""
     pipe = MAKE[name]()
-    for part, encoder in encoders_of(pipe).items():
+    for part, encoder in find_text_encoders(pipe).items():
         config = encoder.config
         config.num_hidden_layers = 5 if type(encoder).__name__ == "T5EncoderModel" else 4
         setattr(pipe, part, tiny.randomise(type(encoder)(config), seed=2))
@@ -36,7 +36,7 @@ def deeper(name: str) -> Any:
 
 
 def counts(pipe: Any) -> dict[str, int]:
-    return {name: sum(p.numel() for p in part.parameters()) for name, part in encoders_of(pipe).items()}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in find_text_encoders(pipe).items()}
 
 
 def pictures(name: str, mode: str, ranks: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
@@ -77,7 +77,7 @@ def test_pictures_are_the_plain_pipelines(pool: Pool, name: str, mode: str, rank
 @pytest.mark.parametrize(("layers", "ranks", "wanted"), [(5, 3, [0, 1, 1, 2, 2]), (1, 3, [2]), (4, 2, [0, 0, 1, 1])])
 def test_runs_are_even(layers: int, ranks: int, wanted: list[int]) -> None:
     """A failure means that a rank holds more than its share."""
-    assert owners(layers, ranks) == wanted
+    assert assign_layer_ranks(layers, ranks) == wanted
 
 
 def more_ranks_than_layers(name: str) -> None:
@@ -115,7 +115,7 @@ def left(name: str, after: str) -> None:
     seen: list[int] = []
 
     def look(*_: Any) -> dict[str, Any]:
-        names = [key for part in encoders_of(pipe).values() for key in part.state_dict()]
+        names = [key for part in find_text_encoders(pipe).values() for key in part.state_dict()]
         seen.append(len(names) - names.count("stand_in"))
         return {}
 
@@ -127,7 +127,7 @@ def left(name: str, after: str) -> None:
     same(run(runner, name, **steps), wanted, f"{name} {after}")
     assert len(seen) == 4 and (after == "offload" or not any(seen)), f"{seen} weights of text encoders while denoising"
     if after == "offload":
-        assert not any("stand_in" in part.state_dict() for part in encoders_of(pipe).values())
+        assert not any("stand_in" in part.state_dict() for part in find_text_encoders(pipe).values())
         same(run(runner, name), wanted, "a second call")
         runner.restore()
         same(run(pipe, name), wanted, "restored")
@@ -160,21 +160,21 @@ def test_encoders_wait_on_the_cpu() -> None:
     """
     pipe, device = MAKE["flux"](), torch.device("meta")
     mesh = parallelize(pipe, Plan()).mesh
-    encoders = Encoders(pipe, "each", mesh.image, None, device, mesh.traffic, after="offload")
-    before = [list(part.state_dict()) for part in encoders_of(pipe).values()]
+    encoders = TextEncoders(pipe, "each", mesh.image, None, device, mesh.traffic, after="offload")
+    before = [list(part.state_dict()) for part in find_text_encoders(pipe).values()]
     moves: list[str] = []
-    for part in encoders_of(pipe).values():
+    for part in find_text_encoders(pipe).values():
         vars(part)["to"] = lambda to: moves.append(str(to))
     denoiser = torch.nn.Identity()
     for _ in range(2):
-        with encoders.installed(denoiser):
+        with encoders.install_for_call(denoiser):
             assert moves == ["meta", "meta"]
             for _ in range(3):
                 denoiser(torch.zeros(1))
             assert moves == ["meta", "meta", "cpu", "cpu"]
             assert pipe.text_encoder.device == pipe.text_encoder_2.device == device, "pipelines ask the encoders"
         assert moves == ["meta", "meta", "cpu", "cpu"]
-        assert [list(part.state_dict()) for part in encoders_of(pipe).values()] == before
+        assert [list(part.state_dict()) for part in find_text_encoders(pipe).values()] == before
         moves.clear()
 
 
@@ -205,7 +205,10 @@ def refusals() -> None:
     pipe = MAKE["flux"]()
     pipe.text_encoder_2.encoder.block[0].layer[0].SelfAttention.extra = torch.nn.Linear(2, 2)
     runner = parallelize(pipe, Plan(pipefusion=2, text="split", warmup=99))  # inside a layer all is the layer's
-    with pytest.raises(ModelError, match="attention weights"), runner._parts.encoders.installed(pipe.transformer):
+    with (
+        pytest.raises(ModelError, match="attention weights"),
+        runner._parts.encoders.install_for_call(pipe.transformer),
+    ):
         pipe.text_encoder(torch.zeros(1, 4, dtype=torch.long), output_attentions=True)
     pipe = MAKE["flux"]()
     pipe.text_encoder.extra = torch.nn.Linear(2, 2)

@@ -9,7 +9,7 @@ import pytest
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from ditile.parallel.vae.halo import Halo, Window
+from ditile.parallel.vae.halo import Halo, RowWindow
 from ditile.parallel.vae.strip import Strip
 from tests import tiny
 from tests.pool import Pool
@@ -52,14 +52,14 @@ def test_on_the_first_rank(pool: Pool) -> None:
 
 def block_sizes(plan: dict[str, Any]) -> set[int]:
     """Of the convolutions of one decode."""
-    pipe, found, pass_through = tiny.flux(), set(), Strip.pass_through
+    pipe, found, pass_through = tiny.flux(), set(), Strip.begin_operation
 
-    def noted(strip: Strip, window: Window) -> Halo:
+    def noted(strip: Strip, window: RowWindow) -> Halo:
         found.add(strip.block_size)
         return pass_through(strip, window)
 
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **plan) as runner:
-        patch.setattr(Strip, "pass_through", noted)
+        patch.setattr(Strip, "begin_operation", noted)
         runner(**tiny.arguments("flux", height=40, width=24, output_type="np"))
     return found
 

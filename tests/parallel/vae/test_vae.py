@@ -17,8 +17,8 @@ import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
-from ditile.parallel.vae.halo import Rows
-from ditile.parallel.vae.norm import group_norm
+from ditile.parallel.vae.halo import PictureRows
+from ditile.parallel.vae.norm import normalize_strip
 from ditile.parallel.vae.strip import Strip
 from ditile.parallel.vae.vae import ParallelVAE
 from tests import tiny
@@ -87,11 +87,14 @@ def compared(cases: list[Case]) -> list[list[float]]:
         latents, picture = inputs(vae, case)
         decoded, encoded = vae.decode(latents, return_dict=False)[0], vae.encode(picture).latent_dist
         parallel = ParallelVAE(vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather)
-        with parallel.installed():
+        with parallel.install_forwards():
             mine = vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
             posterior = vae.encode(picture).latent_dist
         if case.gather == "first" and dist.get_rank() > 0:  # zeros around its own rows
-            own, scale = Rows.even(case.height, dist.get_world_size()).of(dist.get_rank()), mine.shape[2] // case.height
+            own, scale = (
+                PictureRows.split_evenly(case.height, dist.get_world_size()).select_rank_rows(dist.get_rank()),
+                mine.shape[2] // case.height,
+            )
             decoded[:, :, : own.start * scale] = 0
             decoded[:, :, own.stop * scale :] = 0
         found.append([
@@ -140,7 +143,7 @@ def sliced_and_tiled() -> list[float]:
         latents, _ = inputs(vae, Case("pixart", height=height, batch=3))
         getattr(vae, turn_on)()
         wanted = vae.decode(latents).sample
-        with ParallelVAE(vae, axis(), Traffic()).installed():
+        with ParallelVAE(vae, axis(), Traffic()).install_forwards():
             found.append(distance(vae.decode(latents).sample, wanted))
     return found
 
@@ -160,9 +163,11 @@ def normed(height: int) -> list[float]:
     wanted = norm(x)
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
     strip = Strip(axis(), Traffic(), None)
-    own = strip.begin(x)
-    found = strip.gather(group_norm(norm, own, strip))
-    parts = strip.start_gather(group_norm(norm, own.flatten(2), strip).permute(2, 0, 1), units=6).wait()
+    own = strip.select_own_rows(x)
+    found = strip.gather_picture(normalize_strip(norm, own, strip))
+    parts = strip.start_strip_gather(
+        normalize_strip(norm, own.flatten(2), strip).permute(2, 0, 1), units=6
+    ).wait_for_tensors()
     tokens = torch.cat(parts)
     return [
         distance(found, wanted), distance(tokens.permute(1, 2, 0).view(x.shape), wanted),
@@ -190,7 +195,7 @@ def halved() -> list[float]:
     latents, picture = inputs(vae, case)
     wanted = [vae.decode(latents).sample, vae.encode(picture).latent_dist.mean]
     vae.bfloat16()
-    for parallel in (nullcontext(), ParallelVAE(vae, axis(), Traffic(), block_size=9).installed()):
+    for parallel in (nullcontext(), ParallelVAE(vae, axis(), Traffic(), block_size=9).install_forwards()):
         with parallel:
             mine = [vae.decode(latents.bfloat16()).sample, vae.encode(picture.bfloat16()).latent_dist.mean]
         assert {tensor.dtype for tensor in mine} == {torch.bfloat16}
@@ -208,7 +213,7 @@ def untouched() -> None:
     vae = autoencoder("pixart")
     before = {name: dict(vars(module)) for name, module in vae.named_modules()}
     keys, processors = list(vae.state_dict()), dict(vae.attn_processors)
-    with pytest.raises(KeyboardInterrupt), ParallelVAE(vae, axis(), Traffic()).installed():
+    with pytest.raises(KeyboardInterrupt), ParallelVAE(vae, axis(), Traffic()).install_forwards():
         assert list(vae.state_dict()) == keys and type(vae) is AutoencoderKL
         assert [name for name, _ in vae.named_modules()] == list(before)
         raise KeyboardInterrupt
@@ -252,7 +257,7 @@ def test_what_is_not_known_is_refused(change: Any, message: str) -> None:
     vae = autoencoder("pixart")
     parallel = ParallelVAE(vae, Axis(), Traffic())
     change(vae)
-    with pytest.raises(ModelError, match=message), parallel.installed():
+    with pytest.raises(ModelError, match=message), parallel.install_forwards():
         pass
     with pytest.raises(ModelError, match=message):
         ParallelVAE(vae, Axis(), Traffic())
@@ -269,7 +274,7 @@ def test_other_refusals() -> None:
         ParallelVAE(vae, Axis(), Traffic(), block_size=0)
     with pytest.raises(PlanError, match="gather='last' is not known; try all or first"):
         ParallelVAE(vae, Axis(), Traffic(), gather="last")  # type: ignore[arg-type]
-    with ParallelVAE(vae, Axis(), Traffic(), block_size=8).installed():
+    with ParallelVAE(vae, Axis(), Traffic(), block_size=8).install_forwards():
         with pytest.raises(ModelError, match="makes no gradients"):
             vae.decode(torch.randn(1, 4, 8, 8, requires_grad=True))
         with pytest.raises(ModelError, match="a picture of height 1 is too low"):

@@ -20,7 +20,7 @@ HEIGHT, WIDTH, BATCH, FLOAT = 13, 6, 2, 4
 @torch.no_grad()
 def sent() -> tuple[dict[str, int], dict[str, int]]:
     traffic, vae = Traffic(), autoencoder("pixart")
-    with ParallelVAE(vae, axis(), traffic).installed():
+    with ParallelVAE(vae, axis(), traffic).install_forwards():
         vae.decode(torch.randn(BATCH, 4, HEIGHT, WIDTH))
     return traffic.bytes, traffic.calls
 
@@ -57,7 +57,7 @@ def held(block_size: int | None) -> list[tuple[int, int]]:
     for call in calls:
         with LiveBytes() as whole:
             call()
-        with ParallelVAE(vae, axis(), Traffic(), block_size=block_size).installed(), LiveBytes() as mine:
+        with ParallelVAE(vae, axis(), Traffic(), block_size=block_size).install_forwards(), LiveBytes() as mine:
             call()
         found += [(whole.peak, whole.largest), (mine.peak, mine.largest)]
     return found

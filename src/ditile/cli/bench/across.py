@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ditile import errors
-from ditile.cli.bench.links import two_hosts
+from ditile.cli.bench.links import create_two_hosts
 from ditile.distributed import env
-from ditile.distributed.launch import die_with_parent, unwinding_on_signals
+from ditile.distributed.launch import die_with_parent, unwind_on_signals
 from ditile.errors import DitileError, RankError
 
 if TYPE_CHECKING:
-    from ditile.cli.bench.session import Task
+    from ditile.cli.bench.session import BenchTask
 
 RANKS, PATIENCE = 2, 5.0
 """Ranks; seconds that a rank has to end by itself when the other has failed."""
 
 
-def measure_across(task: Task, rate: str) -> None:
+def measure_across_link(task: BenchTask, rate: str) -> None:
     """Runs a session with the ranks at both ends of a link.
 
     Raises:
@@ -38,22 +38,22 @@ def measure_across(task: Task, rate: str) -> None:
         DitileError: what a rank raised; `RankError` for anything that is no word of ours.
     """
     with (
-        unwinding_on_signals() as check,
-        two_hosts(rate) as hosts,
+        unwind_on_signals() as check,
+        create_two_hosts(rate) as hosts,
         tempfile.TemporaryDirectory(prefix="ditile-") as folder,
     ):
         notes = [Path(folder, f"error-{rank}") for rank in range(RANKS)]
         ranks = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "ditile.cli.bench.across", task.to_json(), str(note)],
-                env=env.for_host(rank, RANKS, hosts[0].address, host.interface),
+                env=env.build_host_environment(rank, RANKS, hosts[0].address, host.interface),
             )
             for rank, (host, note) in enumerate(zip(hosts, notes, strict=True))
         ]
         try:
-            _wait(ranks, check)
+            _wait_for_link_ranks(ranks, check)
         finally:
-            _end(ranks)
+            _end_link_ranks(ranks)
         for note in notes:
             if note.exists():
                 kind, message = json.loads(note.read_text("utf-8"))
@@ -68,17 +68,17 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     text, note = sys.argv[1:]
-    env.hush()  # before what follows imports diffusers
-    from ditile.cli.bench.session import Task, run
+    env.silence_library_imports()  # before what follows imports diffusers
+    from ditile.cli.bench.session import BenchTask, run_session
 
     try:
-        run(Task.from_json(text))
+        run_session(BenchTask.from_json(text))
     except DitileError as error:
         Path(note).write_text(json.dumps([type(error).__name__, str(error)]), "utf-8")
         raise SystemExit(2) from None
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> None:
+def _wait_for_link_ranks(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> None:
     """Until all have ended, or one has failed."""
     while any(process.poll() is None for process in ranks):
         check()
@@ -87,7 +87,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> No
         time.sleep(0.05)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end_link_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
     """Ends what still runs."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in ranks) and time.monotonic() < until:

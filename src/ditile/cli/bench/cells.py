@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ditile.cache.line import NONE, configs_of
+from ditile.cache.line import NO_CACHE, parse_cache_line
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 
@@ -13,7 +13,7 @@ ONE_RANK = ""
 """In place of a plan: the plain pipeline on one rank."""
 
 
-class Cell(NamedTuple):
+class BenchCell(NamedTuple):
     """One thing that is measured.
 
     Attributes:
@@ -30,62 +30,62 @@ class Cell(NamedTuple):
     width: int | None = None
 
     @property
-    def world(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks."""
-        return self.parsed.world
+        return self.plan_object.world
 
     @property
-    def parsed(self) -> Plan:
+    def plan_object(self) -> Plan:
         """The plan."""
         return Plan() if self.plan == ONE_RANK else Plan.parse(self.plan)
 
     @property
-    def configs(self) -> dict[str, Any]:
+    def cache_configs(self) -> dict[str, Any]:
         """The keyword arguments of `enable_cache`; what there is to cache may be None."""
-        return configs_of(self.cache or NONE)
+        return parse_cache_line(self.cache or NO_CACHE)
 
     @property
-    def pictures(self) -> int:
+    def num_pictures(self) -> int:
         """Pictures of a call: one for each replica."""
-        return self.parsed.data
+        return self.plan_object.data
 
     @property
-    def one_rank(self) -> Cell:
+    def one_rank_baseline(self) -> BenchCell:
         """What this is compared with: the plain pipeline at the same size."""
-        return Cell(ONE_RANK, "", "", self.height, self.width)
+        return BenchCell(ONE_RANK, "", "", self.height, self.width)
 
     @property
-    def label(self) -> str:
+    def display_label(self) -> str:
         """Plan and cache, for people."""
         return (self.plan or "one rank") + (f" | {self.cache}" if self.cache else "")
 
 
-def cells_of(lines: str) -> list[Cell]:
+def parse_cells(lines: str) -> list[BenchCell]:
     """The cells of `pipefusion=2 patches=4; ulysses=2 | F=1 W=4 R=0.12`, each once.
 
     Raises:
         PlanError: if there is none, or a plan will not do.
         ModelError: if a cache will not do.
     """
-    found = [_cell(line) for line in lines.split(";") if line.strip()]
-    if not found:
+    cells = [_parse_cell(line) for line in lines.split(";") if line.strip()]
+    if not cells:
         raise PlanError(f"plans={lines!r} names no plan; try 'pipefusion=2 patches=4; ulysses=2'")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cells))
 
 
-def by_world(cells: Iterable[Cell]) -> Mapping[int, list[Cell]]:
+def group_cells_by_world(cells: Iterable[BenchCell]) -> Mapping[int, list[BenchCell]]:
     """Cells by the number of ranks that they need, most first."""
-    found: dict[int, list[Cell]] = {}
+    cells_by_world: dict[int, list[BenchCell]] = {}
     for cell in cells:
-        found.setdefault(cell.world, []).append(cell)
-    return dict(sorted(found.items(), reverse=True))
+        cells_by_world.setdefault(cell.num_ranks, []).append(cell)
+    return dict(sorted(cells_by_world.items(), reverse=True))
 
 
-def _cell(line: str) -> Cell:
+def _parse_cell(line: str) -> BenchCell:
     plan, bar, cache = line.partition("|")
     cache = " ".join(cache.split())
     if bar and not cache:
         raise ModelError(f"{line.strip()!r} has no cache behind its |; write it as F=1 W=4 R=0.12, or leave | out")
-    cell = Cell(str(Plan.parse(plan)), "" if cache == NONE else cache)
-    _ = cell.configs
+    cell = BenchCell(str(Plan.parse(plan)), "" if cache == NO_CACHE else cache)
+    _ = cell.cache_configs
     return cell

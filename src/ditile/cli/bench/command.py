@@ -11,24 +11,24 @@ from pathlib import Path
 import torch
 
 from ditile.cli.bench import machine, runs, sweeps
-from ditile.cli.bench.across import RANKS, measure_across
-from ditile.cli.bench.cells import ONE_RANK, Cell, by_world, cells_of
-from ditile.cli.bench.links import check_allowed
+from ditile.cli.bench.across import RANKS, measure_across_link
+from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
+from ditile.cli.bench.links import check_namespace_rights
 from ditile.cli.bench.options import Comparison, Workload
-from ditile.cli.bench.predict import predicted, profile_of
+from ditile.cli.bench.predict import load_prediction_profile, predict_cells
 from ditile.cli.bench.runs import Row
-from ditile.cli.bench.session import Task, run
-from ditile.cli.bench.subjects import Subject, subject_of
-from ditile.cli.bench.worlds import cores
-from ditile.cli.generate import quiet
+from ditile.cli.bench.session import BenchTask, run_session
+from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
+from ditile.cli.bench.worlds import list_allowed_cores
+from ditile.cli.generate import silence_libraries
 from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
 from ditile.errors import ModelError, PlanError
-from ditile.plan.cost import Job
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.disturbance import LIMIT
 from ditile.planner.profile import Profile
-from ditile.runner.table import bounds
+from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"
 """What stands for a sweep where plans were given."""
@@ -36,7 +36,7 @@ UNKNOWN = "no predictions, as this machine was not measured yet: run `ditile cal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class BenchResult:
     """What came of it.
 
     Attributes:
@@ -48,61 +48,70 @@ class Measured:
     remarks: list[str] = field(default_factory=list)
 
 
-def bench(compared: Comparison, work: Workload) -> Measured | None:
+def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     """Measures what is not there yet, and writes rows and figures. None on torchrun's other ranks.
 
     Raises:
         DitileError: if something does not fit; nothing was measured or written then.
     """
-    quiet()
-    _check_figures(compared)
-    subject, place, profile = subject_of(work), env.torchrun(), profile_of(compared)
+    silence_libraries()
+    _check_matplotlib(compared)
+    subject, place, profile = create_bench_subject(work), env.read_torchrun_place(), load_prediction_profile(compared)
     ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
-    wanted = {name: _at(compared, cells) for name, cells in _wanted(compared, work, subject, ranks).items()}
+    wanted = {
+        name: _place_cells_on_links(compared, cells)
+        for name, cells in _list_cells_by_sweep(compared, work, subject, ranks).items()
+    }
     cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
-    every = dict.fromkeys([*cells, *(cell.one_rank for cell in cells)])
-    jobs = {cell: subject.job(cell) for cell in every}  # says no before anything is started
-    most = _most(cells, compared)
-    task = _task(compared, replace(work, threads=_threads(work, most)), subject, jobs)
-    foretold = {} if profile is None else predicted(subject, jobs, profile)
+    every = dict.fromkeys([*cells, *(cell.one_rank_baseline for cell in cells)])
+    jobs = {cell: subject.make_cost_job(cell) for cell in every}  # says no before anything is started
+    most = _count_ranks_to_start(cells, compared)
+    task = _build_bench_task(compared, replace(work, threads=_choose_threads_per_rank(work, most)), subject, jobs)
+    predictions = {} if profile is None else predict_cells(subject, jobs, profile)
     if place is None or place.rank == 0:
-        done = runs.counted(runs.read(compared.out))
+        done = runs.count_runs_by_key(runs.read_runs(compared.out))
         todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
         task = replace(task, todo=[(cell, left) for cell, left in todo if left > 0])
-    remarks = _remarks(task, _left_out(compared, work, subject, ranks, cells), profile)
-    _measure(task, most)
+    remarks = _collect_remarks(task, _list_unfit_plans(compared, work, subject, ranks, cells), profile)
+    _run_sessions(task, most)
     if place is not None and place.rank:
         return None
-    return _written(compared, wanted, task, foretold, remarks)
+    return _write_results(compared, wanted, task, predictions, remarks)
 
 
-def _remarks(task: Task, left_out: Sequence[str], profile: Profile | None) -> list[str]:
+def _collect_remarks(task: BenchTask, left_out: Sequence[str], profile: Profile | None) -> list[str]:
     remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
-    if task.todo and (task.load or 0.0) > cpus.cores() / 2:
+    if task.todo and (task.load or 0.0) > cpus.count_usable_cores() / 2:
         remarks.append(
-            f"this machine was busy before (load {task.load:.1f} on {cpus.cores()} cores): if others did that and "
+            f"this machine was busy before (load {task.load:.1f} on {cpus.count_usable_cores()} cores): if others did that and "
             "went on, two ranks got more of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
 
 
-def _written(
-    compared: Comparison, wanted: Mapping[str, Sequence[Cell]], task: Task, foretold: Mapping[Cell, runs.Foretold],
+def _write_results(
+    compared: Comparison, wanted: Mapping[str, Sequence[BenchCell]], task: BenchTask, predictions: Mapping[BenchCell, runs.Prediction],
     remarks: list[str],
-) -> Measured:  # fmt: skip
+) -> BenchResult:  # fmt: skip
     """Rows and figures of all that was measured."""
-    rows = runs.rows(runs.read(compared.out), {task.keys[cell]: one for cell, one in foretold.items()})
-    files, of_key = [runs.write(compared.out, rows)], {row["key"]: row for row in rows}
+    rows = runs.summarize_runs(
+        runs.read_runs(compared.out), {task.keys[cell]: one for cell, one in predictions.items()}
+    )
+    files, of_key = [runs.write_bench_rows(compared.out, rows)], {row["key"]: row for row in rows}
     if not compared.no_figures:
         from ditile.cli.bench import figures
 
-        files += figures.draw({k: _rows(some, task.keys, of_key) for k, some in wanted.items()}, Path(compared.out))
-    shown = _rows([cell for some in wanted.values() for cell in some], task.keys, of_key)
-    return Measured(rows=shown, remarks=[*remarks, *_made_again(shown), f"written: {', '.join(map(str, files))}"])
+        files += figures.draw_sweep_figures(
+            {k: _select_rows(some, task.keys, of_key) for k, some in wanted.items()}, Path(compared.out)
+        )
+    shown = _select_rows([cell for some in wanted.values() for cell in some], task.keys, of_key)
+    return BenchResult(
+        rows=shown, remarks=[*remarks, *_describe_remeasurements(shown), f"written: {', '.join(map(str, files))}"]
+    )
 
 
-def _made_again(rows: Sequence[Row]) -> list[str]:
+def _describe_remeasurements(rows: Sequence[Row]) -> list[str]:
     """What `--remeasure` came to."""
     watched = [row for row in rows if "again" in row]
     if not watched:
@@ -114,103 +123,117 @@ def _made_again(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _wanted(compared: Comparison, work: Workload, subject: Subject, ranks: int) -> dict[str, list[Cell]]:
+def _list_cells_by_sweep(
+    compared: Comparison, work: Workload, subject: BenchSubject, ranks: int
+) -> dict[str, list[BenchCell]]:
     """The cells of each sweep, before links."""
     size = (work.height, work.width)
     if compared.plans is not None:
-        return {PLANS: [cell._replace(height=size[0], width=size[1]) for cell in cells_of(compared.plans)]}
-    found = {}
-    for name in compared.sweeps:
-        sizes = _sizes(compared, work, subject) if name == "resolution" else [size]
-        fits = sweeps.fits_by(lambda plan, at=sizes[0]: subject.job(Cell(str(plan), "", "", *at)))  # type: ignore[misc]
-        found[name] = sweeps.cells(name, RANKS if name == "links" else ranks, sizes, fits)
-        if not found[name]:
-            subject.job(Cell(str(Plan()), "", "", *sizes[0]))  # says what is wrong with the size, if that is
+        return {PLANS: [cell._replace(height=size[0], width=size[1]) for cell in parse_cells(compared.plans)]}
+    cells_by_sweep = {}
+    for name in compared.sweep_names:
+        sizes = _choose_sweep_sizes(compared, work, subject) if name == "resolution" else [size]
+        fits = sweeps.make_fit_check(lambda plan, at=sizes[0]: subject.make_cost_job(BenchCell(str(plan), "", "", *at)))  # type: ignore[misc]
+        cells_by_sweep[name] = sweeps.list_sweep_cells(name, RANKS if name == "links" else ranks, sizes, fits)
+        if not cells_by_sweep[name]:
+            subject.make_cost_job(
+                BenchCell(str(Plan()), "", "", *sizes[0])
+            )  # says what is wrong with the size, if that is
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
-    return found
+    return cells_by_sweep
 
 
-def _sizes(compared: Comparison, work: Workload, subject: Subject) -> list[tuple[int | None, int | None]]:
+def _choose_sweep_sizes(
+    compared: Comparison, work: Workload, subject: BenchSubject
+) -> list[tuple[int | None, int | None]]:
     """Squares, smallest first."""
     if compared.sizes is not None:
         return [(side, side) for side in sorted(set(compared.sizes))]
-    side = work.height or subject.side()
+    side = work.height or subject.get_native_side()
     if side is None:
         raise ModelError(f"the size of {subject.name} is not known; give --sizes, such as 1024,2048")
     return [(k * side, k * side) for k in (1, 2, 4)]
 
 
-def _at(compared: Comparison, cells: Sequence[Cell]) -> list[Cell]:
+def _place_cells_on_links(compared: Comparison, cells: Sequence[BenchCell]) -> list[BenchCell]:
     """The cells on each link."""
-    return [cell._replace(link=rate) for rate in compared.rates or [""] for cell in cells]
+    return [cell._replace(link=rate) for rate in compared.link_rates or [""] for cell in cells]
 
 
-def _most(cells: Sequence[Cell], compared: Comparison) -> int:
+def _count_ranks_to_start(cells: Sequence[BenchCell], compared: Comparison) -> int:
     """Ranks that must be started."""
-    most, place = max(by_world(cells)), env.torchrun()
-    if compared.rates:
+    most, place = max(group_cells_by_world(cells)), env.read_torchrun_place()
+    if compared.link_rates:
         if place is not None:
             raise PlanError("--links make hosts of their own on this machine; start ditile bench without torchrun")
-        if others := [cell for cell in cells if cell.world != RANKS]:
+        if others := [cell for cell in cells if cell.num_ranks != RANKS]:
             raise PlanError(
-                f"links join two hosts of one rank each, and {others[0].label!r} needs {others[0].world} rank(s); give "
+                f"links join two hosts of one rank each, and {others[0].display_label!r} needs {others[0].num_ranks} rank(s); give "
                 "plans of 2"
             )
-        check_allowed()
+        check_namespace_rights()
     if place is not None and most > place.world:
         raise PlanError(f"a plan needs {most} ranks and torchrun started {place.world}; start {most}, or fewer --ranks")
     return most
 
 
-def _task(compared: Comparison, work: Workload, subject: Subject, jobs: Mapping[Cell, Job | None]) -> Task:
+def _build_bench_task(
+    compared: Comparison, work: Workload, subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None]
+) -> BenchTask:
     job = {
-        "model": subject.name, "prompt": work.prompt, "steps": subject.steps(), "output": work.output,
-        "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.facts(work.device),
+        "model": subject.name, "prompt": work.prompt, "steps": subject.get_num_steps(), "output": work.output,
+        "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.collect_machine_facts(work.device),
     }  # fmt: skip
-    known = {cell: found for cell, found in jobs.items() if found is not None and not cell.cache}
-    return Task(
-        work=work, todo=[], keys={cell: runs.key_of(job, cell) for cell in jobs},
-        bounds={cell: math.prod(bounds(found).values()) for cell, found in known.items()},
-        out=compared.out, threads=work.threads or 1, cores=cores(), load=machine.load(), remeasure=compared.remeasure,
+    known = {cell: cell_job for cell, cell_job in jobs.items() if cell_job is not None and not cell.cache}
+    return BenchTask(
+        work=work, todo=[], keys={cell: runs.make_run_key(job, cell) for cell in jobs},
+        bounds={cell: math.prod(compute_axis_bounds(cell_job).values()) for cell, cell_job in known.items()},
+        out=compared.out, threads=work.threads or 1, cores=list_allowed_cores(), load=machine.read_load_average(), remeasure=compared.remeasure,
     )  # fmt: skip
 
 
-def _threads(work: Workload, most: int) -> int:
+def _choose_threads_per_rank(work: Workload, most: int) -> int:
     """Of each rank: by default the cores are shared out."""
-    return work.threads or max(1, cpus.cores() // most)
+    return work.threads or max(1, cpus.count_usable_cores() // most)
 
 
-def _measure(task: Task, most: int) -> None:
+def _run_sessions(task: BenchTask, most: int) -> None:
     """On torchrun's ranks, on new ones, or on those at both ends of each link."""
     rates = dict.fromkeys(cell.link for cell, _ in task.todo)
-    if env.torchrun() is not None:
-        run(task)
+    if env.read_torchrun_place() is not None:
+        run_session(task)
         return
     for rate in rates:
         here = [(cell, left) for cell, left in task.todo if cell.link == rate]
         some = replace(task, todo=here, title=rate or task.title)
         if rate:
-            measure_across(some, rate)
+            measure_across_link(some, rate)
         else:
-            world = max(by_world(cell for cell, _ in here))
-            launch(run, world, (some,), threads=task.threads, stall_timeout=task.work.stall_timeout)
+            world = max(group_cells_by_world(cell for cell, _ in here))
+            launch(run_session, world, (some,), threads=task.threads, stall_timeout=task.work.stall_timeout)
 
 
-def _rows(cells: Sequence[Cell], keys: Mapping[Cell, str], of_key: Mapping[str, Row]) -> list[Row]:
+def _select_rows(cells: Sequence[BenchCell], keys: Mapping[BenchCell, str], of_key: Mapping[str, Row]) -> list[Row]:
     """Those of some cells, each size's one rank first."""
-    every = dict.fromkeys(one for cell in cells for one in (cell.one_rank, cell))
+    every = dict.fromkeys(one for cell in cells for one in (cell.one_rank_baseline, cell))
     return [of_key[keys[cell]] for cell in every if keys[cell] in of_key]
 
 
-def _left_out(compared: Comparison, work: Workload, subject: Subject, ranks: int, cells: Sequence[Cell]) -> list[str]:
+def _list_unfit_plans(
+    compared: Comparison, work: Workload, subject: BenchSubject, ranks: int, cells: Sequence[BenchCell]
+) -> list[str]:
     """Plans of the sweeps that do not fit the model."""
     there = {cell.plan for cell in cells} | {ONE_RANK}
     size = (work.height, work.width)
-    fits = sweeps.fits_by(lambda plan: subject.job(Cell(str(plan), "", "", *size)))
-    every = [plan for name in compared.sweeps for plan in sweeps.plans(name, RANKS if name == "links" else ranks, fits)]
+    fits = sweeps.make_fit_check(lambda plan: subject.make_cost_job(BenchCell(str(plan), "", "", *size)))
+    every = [
+        plan
+        for name in compared.sweep_names
+        for plan in sweeps.list_sweep_plans(name, RANKS if name == "links" else ranks, fits)
+    ]
     return [str(plan) for plan in dict.fromkeys(every) if str(plan) not in there and plan.world > 1]
 
 
-def _check_figures(compared: Comparison) -> None:
+def _check_matplotlib(compared: Comparison) -> None:
     if not compared.no_figures and find_spec("matplotlib") is None:
         raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")

@@ -31,7 +31,7 @@ class Host(NamedTuple):
 
 
 @contextmanager
-def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
+def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
     """Makes both, and takes them away again.
 
     Args:
@@ -40,17 +40,17 @@ def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
     Raises:
         PlanError: if this needs root or iproute2, or the rate is none.
     """
-    check_allowed()
-    burst = _burst(rate)
+    check_namespace_rights()
+    burst = _compute_burst_bytes(rate)
     with ExitStack() as stack:
         hosts = []
         for k in (0, 1):
             space = f"ditile-{os.getpid()}-{k}"
-            _run("ip", "netns", "add", space)
-            stack.callback(_run, "ip", "netns", "delete", space)
+            _run_network_command("ip", "netns", "add", space)
+            stack.callback(_run_network_command, "ip", "netns", "delete", space)
             hosts.append(Host(("ip", "netns", "exec", space), f"10.77.0.{k + 1}", f"ditile{k}"))
         ends = [(host.interface, host.prefix[-1]) for host in hosts]
-        _run(
+        _run_network_command(
             "ip",
             "link",
             "add",
@@ -66,38 +66,38 @@ def two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
             ends[1][1],
         )
         for host in hosts:
-            _run(*host.prefix, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+            _run_network_command(*host.prefix, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)
             for interface in ("lo", host.interface):
-                _run(*host.prefix, "ip", "link", "set", interface, "up")
+                _run_network_command(*host.prefix, "ip", "link", "set", interface, "up")
             if rate is not None:
                 shape = ("rate", rate, "burst", str(burst), "latency", "100ms")
-                _run(*host.prefix, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *shape)
+                _run_network_command(*host.prefix, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *shape)
         yield hosts[0], hosts[1]
 
 
-def checked_rate(rate: str) -> int:
+def parse_link_rate(rate: str) -> int:
     """Bits per second of a rate such as 100mbit.
 
     Raises:
         PlanError: if it is none.
     """
-    found = _RATE.fullmatch(rate)
-    if found is None or not int(found[1]):
+    match = _RATE.fullmatch(rate)
+    if match is None or not int(match[1]):
         raise PlanError(f"link {rate!r} is no rate; write it as 100mbit, 1gbit or 10gbit")
-    return int(found[1]) * _BITS[found[2]]
+    return int(match[1]) * _BITS[match[2]]
 
 
-def check_allowed() -> None:
+def check_namespace_rights() -> None:
     """Raises `PlanError` unless this process can make network namespaces."""
     if os.geteuid() or shutil.which("ip") is None or shutil.which("tc") is None:
         raise PlanError("links between two hosts need root and iproute2 (ip, tc); run as root, or leave --links out")
 
 
-def _burst(rate: str | None) -> int:
-    return 0 if rate is None else max(64 * 1024, 2 * checked_rate(rate) // 8 // _TIMER_HZ)
+def _compute_burst_bytes(rate: str | None) -> int:
+    return 0 if rate is None else max(64 * 1024, 2 * parse_link_rate(rate) // 8 // _TIMER_HZ)
 
 
-def _run(*command: str) -> None:
+def _run_network_command(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PlanError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")

@@ -14,17 +14,17 @@ NAMES = {
     "ulysses": "Ulysses", "tensor": "tensor",
 }  # fmt: skip
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#777777")
-_OF_KIND = {"pipefusion": 0, "distrifusion": 1, "ulysses": 2, "ring": 3, "tensor": 4, "cfg": 5, "data": 6}
+_COLOUR_INDEX_OF_AXIS = {"pipefusion": 0, "distrifusion": 1, "ulysses": 2, "ring": 3, "tensor": 4, "cfg": 5, "data": 6}
 """Of several methods the first here gives its colour."""
 
 
-def kind_of(plan: str) -> str:
+def name_plan_methods(plan: str) -> str:
     """The methods of a plan: `cfg x PipeFusion`."""
-    made = Plan.parse(plan)
-    return " x ".join(name for axis, name in NAMES.items() if getattr(made, axis) > 1) or "one rank"
+    plan_object = Plan.parse(plan)
+    return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
 
 
-def method(row: Row, *, patches: bool = True, size: bool = False) -> str:
+def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -> str:
     """A row's plan and cache, in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
 
     Args:
@@ -55,13 +55,13 @@ def method(row: Row, *, patches: bool = True, size: bool = False) -> str:
     return text + (f" | {row['width']}x{row['height']}" if size else "")
 
 
-def colour_of(plan: str) -> str:
+def choose_plan_colour(plan: str) -> str:
     """A colour for each method; of several, that of the one that divides most."""
-    made = Plan.parse(plan)
-    return COLOURS[next((index for axis, index in _OF_KIND.items() if getattr(made, axis) > 1), 7)]
+    plan_object = Plan.parse(plan)
+    return COLOURS[next((index for axis, index in _COLOUR_INDEX_OF_AXIS.items() if getattr(plan_object, axis) > 1), 7)]
 
 
-def title(rows: Sequence[Row]) -> str:
+def make_rows_title(rows: Sequence[Row]) -> str:
     """Model, size, steps and machine: what the rows have in common."""
     first = rows[0]
     sizes = {(row["width"], row["height"]) for row in rows}
@@ -73,15 +73,15 @@ def title(rows: Sequence[Row]) -> str:
     return ", ".join([first["model"], *size, *steps, device])
 
 
-def warmup_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The header and the lines of the table over W: seconds, and how much more than the same without warmup.
 
     Without warmup all ways are one, which stands where they are serial.
     """
     plans = [(Plan.parse(row["plan"]), row) for row in rows if row["plan"] != ONE_RANK]
-    kinds = dict.fromkeys((kind_of(str(plan)), plan.cfg, mode) for plan, _ in plans for mode in WARMUP_MODES)
+    kinds = dict.fromkeys((name_plan_methods(str(plan)), plan.cfg, mode) for plan, _ in plans for mode in WARMUP_MODES)
     seconds: dict[tuple[Any, ...], float] = {
-        (kind_of(str(plan)), plan.cfg, plan.warmup_mode, plan.warmup): row["median_s"] for plan, row in plans
+        (name_plan_methods(str(plan)), plan.cfg, plan.warmup_mode, plan.warmup): row["median_s"] for plan, row in plans
     }
     columns = [column for column in kinds if any(key[:3] == column and key[3] != 0 for key in seconds)]
     header = ["W"] + [f"{kind}\n{mode}" for kind, _, mode in columns]

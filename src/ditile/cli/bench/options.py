@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ditile.cli.bench.links import checked_rate
+from ditile.cli.bench.links import parse_link_rate
 from ditile.cli.options import check_counts, check_stall_timeout, check_writable
 from ditile.errors import ModelError, PlanError
-from ditile.plan.flags import option
+from ditile.plan.flags import define_option
 from ditile.runner.load import DTYPES
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
@@ -27,31 +27,31 @@ class Comparison:
         PlanError, ModelError: if a value is out of its range, or two of them contradict each other.
     """
 
-    plans: str | None = option(
+    plans: str | None = define_option(
         None, "plans with ; between them, a cache behind |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
     )
-    sweep: str | None = option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
-    ranks: int | None = option(
+    sweep: str | None = define_option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
+    ranks: int | None = define_option(
         None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2", metavar="N"
     )
-    sizes: tuple[int, ...] | None = option(
+    sizes: tuple[int, ...] | None = define_option(
         None, "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
         metavar="N,N,..", example="256,512",
     )  # fmt: skip
-    links: str | None = option(
+    links: str | None = define_option(
         None, "two hosts joined by a link of each of these rates, such as 100Mbit,1Gbit (needs root)", metavar="RATES"
     )
-    rounds: int = option(3, "interleaved rounds that count", metavar="N")
-    remeasure: int = option(
+    rounds: int = define_option(3, "interleaved rounds that count", metavar="N")
+    remeasure: int = define_option(
         0, "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
         metavar="N",
     )  # fmt: skip
-    out: str = option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
-    no_figures: bool = option(False, "write no figures, which need matplotlib")
-    profile: str | None = option(
+    out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
+    no_figures: bool = define_option(False, "write no figures, which need matplotlib")
+    profile: str | None = define_option(
         None, "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps", metavar="FILE"
     )
-    hardware: str | None = option(
+    hardware: str | None = define_option(
         None, "predict for hardware of `ditile plan` instead, such as l40-pcie", metavar="NAME"
     )
 
@@ -61,24 +61,24 @@ class Comparison:
         check_counts(self, "ranks", "rounds")
         if self.remeasure < 0:
             raise ModelError(f"remeasure={self.remeasure} is not a whole number of at least 0")
-        if unknown := [name for name in self.sweeps if name not in SWEEPS]:
+        if unknown := [name for name in self.sweep_names if name not in SWEEPS]:
             raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
         if self.ranks is not None and self.sweep is None:
             raise PlanError(f"ranks={self.ranks} is for --sweep; plans say themselves how many they need")
         if self.ranks is not None and self.ranks < 2:
             raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
-        if self.sizes is not None and "resolution" not in self.sweeps:
+        if self.sizes is not None and "resolution" not in self.sweep_names:
             raise PlanError("--sizes are for --sweep resolution; give --height and --width")
         if self.sizes is not None and min(self.sizes) < 1:
             raise ModelError(f"sizes={','.join(map(str, self.sizes))} are not whole numbers of at least 1")
-        for rate in self.rates:
-            checked_rate(rate)
-        if self.links is not None and self.sweep is not None and self.sweeps != ["links"]:
+        for rate in self.link_rates:
+            parse_link_rate(rate)
+        if self.links is not None and self.sweep is not None and self.sweep_names != ["links"]:
             raise PlanError("--links are for --plans, or --sweep links alone")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
 
-    def check_out(self) -> None:
+    def check_output_folder(self) -> None:
         """Raises `ModelError` unless the folder can be written."""
         folder = Path(self.out)
         if folder.exists() and not folder.is_dir():
@@ -86,16 +86,16 @@ class Comparison:
         check_writable("out", folder / "runs.jsonl" if folder.exists() else folder)
 
     @property
-    def sweeps(self) -> list[str]:
+    def sweep_names(self) -> list[str]:
         """The names of the sweeps."""
         return [] if self.sweep is None else [name.strip() for name in self.sweep.split(",")]
 
     @property
-    def rates(self) -> list[str]:
+    def link_rates(self) -> list[str]:
         """The links, as `tc` writes them; none where ranks are on this machine."""
         if self.links is not None:
             return [rate.strip().lower() for rate in self.links.split(",")]
-        return list(RATES) if "links" in self.sweeps else []
+        return list(RATES) if "links" in self.sweep_names else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,31 +106,31 @@ class Workload:
         ModelError: if a value is out of its range.
     """
 
-    model: str = option(
+    model: str = define_option(
         "shapes-pixart", "a bundled model, a folder, a hub id, or one of random weights: 'random-flux blocks=57'",
         metavar="NAME",
     )  # fmt: skip
-    prompt: str = option("a red circle on a white background", "what to draw", metavar="TEXT")
-    steps: int | None = option(None, "denoising steps; the model's own by default", metavar="N")
-    height: int | None = option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = option(None, "pixels", metavar="N")
-    output: Literal["image", "latent"] = option(
+    prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
+    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
+    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = define_option(None, "pixels", metavar="N")
+    output: Literal["image", "latent"] = define_option(
         "image", "measure whole calls, or without the decode", choices=("image", "latent")
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
         None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
     )
-    device: str | None = option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
-    threads: int | None = option(
+    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = define_option(
         None, "CPU threads of each rank, and of the one rank; the cores are shared out by default", metavar="N"
     )
-    stall_timeout: float = option(3600.0, "seconds without progress after which a run is ended", metavar="S")
+    stall_timeout: float = define_option(3600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
         check_counts(self, "steps", "height", "width", "threads")
         check_stall_timeout(self.stall_timeout)
 
     @property
-    def is_random(self) -> bool:
+    def has_random_weights(self) -> bool:
         """Whether the model is one of random weights."""
         return self.model.startswith(RANDOM)

@@ -23,7 +23,7 @@ from diffusers import (
 
 from ditile.cli.bench.options import RANDOM
 from ditile.errors import ModelError
-from ditile.plan.flags import option, readers
+from ditile.plan.flags import define_option, iter_field_readers
 
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8
@@ -34,10 +34,10 @@ TEXT = 64  # channels of an embedding
 class RandomModel:
     """The sizes of a model."""
 
-    family: Literal["pixart", "flux"] = option("pixart", "family", choices=FAMILIES)
-    blocks: int = option(16, "blocks; of FLUX a third are double ones")
-    heads: int = option(8, "attention heads")
-    head_dim: int = option(32, "width of a head")
+    family: Literal["pixart", "flux"] = define_option("pixart", "family", choices=FAMILIES)
+    blocks: int = define_option(16, "blocks; of FLUX a third are double ones")
+    heads: int = define_option(8, "attention heads")
+    head_dim: int = define_option(32, "width of a head")
 
     def __post_init__(self) -> None:
         for name, least in (("blocks", 1), ("heads", 1), ("head_dim", 8)):
@@ -47,7 +47,7 @@ class RandomModel:
             raise ModelError(f"head_dim={self.head_dim} of a random model is no multiple of 4; try head_dim=32")
 
     @classmethod
-    def parse(cls, text: str) -> RandomModel:
+    def parse_model_name(cls, text: str) -> RandomModel:
         """`random-pixart blocks=16` as a model.
 
         Raises:
@@ -57,7 +57,7 @@ class RandomModel:
         family = first.removeprefix(RANDOM)
         if family not in FAMILIES:
             raise ModelError(f"model {text!r} is not known; random ones are {', '.join(RANDOM + f for f in FAMILIES)}")
-        known = {field.name: read for field, read in readers(cls)}
+        known = {field.name: read for field, read in iter_field_readers(cls)}
         values: dict[str, Any] = {"family": family}
         for word in words:
             name, _, value = word.partition("=")
@@ -77,7 +77,7 @@ class RandomModel:
         """Of diffusers."""
         return PixArtSigmaPipeline if self.family == "pixart" else FluxPipeline
 
-    def transformer(self, size: int) -> Any:
+    def create_transformer(self, size: int) -> Any:
         """The transformer for pictures of so many pixels a side, with torch's random numbers."""
         width = self.heads * self.head_dim
         if self.family == "pixart":
@@ -95,7 +95,7 @@ class RandomModel:
         )  # fmt: skip
         return flux.eval()
 
-    def pipeline(self, size: int, dtype: torch.dtype = torch.float32) -> Any:
+    def create_pipeline(self, size: int, dtype: torch.dtype = torch.float32) -> Any:
         """The pipeline with random weights, the same on every rank."""
         torch.manual_seed(0)
         vae = AutoencoderKL(
@@ -106,11 +106,13 @@ class RandomModel:
         scheduler = DPMSolverMultistepScheduler() if pixart else FlowMatchEulerDiscreteScheduler(shift=3.0)
         absent = ("tokenizer", "text_encoder") + (() if pixart else ("tokenizer_2", "text_encoder_2"))
         parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
-        pipe = self.pipeline_class(transformer=self.transformer(size), **parts)
+        pipe = self.pipeline_class(transformer=self.create_transformer(size), **parts)
         pipe.set_progress_bar_config(disable=True)
         return pipe if dtype == torch.float32 else pipe.to(dtype)
 
-    def arguments(self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def make_call_arguments(
+        self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
         """The call: 300 text tokens with PixArt (batched guidance), 512 with FLUX (embedded guidance); latents."""
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {

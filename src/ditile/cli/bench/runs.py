@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cli import files
-from ditile.cli.bench.cells import ONE_RANK, Cell
+from ditile.cli.bench.cells import ONE_RANK, BenchCell
 from ditile.errors import LoadError
 from ditile.planner.disturbance import LIMIT
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 _BEGINS = '{"key": '
 
 
-class Foretold(NamedTuple):
+class Prediction(NamedTuple):
     """What was predicted of a cell; None where that cannot be.
 
     Attributes:
@@ -36,13 +36,13 @@ class Foretold(NamedTuple):
     memory_bytes: int | None
 
 
-def key_of(job: Mapping[str, Any], cell: Cell) -> str:
+def make_run_key(job: Mapping[str, Any], cell: BenchCell) -> str:
     """The key of a cell's runs, as text: everything that could change what they take."""
     one = {"plan": cell.plan, "cache": cell.cache, "link": cell.link, "height": cell.height, "width": cell.width}
     return json.dumps(dict(job) | one, sort_keys=True)
 
 
-def append(folder: str, key: str, record: Mapping[str, Any]) -> None:
+def append_run(folder: str, key: str, record: Mapping[str, Any]) -> None:
     """Adds a line."""
     path = Path(folder, RUNS)
     path.parent.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def append(folder: str, key: str, record: Mapping[str, Any]) -> None:
         file.write(json.dumps({"key": json.loads(key)} | dict(record)) + "\n")
 
 
-def read(folder: str) -> list[Run]:
+def read_runs(folder: str) -> list[Run]:
     """All lines. One that was cut short, because the run was ended in its midst, is taken out of the file.
 
     Raises:
@@ -73,21 +73,21 @@ def read(folder: str) -> list[Run]:
     if rest and not rest.startswith(_BEGINS) and not _BEGINS.startswith(rest):
         raise LoadError(f"{path} ends in what is no run of ditile bench; give another --out")
     if rest:
-        files.write(path, whole + "\n" if whole else "")
+        files.write_atomically(path, whole + "\n" if whole else "")
     return runs
 
 
-def counted(runs: Iterable[Run]) -> dict[str, int]:
+def count_runs_by_key(runs: Iterable[Run]) -> dict[str, int]:
     """How many runs are there, by key."""
-    found: dict[str, int] = {}
+    run_counts: dict[str, int] = {}
     for run in runs:
         if "seconds" in run:
             key = json.dumps(run["key"], sort_keys=True)
-            found[key] = found.get(key, 0) + 1
-    return found
+            run_counts[key] = run_counts.get(key, 0) + 1
+    return run_counts
 
 
-def rows(runs: Iterable[Run], predicted: Mapping[str, Foretold] | None = None) -> list[Row]:
+def summarize_runs(runs: Iterable[Run], predicted: Mapping[str, Prediction] | None = None) -> list[Row]:
     """A row for each key, in the order in which they came.
 
     Args:
@@ -97,25 +97,31 @@ def rows(runs: Iterable[Run], predicted: Mapping[str, Foretold] | None = None) -
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
-    made = [_row(key, of_key) for key, of_key in grouped.items() if any("seconds" in run for run in of_key)]
-    for row in made:
-        loop, memory = (predicted or {}).get(row["key"], Foretold(None, None))
+    summary_rows = [
+        _summarize_runs_of_key(key, of_key)
+        for key, of_key in grouped.items()
+        if any("seconds" in run for run in of_key)
+    ]
+    for row in summary_rows:
+        loop, memory = (predicted or {}).get(row["key"], Prediction(None, None))
         if loop is not None:
             row["predicted_loop_s"], row["predicted_error"] = loop, loop / row["loop_s"] - 1
         if memory is not None and "peak_memory_bytes" in row:
             row["predicted_memory_bytes"] = memory
             row["predicted_memory_error"] = memory / row["peak_memory_bytes"] - 1
-    return made
+    return summary_rows
 
 
-def write(folder: str, found: Sequence[Row]) -> Path:
+def write_bench_rows(folder: str, bench_rows: Sequence[Row]) -> Path:
     """Writes the rows as JSON lines, all at once."""
     path = Path(folder, ROWS)
-    files.write(path, "".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in found))
+    files.write_atomically(
+        path, "".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in bench_rows)
+    )
     return path
 
 
-def _row(key: str, runs: Sequence[Run]) -> Row:
+def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
     timed = [run for run in runs if "seconds" in run]
     seconds = [run["seconds"] for run in timed]
     row: Row = {"key": key} | json.loads(key) | {
@@ -129,24 +135,24 @@ def _row(key: str, runs: Sequence[Run]) -> Row:
         row["again"] = sum(run["again"] for run in watched)
         row["disturbed"] = sum(run["slower"] > LIMIT for run in watched)
         row["product_s"] = min(run["product_s"] for run in watched)
-    least = undisturbed([run.get("pieces") for run in timed])
+    least = estimate_undisturbed_seconds([run.get("pieces") for run in timed])
     if least is not None:
         row["undisturbed_s"] = least
     memory = [run["memory"] for run in runs if "memory" in run]
     if memory:
         row["memory"] = memory[-1]
         row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
-    return row if row["plan"] == ONE_RANK else row | _compared(row, timed)
+    return row if row["plan"] == ONE_RANK else row | _compare_with_one_rank(row, timed)
 
 
-def _compared(row: Row, timed: Sequence[Run]) -> Row:
+def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
     """What only a plan has: ratios to one rank within rounds, bytes, exposed communication."""
-    pictures = Cell(row["plan"]).pictures
+    pictures = BenchCell(row["plan"]).num_pictures
     ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
     ranks = len(timed[-1]["exposed"])
     shares = [[run["exposed"][rank] for run in timed] for rank in range(ranks)]
     kinds = dict.fromkeys(kind for of_rank in shares for one in of_rank for kind in one["kinds"])
-    alone = undisturbed([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
+    alone = estimate_undisturbed_seconds([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
     least = row.get("undisturbed_s")
     quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
     return quiet | {
@@ -154,17 +160,17 @@ def _compared(row: Row, timed: Sequence[Run]) -> Row:
         "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
         "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
         "bound": timed[-1].get("bound"), "steps_run": timed[-1]["steps"], "bytes_sent": timed[-1]["bytes_sent"],
-        "exposed": _mean([_medians(of_rank, "share") for of_rank in shares]),
-        "exposed_warmup": _mean([_medians(of_rank, "warmup") for of_rank in shares]),
-        "exposed_of_rank": [_medians(of_rank, "share") for of_rank in shares],
+        "exposed": _compute_mean([_median_of_field(of_rank, "share") for of_rank in shares]),
+        "exposed_warmup": _compute_mean([_median_of_field(of_rank, "warmup") for of_rank in shares]),
+        "exposed_of_rank": [_median_of_field(of_rank, "share") for of_rank in shares],
         "exposed_kinds": {
-            kind: _mean([statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares])
+            kind: _compute_mean([statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares])
             for kind in kinds
         },
     }  # fmt: skip
 
 
-def undisturbed(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
+def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
     """The sum of the least seconds of each piece of a loop: at most what it takes where nobody else is on the machine.
 
     It comes near to that the more rounds there are; a wait that falls into another piece in each round drops out of it.
@@ -183,9 +189,9 @@ def undisturbed(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | N
     return max(math.fsum(min(times) for times in zip(*of_rank, strict=True)) for of_rank in ranks)
 
 
-def _medians(runs: Sequence[Mapping[str, float]], name: str) -> float:
+def _median_of_field(runs: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

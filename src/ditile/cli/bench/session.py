@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ditile.cli.bench.cells import ONE_RANK, Cell, by_world
+from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world
 from ditile.cli.bench.options import Workload
-from ditile.cli.bench.runs import append
-from ditile.cli.bench.subjects import Subject, subject_of
-from ditile.cli.bench.turns import bar, cached, timed_loop
-from ditile.cli.bench.worlds import Worlds, free_to_move, meet
-from ditile.cli.generate import quiet
+from ditile.cli.bench.runs import append_run
+from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
+from ditile.cli.bench.turns import show_progress_bar, time_denoising_loop, use_cache_within
+from ditile.cli.bench.worlds import Worlds, allow_all_cores, wait_for_all_ranks
+from ditile.cli.generate import silence_libraries
 from ditile.distributed import env
 from ditile.distributed.mesh import Communicators, pick_device
 from ditile.distributed.transport import gather_json
-from ditile.models.registry import model_of
+from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
-from ditile.planner.disturbance import Again, Gauge
+from ditile.planner.disturbance import DisturbanceGuard, SlowdownGauge
 from ditile.planner.live import LiveBytes
 from ditile.runner.runner import Runner, parallelize
 
@@ -45,7 +45,7 @@ SHARED = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class BenchTask:
     """What the ranks of a session are told.
 
     Attributes:
@@ -62,9 +62,9 @@ class Task:
     """
 
     work: Workload
-    todo: Sequence[tuple[Cell, int]]
-    keys: Mapping[Cell, str]
-    bounds: Mapping[Cell, float]
+    todo: Sequence[tuple[BenchCell, int]]
+    keys: Mapping[BenchCell, str]
+    bounds: Mapping[BenchCell, float]
     out: str
     threads: int
     cores: Sequence[int] | None
@@ -79,146 +79,150 @@ class Task:
         return json.dumps(values | maps | {"work": dataclasses.asdict(self.work)})
 
     @classmethod
-    def from_json(cls, text: str) -> Task:
+    def from_json(cls, text: str) -> BenchTask:
         """The inverse."""
         values = json.loads(text)
-        maps = {name: {Cell(*cell): value for cell, value in values[name]} for name in ("keys", "bounds")}
-        todo = [(Cell(*cell), left) for cell, left in values["todo"]]
+        maps = {name: {BenchCell(*cell): value for cell, value in values[name]} for name in ("keys", "bounds")}
+        todo = [(BenchCell(*cell), left) for cell, left in values["todo"]]
         return cls(**values | maps | {"todo": todo, "work": Workload(**values["work"])})
 
 
-def run(task: Task) -> None:
+def run_session(task: BenchTask) -> None:
     """Measures, on every rank. Rank 0 writes a line for each run."""
-    quiet()
+    silence_libraries()
     torch.set_num_threads(task.threads)
-    worlds = Worlds.join(task.work.stall_timeout, task.cores)
-    task = Task.from_json(worlds.first(task.to_json()))  # rank 0 knows what is there already
-    groups = by_world(cell for cell, _ in task.todo)
-    total = sum(_runs(cells, dict(task.todo)) for cells in groups.values())
-    with bar(task.title, total, shown=worlds.rank == 0) as advance:
+    worlds = Worlds.join_shared_store(task.work.stall_timeout, task.cores)
+    task = BenchTask.from_json(worlds.broadcast_text(task.to_json()))  # rank 0 knows what is there already
+    groups = group_cells_by_world(cell for cell, _ in task.todo)
+    total = sum(_count_session_runs(cells, dict(task.todo)) for cells in groups.values())
+    with show_progress_bar(task.title, total, shown=worlds.rank == 0) as advance:
         for world, cells in groups.items():
-            with worlds.of(world, task.threads) as inside:
+            with worlds.create_world_group(world, task.threads) as inside:
                 if inside:
-                    _World(task, cells, advance).measure()
+                    _WorldBenchmark(task, cells, advance).measure_all_cells()
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-    worlds.part()
+    worlds.leave_shared_store()
 
 
-def in_turn(cells: Sequence[Cell], number: int) -> list[Cell]:
+def rotate_cells(cells: Sequence[BenchCell], number: int) -> list[BenchCell]:
     """The cells of a round: in each, another one follows the plain pipeline, behind which a machine may be faster."""
     first = number % len(cells) if cells else 0
     return [*cells[first:], *cells[:first]]
 
 
-def _runs(cells: Sequence[Cell], left: Mapping[Cell, int]) -> int:
+def _count_session_runs(cells: Sequence[BenchCell], left: Mapping[BenchCell, int]) -> int:
     """Runs of the cells of one world, the plain pipeline's included."""
-    sizes = {cell.one_rank for cell in cells}
+    sizes = {cell.one_rank_baseline for cell in cells}
     rounds = max(left[cell] for cell in cells)
-    plain = sum(1 for k in range(rounds) for one in sizes if any(c.one_rank == one and left[c] > k for c in cells))
+    plain = sum(
+        1 for k in range(rounds) for one in sizes if any(c.one_rank_baseline == one and left[c] > k for c in cells)
+    )
     return UNTIMED * (len(cells) + len(sizes)) + sum(left[cell] for cell in cells) + plain
 
 
 @dataclass(slots=True)
-class _World:
+class _WorldBenchmark:
     """The cells of one number of ranks, on one of them."""
 
-    task: Task
-    cells: Sequence[Cell]
+    task: BenchTask
+    cells: Sequence[BenchCell]
     advance: Callable[[int], None]
     rank: int = field(init=False)
-    subject: Subject = field(init=False)
+    subject: BenchSubject = field(init=False)
     device: torch.device = field(init=False)
-    slower: Gauge = field(init=False)
-    again: Again = field(init=False)
+    slower: SlowdownGauge = field(init=False)
+    again: DisturbanceGuard = field(init=False)
     """Of the last run that counts."""
     whole: Any = field(init=False, default=None)
     runners: dict[str, Runner] = field(init=False, default_factory=dict)
     loop: list[float] = field(init=False, default_factory=list)
     """Seconds of the pieces of the plain pipeline's last loop."""
 
-    def measure(self) -> None:
+    def measure_all_cells(self) -> None:
         """All of it."""
-        self.rank, self.subject = dist.get_rank(), subject_of(self.task.work)
-        place = env.torchrun()
+        self.rank, self.subject = dist.get_rank(), create_bench_subject(self.task.work)
+        place = env.read_torchrun_place()
         self.device = pick_device(self.task.work.device, 0 if place is None else place.local_rank)
-        self.slower = Gauge(dist.group.WORLD, self.device)
+        self.slower = SlowdownGauge(dist.group.WORLD, self.device)
         left = dict(self.task.todo)
-        plain = list(dict.fromkeys(cell.one_rank for cell in self.cells))
-        self._load()
+        plain = list(dict.fromkeys(cell.one_rank_baseline for cell in self.cells))
+        self._load_pipelines()
         for cell in (*plain, *self.cells):
-            self._warm(cell)
+            self._run_untimed(cell)
         for k in range(max(left.values())):
             for one in plain:
-                due = [cell for cell in self.cells if cell.one_rank == one and left[cell] > k]
+                due = [cell for cell in self.cells if cell.one_rank_baseline == one and left[cell] > k]
                 if due:
-                    seconds = self._counted(one)
-                    self._write(one, {"seconds": seconds, "loop": sum(self.loop), "pieces": [self.loop]})
-                for cell in in_turn(due, k):
-                    timed = {"one_rank_s": seconds, "one_rank_pieces": self.loop, "seconds": self._counted(cell)}
-                    self._write(cell, timed | {"bound": self.task.bounds.get(cell)} | self._reported(cell))
+                    seconds = self._measure_call(one)
+                    self._append_record(one, {"seconds": seconds, "loop": sum(self.loop), "pieces": [self.loop]})
+                for cell in rotate_cells(due, k):
+                    timed = {"one_rank_s": seconds, "one_rank_pieces": self.loop, "seconds": self._measure_call(cell)}
+                    self._append_record(
+                        cell, timed | {"bound": self.task.bounds.get(cell)} | self._collect_reports(cell)
+                    )
 
-    def _load(self) -> None:
+    def _load_pipelines(self) -> None:
         """The pipelines: a whole one where it is needed, and one for each plan that divides weights."""
         plans, groups = [Plan.parse(text) for text in dict.fromkeys(cell.plan for cell in self.cells)], Communicators()
-        if self.rank == 0 or any(_shares(plan) for plan in plans):
-            self.whole = self.subject.pipeline(None)
+        if self.rank == 0 or any(_uses_whole_pipeline(plan) for plan in plans):
+            self.whole = self.subject.create_pipeline(None)
             self.whole.to(self.device)
         for plan in plans:
-            pipe = self.whole if _shares(plan) else self.subject.pipeline(plan)
-            if not _shares(plan) and plan.text == "each" and self.whole is not None:
+            pipe = self.whole if _uses_whole_pipeline(plan) else self.subject.create_pipeline(plan)
+            if not _uses_whole_pipeline(plan) and plan.text == "each" and self.whole is not None:
                 shared = {name: part for name in SHARED if (part := getattr(self.whole, name, None)) is not None}
                 pipe.register_modules(**shared)
             runner = parallelize(pipe, plan, device=self.task.work.device, groups=groups)
             runner.trace = True
             self.runners[str(plan)] = runner
 
-    def _warm(self, cell: Cell) -> None:
+    def _run_untimed(self, cell: BenchCell) -> None:
         """The runs that are not counted."""
-        self._run(cell)
+        self._time_call(cell)
         self.advance(1)
         if self.task.remeasure:
             self.slower()  # learns what its best is
-        self._write(cell, {"memory": self._memory(cell)})
+        self._append_record(cell, {"memory": self._measure_memory(cell)})
 
-    def _counted(self, cell: Cell) -> float:
+    def _measure_call(self, cell: BenchCell) -> float:
         """Seconds of a call that counts."""
-        self.again = Again(self.slower, self.task.remeasure, PAUSES)
-        seconds = self.again.measured(lambda: self._run(cell))
+        self.again = DisturbanceGuard(self.slower, self.task.remeasure, PAUSES)
+        seconds = self.again.measure_undisturbed(lambda: self._time_call(cell))
         self.advance(1)
         return seconds
 
-    def _run(self, cell: Cell) -> float:
+    def _time_call(self, cell: BenchCell) -> float:
         """Seconds of a call: of the slowest rank, from when all were ready."""
         seconds = 0.0
-        with self._ready(cell) as call:
-            self._settle()
+        with self._prepare_call(cell) as call:
+            self._synchronize_device()
             began = time.perf_counter()
             if call is not None:
                 call()
-                self._settle()
+                self._synchronize_device()
                 seconds = time.perf_counter() - began
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
-    def _memory(self, cell: Cell) -> list[dict[str, int]]:
+    def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
         """Bytes of each rank that computes, without the VAE where that is not divided. Costs a run."""
-        found: dict[str, int] | None = None
-        with self._ready(cell, latent=cell.plan == ONE_RANK or cell.parsed.vae == "whole") as call:
+        bytes_by_use: dict[str, int] | None = None
+        with self._prepare_call(cell, latent=cell.plan == ONE_RANK or cell.plan_object.vae == "whole") as call:
             if call is not None:
-                peak = self._peak(call)
+                peak = self._measure_peak_bytes(call)
                 runner = self.runners.get(cell.plan)
                 report = None if runner is None else runner.report
                 keys, cache = (report.key_bytes, report.cache_bytes) if report is not None else (0, 0)
-                parameters = held(self.whole if runner is None else runner.pipe)
-                found = {
+                parameters = count_weight_bytes(self.whole if runner is None else runner.pipe)
+                bytes_by_use = {
                     "parameters": parameters, "keys": keys, "cache": cache,
                     "activations": max(0, peak - keys - cache),
                 }  # fmt: skip
         self.advance(1)
-        return [one for one in gather_json(found, dist.group.WORLD) if one is not None]
+        return [one for one in gather_json(bytes_by_use, dist.group.WORLD) if one is not None]
 
-    def _peak(self, call: Callable[[], None]) -> int:
+    def _measure_peak_bytes(self, call: Callable[[], None]) -> int:
         """The most bytes that a call had at one time besides the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -233,30 +237,30 @@ class _World:
         return peak
 
     @contextmanager
-    def _ready(self, cell: Cell, *, latent: bool = False) -> Iterator[Callable[[], None] | None]:
+    def _prepare_call(self, cell: BenchCell, *, latent: bool = False) -> Iterator[Callable[[], None] | None]:
         """Everything in place for one call, on all ranks at once; None where this rank waits meanwhile."""
         plain = cell.plan == ONE_RANK
         target = self.whole if plain else self.runners[cell.plan]
-        with cached(target, cell.configs, cell.label):
-            meet()
+        with use_cache_within(target, cell.cache_configs, cell.display_label):
+            wait_for_all_ranks()
             if plain and self.rank > 0:
                 yield None
                 return
-            arguments = self.subject.call(self.whole if plain else target.pipe, cell)
+            arguments = self.subject.make_call_arguments(self.whole if plain else target.pipe, cell)
             arguments |= {"output_type": "latent"} if latent else {}
             arguments |= {} if plain else {"output": "first"}
 
-            def call() -> None:
+            def call_target() -> None:
                 target(**arguments)
 
             if not plain:
-                yield call
+                yield call_target
                 return
-            with free_to_move(self.task.cores), timed_loop(model_of(self.whole)) as taken:
-                yield call
+            with allow_all_cores(self.task.cores), time_denoising_loop(find_loop_model(self.whole)) as taken:
+                yield call_target
             self.loop = taken()
 
-    def _reported(self, cell: Cell) -> dict[str, Any]:
+    def _collect_reports(self, cell: BenchCell) -> dict[str, Any]:
         """What every rank has to say of the last call."""
         reports = self.runners[cell.plan].reports()
         return {
@@ -264,23 +268,23 @@ class _World:
             "loop": max(sum(report["step_seconds"]) for report in reports),
             "pieces": [report["step_seconds"] for report in reports],
             "steps": reports[0]["steps"],
-            "exposed": [exposed(report) for report in reports],
+            "exposed": [compute_exposed_shares(report) for report in reports],
         }
 
-    def _write(self, cell: Cell, record: dict[str, Any]) -> None:
+    def _append_record(self, cell: BenchCell, record: dict[str, Any]) -> None:
         if self.rank == 0:
             when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            about = {"world": cell.world, "when": when, "load": self.task.load}
+            about = {"world": cell.num_ranks, "when": when, "load": self.task.load}
             if "seconds" in record and self.task.remeasure and self.slower.watches:
-                about |= {"again": self.again.made, "slower": self.again.last, "product_s": self.slower.best_s}
-            append(self.task.out, self.task.keys[cell], record | about)
+                about |= {"again": self.again.num_repeats, "slower": self.again.last, "product_s": self.slower.best_s}
+            append_run(self.task.out, self.task.keys[cell], record | about)
 
-    def _settle(self) -> None:
+    def _synchronize_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def exposed(report: Mapping[str, Any]) -> dict[str, Any]:
+def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
     """The share of the steps' time in which a rank waited for messages and computed nothing.
 
     Returns:
@@ -293,7 +297,7 @@ def exposed(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"share": sum(kinds.values()), "warmup": early, "kinds": kinds}
 
 
-def held(pipe: Any) -> int:
+def count_weight_bytes(pipe: Any) -> int:
     """Bytes of the weights that a pipeline's models hold here, the VAE's apart."""
     models = [part for name, part in pipe.components.items() if isinstance(part, nn.Module) and name != "vae"]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -301,6 +305,6 @@ def held(pipe: Any) -> int:
     return sum(storages.values())
 
 
-def _shares(plan: Plan) -> bool:
+def _uses_whole_pipeline(plan: Plan) -> bool:
     """Whether a plan leaves the whole pipeline on every rank, which others may use too."""
     return not plan.divides_weights and plan.text == "each"

@@ -8,182 +8,195 @@ from typing import Any, Protocol
 
 import torch
 
-from ditile.cli.bench.cells import ONE_RANK, Cell
+from ditile.cli.bench.cells import ONE_RANK, BenchCell
 from ditile.cli.bench.options import Workload
 from ditile.cli.bench.random_models import VAE_SCALE, RandomModel
-from ditile.cli.dry_run import job_of
-from ditile.cli.generate import arguments, planned_call
-from ditile.cli.options import Generate
+from ditile.cli.dry_run import build_subject_job
+from ditile.cli.generate import build_call_arguments, build_dry_run_call
+from ditile.cli.options import GenerateOptions
 from ditile.errors import ModelError
-from ditile.hooks.placeholders import weightless
-from ditile.plan.cost import Job
+from ditile.hooks.placeholders import init_on_meta_device
+from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.planner.subject import Subject as Described
-from ditile.runner.load import defaults, find, load
+from ditile.planner.subject import PlanSubject as Described
+from ditile.runner.load import find_model_source, load, read_generation_options
 
 SIZE, STEPS = 512, 20
 """Of a random model, where nothing is said."""
 
 
-class Subject(Protocol):
+class BenchSubject(Protocol):
     """What is measured."""
 
     @property
     def name(self) -> str:
         """Of the model."""
 
-    def steps(self) -> int | None:
+    def get_num_steps(self) -> int | None:
         """Denoising steps, where they are known."""
 
-    def side(self) -> int | None:
+    def get_native_side(self) -> int | None:
         """Pixels of a side of its own size, where they are known."""
 
     @property
-    def described(self) -> Described:
+    def planner_subject(self) -> Described:
         """The model without its weights."""
 
-    def numbers(self, cell: Cell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """What of a call changes how long it takes."""
 
-    def job(self, cell: Cell) -> Job | None:
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
         """A cell as numbers; None where nothing is known of the model.
 
         Raises:
             DitileError: if the cell does not fit it.
         """
 
-    def pipeline(self, plan: Plan | None) -> Any:
+    def create_pipeline(self, plan: Plan | None) -> Any:
         """The pipeline on the CPU: whole, or what this rank of a plan owns."""
 
-    def call(self, pipe: Any, cell: Cell) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
         """The arguments of a call, for as many pictures as the cell has; made anew each time."""
 
 
-def subject_of(work: Workload) -> Subject:
+def create_bench_subject(work: Workload) -> BenchSubject:
     """The subject.
 
     Raises:
         ModelError, LoadError: if there is no such model.
     """
-    if work.is_random:
-        return Random(work, str(RandomModel.parse(work.model)))
-    find(work.model)
-    return Stored(work, work.model)
+    if work.has_random_weights:
+        return RandomSubject(work, str(RandomModel.parse_model_name(work.model)))
+    find_model_source(work.model)
+    return StoredSubject(work, work.model)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSubject:
     """A bundled model, a folder or a hub id."""
 
     work: Workload
     name: str
 
     @cached_property
-    def described(self) -> Described:
+    def planner_subject(self) -> Described:
         """From its configs."""
-        return Described.of(self.name, find(self.name))
+        return Described.from_configs(self.name, find_model_source(self.name))
 
-    def steps(self) -> int | None:
+    def get_num_steps(self) -> int | None:
         """As asked for, or as the model has them beside it."""
-        return self.work.steps or defaults(self.name).get("num_inference_steps")
+        return self.work.steps or read_generation_options(self.name).get("num_inference_steps")
 
-    def side(self) -> int | None:
+    def get_native_side(self) -> int | None:
         """The model's own height."""
-        job = self.job(Cell(ONE_RANK))
+        job = self.make_cost_job(BenchCell(ONE_RANK))
         return None if job is None else job.shape.height
 
-    def numbers(self, cell: Cell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """With the model's own options."""
-        return planned_call(replace(self._wanted(cell), num_images=cell.pictures), defaults(self.name))
+        return build_dry_run_call(
+            replace(self._make_generate_options(cell), num_images=cell.num_pictures), read_generation_options(self.name)
+        )
 
-    def job(self, cell: Cell) -> Job | None:
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
         """From the configs alone."""
         try:
-            return job_of(self.described, cell.parsed, self.numbers(cell), cell.configs)
+            return build_subject_job(
+                self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
+            )
         except ModelError:
-            if cell.parsed.divides_the_batch_alone and not cell.cache and not self._is_known:
+            if cell.plan_object.divides_the_batch_alone and not cell.cache and not self._has_model_spec:
                 return None
             raise
 
-    def pipeline(self, plan: Plan | None) -> Any:
+    def create_pipeline(self, plan: Plan | None) -> Any:
         """Its progress bar is off."""
         pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def call(self, pipe: Any, cell: Cell) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
         """With the model's own options."""
-        call = arguments(pipe, self._wanted(cell), defaults(self.name))
-        if cell.pictures > 1:
-            call["num_images_per_prompt"] = cell.pictures
-        return call | {"generator": torch.Generator("cpu").manual_seed(0), "output_type": _output(self.work)}
+        call = build_call_arguments(pipe, self._make_generate_options(cell), read_generation_options(self.name))
+        if cell.num_pictures > 1:
+            call["num_images_per_prompt"] = cell.num_pictures
+        return call | {
+            "generator": torch.Generator("cpu").manual_seed(0),
+            "output_type": _choose_output_type(self.work),
+        }
 
     @property
-    def _is_known(self) -> bool:
+    def _has_model_spec(self) -> bool:
         """Whether there is a spec of its transformer."""
         try:
-            return bool(self.described.spec)
+            return bool(self.planner_subject.model_spec)
         except ModelError:
             return False
 
-    def _wanted(self, cell: Cell) -> Generate:
+    def _make_generate_options(self, cell: BenchCell) -> GenerateOptions:
         work = self.work
-        return Generate(prompt=work.prompt, model=self.name, steps=work.steps, height=cell.height, width=cell.width)
+        return GenerateOptions(
+            prompt=work.prompt, model=self.name, steps=work.steps, height=cell.height, width=cell.width
+        )
 
 
 @dataclass(frozen=True)
-class Random:
+class RandomSubject:
     """A model of random weights."""
 
     work: Workload
     name: str
 
     @property
-    def model(self) -> RandomModel:
+    def random_model(self) -> RandomModel:
         """Its sizes."""
-        return RandomModel.parse(self.name)
+        return RandomModel.parse_model_name(self.name)
 
     @cached_property
-    def described(self) -> Described:
+    def planner_subject(self) -> Described:
         """From the model on the meta device."""
-        with weightless():
-            transformer = self.model.transformer(SIZE)
-        return Described(self.name, self.model.pipeline_class, transformer, VAE_SCALE)
+        with init_on_meta_device():
+            transformer = self.random_model.create_transformer(SIZE)
+        return Described(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
 
-    def steps(self) -> int:
+    def get_num_steps(self) -> int:
         """As asked for, or 20."""
         return self.work.steps or STEPS
 
-    def side(self) -> int:
+    def get_native_side(self) -> int:
         """512."""
         return SIZE
 
-    def numbers(self, cell: Cell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """With embeddings for a prompt."""
-        call = self.model.arguments(*self._size(cell), self.steps(), self._dtype)
-        return call | {"num_images_per_prompt": cell.pictures}
+        call = self.random_model.make_call_arguments(
+            *self._choose_height_and_width(cell), self.get_num_steps(), self._torch_dtype
+        )
+        return call | {"num_images_per_prompt": cell.num_pictures}
 
-    def job(self, cell: Cell) -> Job:
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall:
         """From the model on the meta device."""
-        return job_of(self.described, cell.parsed, self.numbers(cell), cell.configs)
+        return build_subject_job(
+            self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
+        )
 
-    def pipeline(self, plan: Plan | None) -> Any:
+    def create_pipeline(self, plan: Plan | None) -> Any:
         """Whole, whatever the plan: `parallelize` cuts it."""
-        return self.model.pipeline(SIZE, self._dtype)
+        return self.random_model.create_pipeline(SIZE, self._torch_dtype)
 
-    def call(self, pipe: Any, cell: Cell) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
         """With embeddings for a prompt."""
-        return self.numbers(cell) | {"output_type": _output(self.work)}
+        return self.make_planning_arguments(cell) | {"output_type": _choose_output_type(self.work)}
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def _torch_dtype(self) -> torch.dtype:
         wanted = self.work.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        found: torch.dtype = getattr(torch, wanted)
-        return found
+        dtype: torch.dtype = getattr(torch, wanted)
+        return dtype
 
-    def _size(self, cell: Cell) -> tuple[int, int]:
+    def _choose_height_and_width(self, cell: BenchCell) -> tuple[int, int]:
         return cell.height or SIZE, cell.width or SIZE
 
 
-def _output(work: Workload) -> str:
+def _choose_output_type(work: Workload) -> str:
     return "latent" if work.output == "latent" else "pil"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ditile.cli.bench.cells import Cell
+from ditile.cli.bench.cells import BenchCell
 from ditile.errors import DitileError
 from ditile.plan.plan import Plan
 
@@ -26,7 +26,7 @@ WARMUPS = (0, 1, 2, 4)
 CACHES = ("F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4 taylor=1", "F=1 mask=fast policy=static taylor=1")
 
 
-def plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
+def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
     """The plans of a sweep.
 
     Args:
@@ -35,35 +35,42 @@ def plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
         fits: of several numbers of patches, the first that fits is taken.
     """
     if sweep == "methods":
-        return methods(ranks, fits)
+        return list_method_plans(ranks, fits)
     if sweep == "scaling":
-        return [plan for n in (2**k for k in range(1, ranks.bit_length())) if n <= ranks for plan in few(n, fits)]
+        return [
+            plan
+            for n in (2**k for k in range(1, ranks.bit_length()))
+            if n <= ranks
+            for plan in list_representative_plans(n, fits)
+        ]
     if sweep == "patches":
         return [Plan(pipefusion=ranks, patches=m, warmup=0) for m in PATCHES]
     if sweep == "warmup":
-        return warmups(ranks, fits)
+        return list_warmup_plans(ranks, fits)
     if sweep == "cache":
-        return [Plan(), pipefusion(ranks, fits), Plan(ulysses=ranks)]
-    return links(ranks, fits) if sweep == "links" else few(ranks, fits)
+        return [Plan(), choose_pipefusion_plan(ranks, fits), Plan(ulysses=ranks)]
+    return list_link_plans(ranks, fits) if sweep == "links" else list_representative_plans(ranks, fits)
 
 
-def cells(sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits) -> list[Cell]:
+def list_sweep_cells(
+    sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits
+) -> list[BenchCell]:
     """The cells of a sweep: plans at each size, with each cache where caches are compared. Links are not said here."""
     caches = ("", *CACHES) if sweep == "cache" else ("",)
-    made = [
-        Cell(str(plan), cache, "", height, width)
+    sweep_cells = [
+        BenchCell(str(plan), cache, "", height, width)
         for height, width in sizes
-        for plan in plans(sweep, ranks, fits)
+        for plan in list_sweep_plans(sweep, ranks, fits)
         for cache in caches
         if fits(plan) and (cache or plan != Plan())
     ]
-    return list(dict.fromkeys(made))
+    return list(dict.fromkeys(sweep_cells))
 
 
-def methods(n: int, fits: Fits) -> list[Plan]:
+def list_method_plans(n: int, fits: Fits) -> list[Plan]:
     """Every method by itself, and the hybrids that need four ranks or more."""
-    patches = pipefusion(n, fits).patches
-    found = [
+    patches = choose_pipefusion_plan(n, fits).patches
+    method_plans = [
         Plan(pipefusion=n, patches=patches),
         Plan(pipefusion=n, patches=patches, warmup_mode="pipelined"),
         Plan(distrifusion=n),
@@ -76,52 +83,54 @@ def methods(n: int, fits: Fits) -> list[Plan]:
     ]
     if n % 2 == 0:
         half = n // 2
-        found.append(Plan(cfg=2) if half == 1 else Plan(cfg=2, ulysses=half))
+        method_plans.append(Plan(cfg=2) if half == 1 else Plan(cfg=2, ulysses=half))
     if n % 2 == 0 and n >= 4:
-        cut = pipefusion(half, fits).patches
-        found += [
+        cut = choose_pipefusion_plan(half, fits).patches
+        method_plans += [
             Plan(ring=half, ulysses=2),
             Plan(ring=2, ulysses=half),
             Plan(pipefusion=half, patches=cut, ulysses=2),
             Plan(cfg=2, pipefusion=half, patches=cut),
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(method_plans))
 
 
-def few(n: int, fits: Fits) -> list[Plan]:
+def list_representative_plans(n: int, fits: Fits) -> list[Plan]:
     """One plan for each kind of method."""
     sequence = Plan(ulysses=n) if fits(Plan(ulysses=n)) else Plan(ring=n)
-    return list(dict.fromkeys([pipefusion(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)]))
+    return list(
+        dict.fromkeys([choose_pipefusion_plan(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)])
+    )
 
 
-def links(n: int, fits: Fits) -> list[Plan]:
+def list_link_plans(n: int, fits: Fits) -> list[Plan]:
     """What `few` has, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
-    first, *others = few(n, fits)
+    first, *others = list_representative_plans(n, fits)
     return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
 
 
-def warmups(n: int, fits: Fits) -> list[Plan]:
+def list_warmup_plans(n: int, fits: Fits) -> list[Plan]:
     """W, and the ways of warming up, which are alike without any."""
-    patches = pipefusion(n, fits).patches
-    found = [Plan(pipefusion=n, patches=patches, warmup=w) for w in WARMUPS]
+    patches = choose_pipefusion_plan(n, fits).patches
+    warmup_plans = [Plan(pipefusion=n, patches=patches, warmup=w) for w in WARMUPS]
     for mode in ("pipelined", "sequence", "separate"):
-        found += [Plan(pipefusion=n, patches=patches, warmup=w, warmup_mode=mode) for w in WARMUPS if w]
+        warmup_plans += [Plan(pipefusion=n, patches=patches, warmup=w, warmup_mode=mode) for w in WARMUPS if w]
     if n % 2 == 0 and n >= 4:
-        found += [Plan(cfg=2, pipefusion=n // 2, patches=patches, warmup=w) for w in WARMUPS]
-    return found
+        warmup_plans += [Plan(cfg=2, pipefusion=n // 2, patches=patches, warmup=w) for w in WARMUPS]
+    return warmup_plans
 
 
-def pipefusion(n: int, fits: Fits) -> Plan:
+def choose_pipefusion_plan(n: int, fits: Fits) -> Plan:
     """PipeFusion with twice as many patches as stages, or as many as there can be."""
     tried = [Plan(pipefusion=n, patches=m) for m in range(2 * n, 0, -1)]
     return next((plan for plan in tried if fits(plan)), tried[n])
 
 
-def fits_by(check: Callable[[Plan], object]) -> Fits:
+def make_fit_check(check: Callable[[Plan], object]) -> Fits:
     """`Fits` from what raises a `DitileError` where it does not."""
     known: dict[Plan, bool] = {}
 
-    def fits(plan: Plan) -> bool:
+    def check_fits(plan: Plan) -> bool:
         if plan not in known:
             try:
                 check(plan)
@@ -130,4 +139,4 @@ def fits_by(check: Callable[[Plan], object]) -> Fits:
                 known[plan] = False
         return known[plan]
 
-    return fits
+    return check_fits

@@ -13,13 +13,13 @@ from torch import nn
 
 from ditile.cache.cached import IdleCacheWarning
 from ditile.distributed import env
-from ditile.distributed.trace import Trace
+from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError
 from ditile.runner.caching import disable_cache, enable_cache
 
 
 @contextmanager
-def cached(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[None]:
+def use_cache_within(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[None]:
     """A pipeline or runner has a cache within; none where the config is None.
 
     Args:
@@ -46,28 +46,28 @@ def cached(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[
 
 
 @contextmanager
-def timed_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
+def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
     """Yields what says, after a call of the pipeline, how many seconds its loop took, piece by piece.
 
     The pieces are the calls of the transformer and what lies between them, up to the end of the last call: a runner's
     loop, but for the last step of the scheduler.
     """
-    trace = Trace()
+    trace = GenerationTrace()
     trace.on = True
     hooks = [
-        model.register_forward_pre_hook(lambda *_: trace.mark()),
-        model.register_forward_hook(lambda *_: trace.mark()),
-        model.register_forward_pre_hook(lambda *_: env.advance()),
+        model.register_forward_pre_hook(lambda *_: trace.mark_step()),
+        model.register_forward_hook(lambda *_: trace.mark_step()),
+        model.register_forward_pre_hook(lambda *_: env.report_progress()),
     ]
     try:
-        yield lambda: trace.waited()[0]
+        yield lambda: trace.measure_waits()[0]
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @contextmanager
-def bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+def show_progress_bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar; yields what moves it on."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ditile.distributed import env
-from ditile.distributed.launch import keep_to_own_cores
-from ditile.distributed.mesh import join
+from ditile.distributed.launch import pin_to_own_cores
+from ditile.distributed.mesh import join_process_group
 from ditile.distributed.transport import gather_json
 
 IDLE = datetime.timedelta(days=30)
@@ -45,86 +45,86 @@ class Worlds:
     timeout: datetime.timedelta
     cores: Sequence[int] | None
     _store: Any
-    _made: int = field(default=0)
+    _num_worlds: int = field(default=0)
 
     @classmethod
-    def join(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
+    def join_shared_store(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
         """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share.
 
         Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts, on all
         interfaces: torch's store knows no other way, and asks nobody who he is.
         """
-        place, limit = env.torchrun(), datetime.timedelta(seconds=timeout)
+        place, limit = env.read_torchrun_place(), datetime.timedelta(seconds=timeout)
         if not dist.is_initialized() and place is not None:
-            join(place, timeout)
+            join_process_group(place, timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
-        directory = env.directory()
+        directory = env.read_shared_directory()
         if directory is None:
-            store = _listening(rank, limit)
+            store = _create_tcp_store(rank, limit)
         else:
             store = dist.FileStore(str(directory / "worlds"), size)  # type: ignore[attr-defined]
             store.set_timeout(limit)
-        meet()
+        wait_for_all_ranks()
         dist.destroy_process_group()
         return cls(rank, size, backend, limit, cores, store)
 
-    def first(self, value: str) -> str:
+    def broadcast_text(self, value: str) -> str:
         """Rank 0's text, on every rank."""
         if self.rank == 0:
             self._store.set("first", value)
         return str(self._store.get("first").decode())
 
     @contextmanager
-    def of(self, world: int, threads: int) -> Iterator[bool]:
+    def create_world_group(self, world: int, threads: int) -> Iterator[bool]:
         """A group of the first `world` ranks, of so many threads each; whether this rank is among them."""
-        self._made += 1
-        name = f"world-{self._made}"
+        self._num_worlds += 1
+        name = f"world-{self._num_worlds}"
         if self.rank >= world:
             yield False
             self._store.wait([name], IDLE)
         else:
-            _use(self.cores)
+            _bind_to_cores(self.cores)
             if not torch.cuda.is_available():
-                keep_to_own_cores(self.rank, world, threads)
+                pin_to_own_cores(self.rank, world, threads)
             store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
-            with env.connecting():
+            with env.redirect_native_stdout():
                 dist.init_process_group(
                     self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout
                 )
             yield True
-            meet()
+            wait_for_all_ranks()
             dist.destroy_process_group()
             if self.rank == 0:
                 self._store.set(name, "done")
 
-    def part(self) -> None:
+    def leave_shared_store(self) -> None:
         """All are done: rank 0, which holds the store, leaves last."""
         self._store.set(f"left-{self.rank}", "yes")
         if self.rank == 0:
             self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
 
 
-def _listening(rank: int, limit: datetime.timedelta) -> Any:
+def _create_tcp_store(rank: int, limit: datetime.timedelta) -> Any:
     """A store of rank 0's, on a port that is free."""
-    host = env.master()
+    host = env.read_master_address()
     server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
     port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
     return dist.TCPStore(host, port, None, False, limit, False) if server is None else server  # type: ignore[attr-defined]
 
 
-def meet() -> None:
+def wait_for_all_ranks() -> None:
     """Waits for all ranks of the group, on the CPU."""
     dist.all_reduce(torch.zeros(1))
 
 
-def cores() -> list[int] | None:
+def list_allowed_cores() -> list[int] | None:
     """The cores that this process may use, where the system says."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 @contextmanager
-def free_to_move(cores: Sequence[int] | None = None) -> Iterator[None]:
+def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
     """The plain pipeline may use any core, as if it were alone; `launch` binds ranks that fill the machine.
 
     Args:
@@ -134,13 +134,13 @@ def free_to_move(cores: Sequence[int] | None = None) -> Iterator[None]:
         yield
         return
     own = os.sched_getaffinity(0)
-    _use(range(os.cpu_count() or 1) if cores is None else cores)
+    _bind_to_cores(range(os.cpu_count() or 1) if cores is None else cores)
     try:
         yield
     finally:
-        _use(sorted(own))
+        _bind_to_cores(sorted(own))
 
 
-def _use(cores: Sequence[int] | None) -> None:
+def _bind_to_cores(cores: Sequence[int] | None) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)

@@ -26,9 +26,9 @@ from ditile.cli.evaluate.scenes import (
     Image,
     Mask,
     Thing,
-    parse,
-    pixel_grid,
-    signed_distance,
+    compute_signed_distance,
+    make_pixel_grid,
+    parse_caption,
 )
 
 SHADES = (0.7, 0.85, 1.0, 1.15, 1.3)  # the light on a thing
@@ -45,7 +45,7 @@ MIN_OVERLAP = 0.6  # intersection over union with the best template
 FOREIGN = 0.006  # of the picture: more of an unnamed colour is an error
 BACKDROP = len(COLORS)  # labels from here on are backgrounds
 LARGE = float(np.sqrt(SIZES["large"] * SIZES["small"]))
-ITEMS = ("color", "position", "shape", "size", "background", "clean", "all_right", "texture")
+VERDICT_ITEMS = ("color", "position", "shape", "size", "background", "clean", "all_right", "texture")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class ThingVerdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class PictureVerdict:
     """What is right about one picture."""
 
     things: tuple[ThingVerdict, ...]
@@ -73,65 +73,71 @@ class Verdict:
         things = all(t.color and t.position and t.shape and t.size for t in self.things)
         return things and self.background and self.clean
 
-    def share(self, item: str) -> float:
+    def compute_item_share(self, item: str) -> float:
         """The share, 0 to 1, of one of ITEMS: over the things where it is theirs, else over the one picture."""
         if item in ("background", "clean", "all_right", "texture"):
             return float(getattr(self, item))
         return float(np.mean([getattr(thing, item) for thing in self.things]))
 
 
-def check(image: Image, caption: str) -> Verdict:
+def judge_picture(image: Image, caption: str) -> PictureVerdict:
     """Judge one uint8 picture [H, W, 3]; ValueError if the caption is not of the grammar."""
-    scene = parse(caption)
-    labels = segment(image)
-    masks = {color: _majority(labels == i) for i, color in enumerate(COLORS)}
-    named = {thing.color for thing in scene.things}
-    return Verdict(
-        things=tuple(_check_thing(masks[thing.color], thing) for thing in scene.things),
-        background=_background(labels) == scene.background,
-        clean=all(mask.mean() <= FOREIGN for color, mask in masks.items() if color not in named),
-        texture=texture_of(image, labels >= BACKDROP) == scene.texture,
+    scene = parse_caption(caption)
+    labels = segment_colors(image)
+    masks = {color: _filter_by_majority(labels == i) for i, color in enumerate(COLORS)}
+    named_colors = {thing.color for thing in scene.things}
+    return PictureVerdict(
+        things=tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things),
+        background=_classify_background(labels) == scene.background,
+        clean=all(mask.mean() <= FOREIGN for color, mask in masks.items() if color not in named_colors),
+        texture=classify_texture(image, labels >= BACKDROP) == scene.texture,
     )
 
 
-def score(images: Sequence[Image], captions: Sequence[str]) -> dict[str, float]:
+def score_pictures(images: Sequence[Image], captions: Sequence[str]) -> dict[str, float]:
     """Per cent right of each of ITEMS, averaged over pictures."""
-    verdicts = [check(image, caption) for image, caption in zip(images, captions, strict=True)]
-    return {item: round(100 * float(np.mean([v.share(item) for v in verdicts])), 1) for item in ITEMS}
+    verdicts = [judge_picture(image, caption) for image, caption in zip(images, captions, strict=True)]
+    return {
+        item: round(100 * float(np.mean([v.compute_item_share(item) for v in verdicts])), 1) for item in VERDICT_ITEMS
+    }
 
 
-def segment(image: Image) -> NDArray[np.int64]:
+def segment_colors(image: Image) -> NDArray[np.int64]:
     """The nearest colour of every pixel [H, W]: an index into COLORS, or BACKDROP + one into BACKGROUNDS."""
-    palette, labels = _palette()
+    palette, labels = _build_palette()
     x = image.reshape(-1, 3).astype(np.float32)
     distance = (palette**2).sum(1) - 2 * x @ palette.T
     nearest: NDArray[np.int64] = labels[distance.argmin(1)]
     return nearest.reshape(image.shape[:2])
 
 
-def texture_of(image: Image, backdrop: Mask) -> str:
+def classify_texture(image: Image, backdrop: Mask) -> str:
     """The texture of the pixels of the background, by the brightness along rows and columns."""
     if not backdrop.any():
         return "none"
-    x, y = pixel_grid(*image.shape[:2])
+    x, y = make_pixel_grid(*image.shape[:2])
     light = image.mean(2)
     wave = np.sin(x * (2 * np.pi * STRIPES))
-    if _mean(light, backdrop & (wave > 0)) - _mean(light, backdrop & (wave < 0)) > 15:
+    if _mean_within_mask(light, backdrop & (wave > 0)) - _mean_within_mask(light, backdrop & (wave < 0)) > 15:
         return "striped"
-    return "gradient" if _mean(light, backdrop & (y > 0.7)) - _mean(light, backdrop & (y < 0.3)) > 20 else "plain"
+    return (
+        "gradient"
+        if _mean_within_mask(light, backdrop & (y > 0.7)) - _mean_within_mask(light, backdrop & (y < 0.3)) > 20
+        else "plain"
+    )
 
 
-def _check_thing(mask: Mask, thing: Thing) -> ThingVerdict:
+def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     height, width = mask.shape
     short = min(height, width)
     area = float(mask.sum()) / short**2
-    if area < MIN_PART * _template(thing.shape)[0] * SIZES["small"] ** 2:
+    if area < MIN_PART * _measure_template(thing.shape)[0] * SIZES["small"] ** 2:
         return ThingVerdict(color=False)
-    x, y = pixel_grid(height, width)
+    x, y = make_pixel_grid(height, width)
     center_x, center_y = float(x[mask].mean()), float(y[mask].mean())
-    overlap = {shape: _overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
+    overlap = {shape: _compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
     best = max(overlap, key=lambda shape: overlap[shape])
-    radius = np.sqrt(area / _template(thing.shape)[0])
+    radius = np.sqrt(area / _measure_template(thing.shape)[0])
     return ThingVerdict(
         color=True,
         position=bool(np.hypot(center_x - thing.x, center_y - thing.y) < MAX_OFF),
@@ -140,48 +146,48 @@ def _check_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     )
 
 
-def _overlap(mask: Mask, shape: str, area: float, center_x: float, center_y: float) -> float:
+def _compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center_y: float) -> float:
     """Intersection over union of a mask with the shape of the same area and centroid."""
     height, width = mask.shape
     short = min(height, width)
-    unit_area, unit_x, unit_y = _template(shape)
+    unit_area, unit_x, unit_y = _measure_template(shape)
     radius = float(np.sqrt(area / unit_area))
-    x, y = pixel_grid(height, width)
+    x, y = make_pixel_grid(height, width)
     dx = (x - center_x) * (width / short) + unit_x * radius
     dy = (y - center_y) * (height / short) + unit_y * radius
-    drawn = signed_distance(shape, dx, dy, radius) < 0
-    return float((drawn & mask).sum() / max(1, (drawn | mask).sum()))
+    template_mask = compute_signed_distance(shape, dx, dy, radius) < 0
+    return float((template_mask & mask).sum() / max(1, (template_mask | mask).sum()))
 
 
-def _background(labels: NDArray[np.int64]) -> str:
+def _classify_background(labels: NDArray[np.int64]) -> str:
     backdrop = labels[labels >= BACKDROP] - BACKDROP
     return (
         list(BACKGROUNDS)[int(np.bincount(backdrop, minlength=len(BACKGROUNDS)).argmax())] if backdrop.size else "none"
     )
 
 
-def _majority(mask: Mask) -> Mask:
+def _filter_by_majority(mask: Mask) -> Mask:
     """3 x 3 majority: removes the one-pixel mixtures of colours along outlines."""
     height, width = mask.shape
     padded = np.pad(mask.astype(np.int8), 1)
-    votes = sum(padded[i : i + height, j : j + width] for i in range(3) for j in range(3))
-    return np.asarray(votes >= 5)
+    neighbor_counts = sum(padded[i : i + height, j : j + width] for i in range(3) for j in range(3))
+    return np.asarray(neighbor_counts >= 5)
 
 
-def _mean(values: NDArray[np.float64], mask: Mask) -> float:
+def _mean_within_mask(values: NDArray[np.float64], mask: Mask) -> float:
     return float(values[mask].mean()) if mask.any() else 0.0
 
 
 @cache
-def _template(shape: str) -> tuple[float, float, float]:
+def _measure_template(shape: str) -> tuple[float, float, float]:
     """Area, and centroid x and y, of a shape of radius 1."""
-    x, y = (3 * v - 1.5 for v in pixel_grid(256, 256))
-    inside = signed_distance(shape, x, y, 1.0) < 0
+    x, y = (3 * v - 1.5 for v in make_pixel_grid(256, 256))
+    inside = compute_signed_distance(shape, x, y, 1.0) < 0
     return float(inside.mean() * 9), float(x[inside].mean()), float(y[inside].mean())
 
 
 @cache
-def _palette() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def _build_palette() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     things = [np.array(rgb) * shade for rgb in COLORS.values() for shade in SHADES]
     backdrops = [np.array(rgb) + offset for rgb in BACKGROUNDS.values() for offset in OFFSETS]
     labels = [i for i in range(len(COLORS)) for _ in SHADES] + [

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli.prompts import read
+from ditile.cli.prompts import read_prompts
 from ditile.errors import ModelError
 from ditile.runner.load import ASSETS
 
-BUNDLED, COCO = "bundled", "coco:"
+BUNDLED_SOURCE, COCO_PREFIX = "bundled", "coco:"
 
 
 class Caption(NamedTuple):
@@ -24,24 +24,24 @@ class Caption(NamedTuple):
     image: str | None = None
 
 
-def captions_of(source: str, count: int | None, default: int) -> list[Caption]:
+def load_captions(source: str, count: int | None, default: int) -> list[Caption]:
     """The first `count` captions of a source, or where that is None the first `default`, or all if there are fewer.
 
     Raises:
         ModelError: if it cannot be read, has none, or fewer than `count`.
     """
-    if source == BUNDLED:
-        found = [Caption(line) for line in (ASSETS / "captions.txt").read_text("utf-8").splitlines()]
-    elif source.startswith(COCO):
-        found = of_coco(Path(source.removeprefix(COCO)))
+    if source == BUNDLED_SOURCE:
+        captions = [Caption(line) for line in (ASSETS / "captions.txt").read_text("utf-8").splitlines()]
+    elif source.startswith(COCO_PREFIX):
+        captions = read_coco_captions(Path(source.removeprefix(COCO_PREFIX)))
     else:
-        found = [Caption(line) for line in read(source, "captions")]
-    if count is not None and count > len(found):
-        raise ModelError(f"num={count} exceeds the {len(found)} captions of {source!r}; try num={len(found)}")
-    return found[: default if count is None else count]
+        captions = [Caption(line) for line in read_prompts(source, "captions")]
+    if count is not None and count > len(captions):
+        raise ModelError(f"num={count} exceeds the {len(captions)} captions of {source!r}; try num={len(captions)}")
+    return captions[: default if count is None else count]
 
 
-def of_coco(path: Path) -> list[Caption]:
+def read_coco_captions(path: Path) -> list[Caption]:
     """The first caption (lowest id) of each image of a `captions_*.json`, in the order of the images' ids.
 
     Raises:
@@ -50,7 +50,7 @@ def of_coco(path: Path) -> list[Caption]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"captions='{COCO}{path}' cannot be read: {' '.join(str(error).split())}") from error
+        raise ModelError(f"captions='{COCO_PREFIX}{path}' cannot be read: {' '.join(str(error).split())}") from error
     try:
         files = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
         first: dict[int, Any] = {}
@@ -58,11 +58,11 @@ def of_coco(path: Path) -> list[Caption]:
             image = entry["image_id"]
             if " ".join(entry["caption"].split()) and (image not in first or entry["id"] < first[image]["id"]):
                 first[image] = entry
-        found = [Caption(" ".join(first[image]["caption"].split()), files.get(image)) for image in sorted(first)]
+        captions = [Caption(" ".join(first[image]["caption"].split()), files.get(image)) for image in sorted(first)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"captions='{COCO}{path}' is no file of COCO captions: 'annotations' have id, image_id and caption"
+            f"captions='{COCO_PREFIX}{path}' is no file of COCO captions: 'annotations' have id, image_id and caption"
         ) from error
-    if not found:
-        raise ModelError(f"captions='{COCO}{path}' has no caption")
-    return found
+    if not captions:
+        raise ModelError(f"captions='{COCO_PREFIX}{path}' has no caption")
+    return captions

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ditile.cache.line import NONE
-from ditile.cli.evaluate.options import ORIGINAL, Setting
-from ditile.cli.evaluate.scores import read
+from ditile.cache.line import NO_CACHE
+from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
+from ditile.cli.evaluate.scores import read_picture
 
 ROWS = 8
 """Captions that are shown."""
@@ -22,11 +22,11 @@ AMPLIFIED = 4
 LEAST, MOST = 144, 256  # pixels of the longer side of a picture on the sheet
 GAP, TEXT, LINE = 10, 13, 17
 INK, FAINT, PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
-Column = tuple[Setting, Sequence[tuple[Path, float]]]
+SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 """A setting; for each caption its file, and its PSNR in dB."""
 
 
-def sheet(columns: Sequence[Column], captions: Sequence[str]) -> Image.Image:
+def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
     """The whole sheet.
 
     Args:
@@ -34,9 +34,9 @@ def sheet(columns: Sequence[Column], captions: Sequence[str]) -> Image.Image:
         captions: in the order of the pictures.
     """
     font = ImageFont.load_default(TEXT)
-    pictures = [[Image.fromarray(read(path)) for path, _ in shown] for _, shown in columns]
-    width, height = _size(pictures[0][0])
-    heads = [_wrapped(_title(setting), font, width) for setting, _ in columns]
+    pictures = [[Image.fromarray(read_picture(path)) for path, _ in shown] for _, shown in columns]
+    width, height = _compute_thumbnail_size(pictures[0][0])
+    heads = [_wrap_text_lines(_make_column_title(setting), font, width) for setting, _ in columns]
     head = LINE * max(map(len, heads)) + GAP
     row_height = 2 * height + LINE + 3 * GAP
     page = Image.new("RGB", (GAP + len(columns) * (width + GAP), GAP + head + len(captions) * row_height + LINE), PAPER)
@@ -50,38 +50,42 @@ def sheet(columns: Sequence[Column], captions: Sequence[str]) -> Image.Image:
             page.paste(own.resize((width, height), Image.Resampling.LANCZOS), (left, top))
             below = top + height + 3
             if setting == ORIGINAL:
-                text = _wrapped(caption, font, width)[: height // LINE]
+                text = _wrap_text_lines(caption, font, width)[: height // LINE]
                 pen.multiline_text((left, below + LINE), "\n".join(text), INK, font, spacing=LINE - TEXT)
                 continue
             psnr = shown[row][1]
             pen.text((left, below), "same picture" if psnr >= 100 else f"{psnr:.1f} dB", FAINT, font)
-            page.paste(difference(own, original).resize((width, height), Image.Resampling.BOX), (left, below + LINE))
+            page.paste(
+                make_difference_image(own, original).resize((width, height), Image.Resampling.BOX), (left, below + LINE)
+            )
     note = f"below each picture: its difference from the original, {AMPLIFIED} times as bright"
     pen.text((GAP, page.height - LINE - 2), note, FAINT, font)
     return page
 
 
-def difference(picture: Image.Image, original: Image.Image) -> Image.Image:
+def make_difference_image(picture: Image.Image, original: Image.Image) -> Image.Image:
     """How far a picture is from the original, amplified; white is a quarter of all or more."""
     apart = np.abs(np.asarray(picture, np.float32) - np.asarray(original, np.float32)).mean(2)
     return Image.fromarray(np.minimum(apart * AMPLIFIED, 255).astype(np.uint8)).convert("RGB")
 
 
-def _size(picture: Image.Image) -> tuple[int, int]:
+def _compute_thumbnail_size(picture: Image.Image) -> tuple[int, int]:
     longer = max(picture.size)
     scale = min(max(longer, LEAST), MOST) / longer
     return round(picture.width * scale), round(picture.height * scale)
 
 
-def _title(setting: Setting) -> list[str]:
+def _make_column_title(setting: EvaluationSetting) -> list[str]:
     """The lines of a column's head, before they are wrapped."""
     if setting == ORIGINAL:
         return [str(ORIGINAL)]
-    plan = "one process" if setting.is_alone else setting.plan
-    return [plan, "no cache" if setting.cache == NONE else setting.cache]
+    plan = "one process" if setting.has_original_plan else setting.plan
+    return [plan, "no cache" if setting.cache == NO_CACHE else setting.cache]
 
 
-def _wrapped(text: str | list[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+def _wrap_text_lines(
+    text: str | list[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
+) -> list[str]:
     """Text in lines that are no wider than a column; a longer word is cut."""
     lines: list[str] = []
     for part in [text] if isinstance(text, str) else text:

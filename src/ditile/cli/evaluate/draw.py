@@ -22,35 +22,35 @@ from PIL import Image
 
 import ditile
 from ditile.cli import png
-from ditile.cli.bench.turns import bar, cached
-from ditile.cli.bench.worlds import free_to_move
-from ditile.cli.evaluate.metrics import Pictures, psnr
-from ditile.cli.evaluate.options import ORIGINAL, Evaluate, Session, Setting
-from ditile.cli.evaluate.store import Row, Store
-from ditile.cli.generate import arguments, quiet
+from ditile.cli.bench.turns import show_progress_bar, use_cache_within
+from ditile.cli.bench.worlds import allow_all_cores
+from ditile.cli.evaluate.metrics import Pictures, compute_psnr
+from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, SessionOptions
+from ditile.cli.evaluate.store import EvaluationFolder, PictureRow
+from ditile.cli.generate import build_call_arguments, silence_libraries
 from ditile.distributed import env
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
-from ditile.models.registry import model_of
+from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load, read_generation_options
 from ditile.runner.runner import parallelize
 
-FIRST = 3  # steps of the picture that is not counted
+WARMUP_STEPS = 3  # steps of the picture that is not counted
 
 
-class Turn(NamedTuple):
+class CaptionTurn(NamedTuple):
     """A caption, and who is to draw it."""
 
     place: int
     prompt: str
     seed: int
-    settings: tuple[Setting, ...]
+    settings: tuple[EvaluationSetting, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EvaluationTask:
     """What the ranks of one session share.
 
     Attributes:
@@ -62,8 +62,8 @@ class Task:
         title: of the progress bar.
     """
 
-    wanted: Evaluate
-    session: Session
+    wanted: EvaluateOptions
+    session: SessionOptions
     job: dict[str, Any]
     world: int
     plans: tuple[str, ...]
@@ -72,49 +72,51 @@ class Task:
     title: str
 
 
-def draw(task: Task, turns: Sequence[Turn]) -> None:
+def draw_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -> None:
     """Runs this rank's part; rank 0 writes pictures and rows.
 
     Raises:
         DitileError: if the model, a plan or a cache does not fit.
     """
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
     if task.world == 1 and rank > 0:
         return
     with contextlib.redirect_stdout(sys.stderr):
-        quiet()
+        silence_libraries()
         torch.set_num_threads(task.threads)
         try:
-            _draw(task, turns, rank, pick_device(task.session.device, local))
+            _draw_turns(task, turns, rank, pick_device(task.session.device, local))
         except torch.cuda.OutOfMemoryError as error:
             raise ModelError("the GPU has no room for all plans at once; add --one-at-a-time") from error
 
 
-def _draw(task: Task, turns: Sequence[Turn], rank: int, device: torch.device) -> None:
+def _draw_turns(task: EvaluationTask, turns: Sequence[CaptionTurn], rank: int, device: torch.device) -> None:
     groups = Communicators()
-    painters: dict[str, Painter] = {plan: Painter(task, plan, device, groups) for plan in task.plans}
+    pipelines: dict[str, EvaluationPipeline] = {
+        plan: EvaluationPipeline(task, plan, device, groups) for plan in task.plans
+    }
     if task.with_original and rank == 0:
-        painters[ORIGINAL.plan] = Painter(task, ORIGINAL.plan, device, groups)
+        pipelines[ORIGINAL.plan] = EvaluationPipeline(task, ORIGINAL.plan, device, groups)
     everyone = dist.group.WORLD if task.world > 1 else None
-    turns = [Turn(p, text, seed, tuple(Setting(*s) for s in every)) for p, text, seed, every in
+    turns = [CaptionTurn(p, text, seed, tuple(EvaluationSetting(*s) for s in every)) for p, text, seed, every in
              gather_json([list(turn) for turn in turns], everyone)[0]]  # fmt: skip
-    store, total = Store(Path(task.session.out)), sum(len(turn.settings) for turn in turns)
+    store, total = EvaluationFolder(Path(task.session.out)), sum(len(turn.settings) for turn in turns)
     for turn in turns[:1]:
         for plan in dict.fromkeys((ORIGINAL.plan, *task.plans)):
-            _one(task, painters, Setting(plan, ORIGINAL.cache), turn, rank, first=True)
-    with bar(task.title, total, shown=rank == 0) as advance:
+            _draw_setting(task, pipelines, EvaluationSetting(plan, ORIGINAL.cache), turn, rank, first=True)
+    with show_progress_bar(task.title, total, shown=rank == 0) as advance:
         for number, turn in enumerate(turns):
-            beside = [ORIGINAL] if task.with_original else []
-            order = [*beside, *(setting for setting in turn.settings if setting != ORIGINAL)]
-            at = number % len(order)
-            drawn = {s: _one(task, painters, s, turn, rank) for s in order[at:] + order[:at]}
+            original_settings = [ORIGINAL] if task.with_original else []
+            order = [*original_settings, *(setting for setting in turn.settings if setting != ORIGINAL)]
+            start = number % len(order)
+            pictures = {s: _draw_setting(task, pipelines, s, turn, rank) for s in order[start:] + order[:start]}
             if rank == 0:
-                _keep(task, store, turn, {s: each for s, each in drawn.items() if each is not None})
+                _write_turn_pictures(task, store, turn, {s: each for s, each in pictures.items() if each is not None})
             advance(len(turn.settings))
 
 
-class Drawn(NamedTuple):
+class TimedPicture(NamedTuple):
     """A picture `[1, H, W, 3]`, seconds, and the share of blocks that was left out."""
 
     picture: Pictures
@@ -122,29 +124,33 @@ class Drawn(NamedTuple):
     saved: float
 
 
-class Painter:
+class EvaluationPipeline:
     """A pipeline under a plan; that of the original has none.
 
     Attributes:
         base: the arguments of its calls, prompt and generator apart.
     """
 
-    def __init__(self, task: Task, plan: str, device: torch.device, groups: Communicators) -> None:
+    def __init__(self, task: EvaluationTask, plan: str, device: torch.device, groups: Communicators) -> None:
         wanted, self._is_original = task.wanted, plan == ORIGINAL.plan
         divided = None if self._is_original else Plan.parse(plan)
         pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
         pipe.set_progress_bar_config(disable=True)
-        self.base = arguments(pipe, wanted.generate("a caption"), defaults(wanted.model))
+        self.base = build_call_arguments(
+            pipe, wanted.build_generate_options("a caption"), read_generation_options(wanted.model)
+        )
         self._device = device
         self._target: Any = pipe
         if divided is None:
             pipe.to(device)
-            model_of(pipe).register_forward_pre_hook(lambda *_: env.advance())
+            find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
         else:
             join_torchrun(task.session.stall_timeout)
             self._target = parallelize(pipe, divided, device=device, groups=groups)
 
-    def draw(self, turn: Turn, configs: dict[str, Any], steps: int | None, before: Callable[[], None]) -> Drawn | None:
+    def draw_caption(
+        self, turn: CaptionTurn, configs: dict[str, Any], steps: int | None, before: Callable[[], None]
+    ) -> TimedPicture | None:
         """The picture of a caption; None on ranks that do not get it.
 
         Args:
@@ -159,69 +165,79 @@ class Painter:
         call |= {"output_type": "np"} | ({} if self._is_original else {"output": "first"})
         if steps is not None:
             call["num_inference_steps"] = steps
-        with cached(self._target, configs):
+        with use_cache_within(self._target, configs):
             before()
-            began = self._now()
+            began = self._read_device_clock()
             result = self._target(**call)
-            seconds = self._now() - began
+            seconds = self._read_device_clock() - began
             reports = [] if configs["cache_config"] is None else ditile.summary(self._target, logging=False)
         if result is None:
             return None
         runs = [report.blocks * report.steps for report in reports]
         saved = sum(report.saved * count for report, count in zip(reports, runs, strict=True)) / max(1, sum(runs))
-        return Drawn((result.images * 255).round().astype(np.uint8), seconds, saved)
+        return TimedPicture((result.images * 255).round().astype(np.uint8), seconds, saved)
 
-    def _now(self) -> float:
+    def _read_device_clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
-def _one(
-    task: Task, painters: dict[str, Painter], setting: Setting, turn: Turn, rank: int, *, first: bool = False
-) -> Drawn | None:
+def _draw_setting(
+    task: EvaluationTask,
+    pipelines: dict[str, EvaluationPipeline],
+    setting: EvaluationSetting,
+    turn: CaptionTurn,
+    rank: int,
+    *,
+    first: bool = False,
+) -> TimedPicture | None:
     """One picture of a turn, or before the first turn a short one."""
 
-    def together() -> None:
+    def wait_for_ranks() -> None:
         if task.world > 1:
             dist.barrier()
 
-    painter = painters.get(setting.plan)
-    if painter is None:
+    pipeline = pipelines.get(setting.plan)
+    if pipeline is None:
         if task.with_original or setting.plan != ORIGINAL.plan:
-            together()
+            wait_for_ranks()
         return None
-    alone = setting.is_alone and task.world > 1 and sys.platform == "linux"
-    steps = painter.base.get("num_inference_steps")
-    with free_to_move() if alone else contextlib.nullcontext():
-        return painter.draw(turn, setting.configs, min(FIRST, steps or FIRST) if first else None, together)
+    may_use_all_cores = setting.has_original_plan and task.world > 1 and sys.platform == "linux"
+    steps = pipeline.base.get("num_inference_steps")
+    with allow_all_cores() if may_use_all_cores else contextlib.nullcontext():
+        return pipeline.draw_caption(
+            turn, setting.cache_arguments, min(WARMUP_STEPS, steps or WARMUP_STEPS) if first else None, wait_for_ranks
+        )
 
 
-def _keep(task: Task, store: Store, turn: Turn, drawn: dict[Setting, Drawn]) -> None:
+def _write_turn_pictures(
+    task: EvaluationTask, store: EvaluationFolder, turn: CaptionTurn, pictures: dict[EvaluationSetting, TimedPicture]
+) -> None:
     """Writes the pictures of a turn, then their rows."""
-    store.begin(task.job)
-    rows: list[Row] = []
-    original, again = drawn.get(ORIGINAL), None
-    path = store.path(ORIGINAL, turn.place)
+    store.create_folder(task.job)
+    rows: list[PictureRow] = []
+    original, again = pictures.get(ORIGINAL), None
+    path = store.picture_path(ORIGINAL, turn.place)
     if original is not None and path.is_file() and ORIGINAL not in turn.settings:
         with Image.open(path) as image:
-            again = float(psnr(original.picture, np.asarray(image.convert("RGB"))[None])[0])
+            again = float(compute_psnr(original.picture, np.asarray(image.convert("RGB"))[None])[0])
     for setting in turn.settings:
-        made = drawn[setting]
-        path = store.path(setting, turn.place)
+        timed_picture = pictures[setting]
+        path = store.picture_path(setting, turn.place)
         texts = {
             "Software": f"ditile {ditile.__version__}", "model": task.wanted.model, "prompt": turn.prompt,
             "seed": str(turn.seed), "plan": setting.plan, "cache": setting.cache,
         }  # fmt: skip
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            png.save(Image.fromarray(made.picture[0]), path, texts)
+            png.save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be written: {error}") from error
         rows.append({
             "plan": setting.plan, "cache": setting.cache, "caption": turn.place, "prompt": turn.prompt,
-            "seed": turn.seed, "file": str(path.relative_to(store.out)), "seconds": made.seconds,
+            "seed": turn.seed, "file": str(path.relative_to(store.out)), "seconds": timed_picture.seconds,
             "original_s": None if original is None else original.seconds, "original_again_psnr": again,
-            "blocks_saved": made.saved,
+            "blocks_saved": timed_picture.saved,
         })  # fmt: skip
-    store.add(rows)
+    store.append_picture_rows(rows)

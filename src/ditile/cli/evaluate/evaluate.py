@@ -21,83 +21,89 @@ import torch
 
 import ditile
 from ditile.cli import files
-from ditile.cli.bench.machine import load
-from ditile.cli.dry_run import planned
-from ditile.cli.evaluate.captions import Caption, captions_of
-from ditile.cli.evaluate.draw import Task, Turn, draw
-from ditile.cli.evaluate.options import ORIGINAL, Evaluate, Judge, Session, Setting
-from ditile.cli.evaluate.scores import Judged, Panel
-from ditile.cli.evaluate.store import Key, Row, Store, complete, summed_up
-from ditile.cli.generate import planned_call, quiet
+from ditile.cli.bench.machine import read_load_average
+from ditile.cli.dry_run import build_dry_run_job
+from ditile.cli.evaluate.captions import Caption, load_captions
+from ditile.cli.evaluate.draw import CaptionTurn, EvaluationTask, draw_session
+from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions, SessionOptions
+from ditile.cli.evaluate.scores import Judgement, MetricPanel
+from ditile.cli.evaluate.store import (
+    EvaluationFolder,
+    PictureKey,
+    PictureRow,
+    list_complete_settings,
+    summarize_settings,
+)
+from ditile.cli.generate import build_dry_run_call, silence_libraries
 from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
-from ditile.distributed.mesh import part
+from ditile.distributed.mesh import leave_process_group
 from ditile.errors import ModelError
-from ditile.models.registry import specs
+from ditile.models.registry import list_model_specs
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
-from ditile.runner.load import defaults, find
+from ditile.runner.load import find_model_source, read_generation_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-CAPTIONS = 10
-SHEET, PARETO = "contact-sheet.png", "pareto.png"
+DEFAULT_NUM_CAPTIONS = 10
+CONTACT_SHEET_FILE, PARETO_FILE = "contact-sheet.png", "pareto.png"
 INTERLEAVED = (
     "each caption by the original and all settings in turn, one session for each number of ranks, in an order that "
     "rotates; seconds of the whole call (text, denoising, decoding), ratios within a turn, medians over captions"
 )
-APART = (
+ONE_AT_A_TIME = (
     "one plan after another, the original first; seconds of the whole call (text, denoising, decoding), ratios to the "
     "same caption of the original, medians over captions"
 )
 
 
-def evaluate(wanted: Evaluate, judge: Judge, session: Session) -> dict[str, Any] | None:
+def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: SessionOptions) -> dict[str, Any] | None:
     """Draws what is not there yet, judges, and writes everything. Rank 0 returns what `evaluation.json` says.
 
     Raises:
         DitileError: if something does not fit; nothing was written then.
     """
-    quiet()
-    settings = wanted.settings
-    _check(wanted, settings)
-    captions = captions_of(wanted.captions, wanted.num, CAPTIONS)
-    threads = session.threads or max(1, cpus.cores() // max(s.world for s in settings))
-    job, store = _job(wanted, session, threads), Store(Path(session.out))
-    rows: dict[Key, Row] = {}
+    silence_libraries()
+    settings = wanted.candidate_settings
+    _check_settings_fit(wanted, settings)
+    captions = load_captions(wanted.captions, wanted.num, DEFAULT_NUM_CAPTIONS)
+    threads = session.threads or max(1, cpus.count_usable_cores() // max(s.world_size for s in settings))
+    job, store = _build_job_record(wanted, session, threads), EvaluationFolder(Path(session.out))
+    rows: dict[PictureKey, PictureRow] = {}
     panel = None
-    if _is_first():
-        store.check(job)
-        rows = store.rows(captions, wanted.seed)
-        panel = Panel.of(judge, wanted.model, captions)
-    for task in _tasks(wanted, session, job, settings, threads):
-        turns = _turns(task, captions, settings, rows)
-        if turns or env.torchrun() is not None:
-            _run(task, turns)
-        rows = store.rows(captions, wanted.seed) if _is_first() else {}
-    if env.torchrun() is not None:
-        part()
+    if _is_first_rank():
+        store.check_same_job(job)
+        rows = store.read_rows_on_disk(captions, wanted.seed)
+        panel = MetricPanel.from_options(judge, wanted.model, captions)
+    for task in _list_session_tasks(wanted, session, job, settings, threads):
+        turns = _list_missing_turns(task, captions, settings, rows)
+        if turns or env.read_torchrun_place() is not None:
+            _run_session_task(task, turns)
+        rows = store.read_rows_on_disk(captions, wanted.seed) if _is_first_rank() else {}
+    if env.read_torchrun_place() is not None:
+        leave_process_group()
     if panel is None:
         return None
-    return _finish(wanted, session, store, panel, captions, rows)
+    return _judge_and_write(wanted, session, store, panel, captions, rows)
 
 
-def as_table(found: Mapping[str, Any]) -> Table:
+def build_evaluation_table(evaluation: Mapping[str, Any]) -> Table:
     """The means for people."""
     from rich.table import Table
 
-    inception, space = found["frechet"]["is_inception"], found["frechet"]["space"]
+    inception, space = evaluation["frechet"]["is_inception"], evaluation["frechet"]["space"]
     distance = "FID" if inception else f"Frechet ({space})"
-    columns = [(name, about["title"], about["digits"]) for name, about in found["metrics"].items()]
+    columns = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
     columns += [("frechet_original", f"{distance} to original", 3)]
-    columns += [("frechet_references", f"{distance} to references", 3)] if found["references"] else []
-    shown = Table(title=f"{found['model']}, {found['captions']['count']} caption(s)", title_justify="left")
+    columns += [("frechet_references", f"{distance} to references", 3)] if evaluation["references"] else []
+    shown = Table(title=f"{evaluation['model']}, {evaluation['captions']['count']} caption(s)", title_justify="left")
     for title in ("plan", "cache", "ranks", "seconds", "latency", "speed-up", "saved, %"):
         shown.add_column(title, overflow="fold", justify="left" if title in ("plan", "cache") else "right")
     for _, title, _ in columns:
         shown.add_column(title, justify="right")
-    for row in found["settings"]:
+    for row in evaluation["settings"]:
         plan = "original" if row["setting"] == str(ORIGINAL) else row["plan"]
         shown.add_row(
             plan, row["cache"], str(row["world"]), f"{row['seconds']:.2f}", f"{100 * row['latency_ratio']:.0f} %",
@@ -107,44 +113,44 @@ def as_table(found: Mapping[str, Any]) -> Table:
     return shown
 
 
-def remarks(found: Mapping[str, Any]) -> Iterable[str]:
+def list_table_remarks(evaluation: Mapping[str, Any]) -> Iterable[str]:
     """What a reader of the table must know."""
-    yield f"latency: {found['measured']['how']}"
-    again = found["measured"]["original_again_psnr"]
+    yield f"latency: {evaluation['measured']['how']}"
+    again = evaluation["measured"]["original_again_psnr"]
     if again is not None:
         same = "the same pictures" if again >= 100 else f"other pictures, at worst {again:.1f} dB away"
         yield f"the original, drawn again in later turns, made {same}"
-    frechet = found["frechet"]
+    frechet = evaluation["frechet"]
     if not frechet["is_inception"]:
         yield f"Frechet distances are of {frechet['space']}, which is not FID ({frechet['why']})"
-    if found["captions"]["count"] <= frechet["features"]:
-        count = found["captions"]["count"]
+    if evaluation["captions"]["count"] <= frechet["features"]:
+        count = evaluation["captions"]["count"]
         yield f"{count} pictures for {frechet['features']} features: such distances only rank settings"
-    for name, why in found["absent"].items():
+    for name, why in evaluation["absent"].items():
         yield f"no {name}: {why}"
 
 
-def _check(wanted: Evaluate, settings: Sequence[Setting]) -> None:
+def _check_settings_fit(wanted: EvaluateOptions, settings: Sequence[EvaluationSetting]) -> None:
     """Raises `PlanError` or `ModelError` unless all settings fit the model, and torchrun's ranks."""
-    source = find(wanted.model)
-    place = env.torchrun()
+    source = find_model_source(wanted.model)
+    place = env.read_torchrun_place()
     for setting in settings:
-        if place is not None and not setting.is_alone and setting.world != place.world:
+        if place is not None and not setting.has_original_plan and setting.world_size != place.world:
             Plan.parse(setting.plan).check_world(place.world)
     try:
         index = diffusers.DiffusionPipeline.load_config(source)
     except OSError as error:
         raise ModelError(f"model {wanted.model!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    known = {cls.__name__ for cls in specs()}
+    known = {cls.__name__ for cls in list_model_specs()}
     if index.get("transformer", (None, None))[1] not in known:
         return  # what no table describes says no itself when it is divided, before it draws
     for setting in settings:
-        planned(wanted.generate("a caption"), Plan.parse(setting.plan), setting.configs)
+        build_dry_run_job(wanted.build_generate_options("a caption"), Plan.parse(setting.plan), setting.cache_arguments)
 
 
-def _job(wanted: Evaluate, session: Session, threads: int) -> dict[str, Any]:
+def _build_job_record(wanted: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
     """What all pictures have in common."""
-    call = planned_call(wanted.generate("a caption"), defaults(wanted.model))
+    call = build_dry_run_call(wanted.build_generate_options("a caption"), read_generation_options(wanted.model))
     del call["prompt"], call["num_images_per_prompt"]
     return {
         "model": wanted.model, "call": call, "dtype": session.dtype, "device": session.device, "threads": threads,
@@ -152,111 +158,138 @@ def _job(wanted: Evaluate, session: Session, threads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tasks(
-    wanted: Evaluate, session: Session, job: dict[str, Any], settings: Sequence[Setting], threads: int
-) -> list[Task]:
+def _list_session_tasks(
+    wanted: EvaluateOptions,
+    session: SessionOptions,
+    job: dict[str, Any],
+    settings: Sequence[EvaluationSetting],
+    threads: int,
+) -> list[EvaluationTask]:
     """The sessions in their order. Settings of one process go with those of the most ranks, or are the first by far."""
 
-    def task(world: int, plans: Iterable[str], original: bool, title: str) -> Task:
-        return Task(wanted, session, job, world, tuple(plans), original, threads, title)
+    def build_session_task(world: int, plans: Iterable[str], original: bool, title: str) -> EvaluationTask:
+        return EvaluationTask(wanted, session, job, world, tuple(plans), original, threads, title)
 
-    plans = list(dict.fromkeys(setting.plan for setting in settings if not setting.is_alone))
+    plans = list(dict.fromkeys(setting.plan for setting in settings if not setting.has_original_plan))
     world = {plan: Plan.parse(plan).world for plan in plans}
     if session.one_at_a_time:
-        return [task(1, (), True, "one process"), *(task(world[plan], [plan], False, plan) for plan in plans)]
+        return [
+            build_session_task(1, (), True, "one process"),
+            *(build_session_task(world[plan], [plan], False, plan) for plan in plans),
+        ]
     worlds = sorted({*world.values()}, reverse=True) or [1]
     return [
-        task(n, [plan for plan in plans if world[plan] == n], True, f"{n} rank(s)" if n > 1 else "one process")
+        build_session_task(
+            n, [plan for plan in plans if world[plan] == n], True, f"{n} rank(s)" if n > 1 else "one process"
+        )
         for n in worlds
     ]
 
 
-def _turns(task: Task, captions: Sequence[Caption], settings: Sequence[Setting], rows: Mapping[Key, Row]) -> list[Turn]:
+def _list_missing_turns(
+    task: EvaluationTask,
+    captions: Sequence[Caption],
+    settings: Sequence[EvaluationSetting],
+    rows: Mapping[PictureKey, PictureRow],
+) -> list[CaptionTurn]:
     """The captions of a session of which pictures are not there. Rank 0's count."""
     first = not task.session.one_at_a_time or not task.plans
-    mine = [s for s in settings if s.plan in task.plans or (s.is_alone and first)]
+    task_settings = [s for s in settings if s.plan in task.plans or (s.has_original_plan and first)]
     if first:
-        mine = [ORIGINAL, *mine]
+        task_settings = [ORIGINAL, *task_settings]
     turns = []
     for place, caption in enumerate(captions):
-        left = tuple(setting for setting in mine if (setting, place) not in rows)
-        if left:
-            turns.append(Turn(place, caption.text, task.wanted.seed + place, left))
+        missing_settings = tuple(setting for setting in task_settings if (setting, place) not in rows)
+        if missing_settings:
+            turns.append(CaptionTurn(place, caption.text, task.wanted.seed + place, missing_settings))
     return turns
 
 
-def _run(task: Task, turns: list[Turn]) -> None:
-    if env.torchrun() is None and task.world > 1:
-        launch(draw, task.world, (task, turns), threads=task.threads, stall_timeout=task.session.stall_timeout)
+def _run_session_task(task: EvaluationTask, turns: list[CaptionTurn]) -> None:
+    if env.read_torchrun_place() is None and task.world > 1:
+        launch(draw_session, task.world, (task, turns), threads=task.threads, stall_timeout=task.session.stall_timeout)
     else:
-        draw(task, turns)
+        draw_session(task, turns)
 
 
-def _finish(
-    wanted: Evaluate, session: Session, store: Store, panel: Panel, captions: Sequence[Caption], rows: dict[Key, Row]
+def _judge_and_write(
+    wanted: EvaluateOptions,
+    session: SessionOptions,
+    store: EvaluationFolder,
+    panel: MetricPanel,
+    captions: Sequence[Caption],
+    rows: dict[PictureKey, PictureRow],
 ) -> dict[str, Any]:
     """Judges, sums up and writes."""
     count = len(captions)
-    there = complete(rows, count)
+    complete_settings = list_complete_settings(rows, count)
     settings = [
-        *(s for s in [ORIGINAL, *wanted.settings] if s in there),
-        *(s for s in there if s not in wanted.settings),
+        *(s for s in [ORIGINAL, *wanted.candidate_settings] if s in complete_settings),
+        *(s for s in complete_settings if s not in wanted.candidate_settings),
     ]
     settings = list(dict.fromkeys(settings))
-    judged: Judged = panel.judge(store, rows, settings, count)
-    scored = {(setting, place): rows[setting, place] for setting in settings for place in range(count)}
-    store.score(scored, captions, wanted.seed)
+    judged: Judgement = panel.judge_settings(store, rows, settings, count)
+    scored_rows = {(setting, place): rows[setting, place] for setting in settings for place in range(count)}
+    store.write_picture_scores(scored_rows, captions, wanted.seed)
     figure = importlib.util.find_spec("matplotlib") is not None
-    absent = judged.absent | ({} if figure else {PARETO: "matplotlib is not installed"})
+    absent = judged.absent | ({} if figure else {PARETO_FILE: "matplotlib is not installed"})
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
-    found = {
-        "model": wanted.model, "job": _job_of(store), "captions": {
+    evaluation = {
+        "model": wanted.model, "job": _read_job_file(store), "captions": {
             "source": wanted.captions, "count": count, "seed": wanted.seed,
         },
         "measured": {
-            "how": APART if session.one_at_a_time else INTERLEAVED, "date": f"{datetime.date.today()}",
-            "original_again_psnr": min(again, default=None), **_machine(),
+            "how": ONE_AT_A_TIME if session.one_at_a_time else INTERLEAVED, "date": f"{datetime.date.today()}",
+            "original_again_psnr": min(again, default=None), **_describe_machine(),
         },
         "metrics": judged.metrics, "absent": absent, "frechet": judged.frechet,
         "resize": panel.side, "references": judged.references,
-        "settings": [row | judged.distances[row["setting"]] for row in summed_up(rows, settings, count)],
+        "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
     }  # fmt: skip
-    files.write_json(store.out / FILE, found)
-    _draw_sheet(store, settings, captions, rows)
+    files.write_json_file(store.out / FILE, evaluation)
+    _write_contact_sheet(store, settings, captions, rows)
     if figure:
         from ditile.cli.evaluate.plots import tradeoff
 
-        tradeoff(found, store.out / PARETO)
-    return found
+        tradeoff(evaluation, store.out / PARETO_FILE)
+    return evaluation
 
 
-def _draw_sheet(store: Store, settings: Sequence[Setting], captions: Sequence[Caption], rows: dict[Key, Row]) -> None:
-    from ditile.cli.evaluate.contact_sheet import ROWS, sheet
+def _write_contact_sheet(
+    store: EvaluationFolder,
+    settings: Sequence[EvaluationSetting],
+    captions: Sequence[Caption],
+    rows: dict[PictureKey, PictureRow],
+) -> None:
+    from ditile.cli.evaluate.contact_sheet import ROWS, draw_contact_sheet
 
     columns = [
-        (setting, [(store.path(setting, k), rows[setting, k]["scores"]["psnr"]) for k in range(len(captions))][:ROWS])
+        (
+            setting,
+            [(store.picture_path(setting, k), rows[setting, k]["scores"]["psnr"]) for k in range(len(captions))][:ROWS],
+        )
         for setting in settings
     ]
-    sheet(columns, [caption.text for caption in captions][:ROWS]).save(store.out / SHEET)
+    draw_contact_sheet(columns, [caption.text for caption in captions][:ROWS]).save(store.out / CONTACT_SHEET_FILE)
 
 
-def _job_of(store: Store) -> Any:
-    from ditile.cli.evaluate.store import JOB
+def _read_job_file(store: EvaluationFolder) -> Any:
+    from ditile.cli.evaluate.store import JOB_FILE
 
-    return json.loads((store.out / JOB).read_text("utf-8"))
+    return json.loads((store.out / JOB_FILE).read_text("utf-8"))
 
 
-def _machine() -> dict[str, Any]:
+def _describe_machine() -> dict[str, Any]:
     """Where it ran, and with what."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
     return {
-        "machine": ", ".join(names) or f"{cpus.cores()} core(s), {platform.machine()}", "load_average": load(),
+        "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}", "load_average": read_load_average(),
         "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__,
         "diffusers": diffusers.__version__,
     }  # fmt: skip
 
 
-def _is_first() -> bool:
+def _is_first_rank() -> bool:
     """Whether this process writes."""
-    place = env.torchrun()
+    place = env.read_torchrun_place()
     return place is None or place.rank == 0

@@ -22,35 +22,37 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ditile.cli.evaluate.caption_check import check
+from ditile.cli.evaluate.caption_check import judge_picture
 from ditile.cli.evaluate.frechet import BROKEN, hub_file, line_of
-from ditile.cli.evaluate.scenes import parse
+from ditile.cli.evaluate.scenes import parse_caption
 from ditile.errors import ModelError
-from ditile.runner.load import bundled
+from ditile.runner.load import list_bundled_models
 
 Pictures = NDArray[np.uint8]
 
 
-def psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
     error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
     decibels: NDArray[np.float64] = 10 * np.log10(1 / np.maximum(error, 1e-10))
     return decibels
 
 
-def ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default.
 
     Written out to spare the dependency on scipy.
     """
 
-    def blur(x: Tensor) -> Tensor:
+    def average_windows(x: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool2d(x, 7, stride=1)
 
     x, y = (torch.from_numpy(p).double().permute(0, 3, 1, 2) / 255 for p in (a, b))
-    mx, my = blur(x), blur(y)
+    mx, my = average_windows(x), average_windows(y)
     sample = 49 / 48  # unbiased covariance
-    vx, vy, vxy = ((blur(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my)))
+    vx, vy, vxy = (
+        (average_windows(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my))
+    )
     index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
     found: NDArray[np.float64] = index.mean(dim=(1, 2, 3)).numpy()
     return found
@@ -76,45 +78,47 @@ class Metric:
     name: str
     title: str
     digits: int
-    of: Callable[[Picture, Picture, str], float]
+    measure: Callable[[Picture, Picture, str], float]
     exact: float | None = None
     whole: bool = False
 
 
-def available(model: str, captions: Sequence[str], clip: str | None) -> tuple[list[Metric], dict[str, str]]:
+def load_available_metrics(
+    model: str, captions: Sequence[str], clip: str | None
+) -> tuple[list[Metric], dict[str, str]]:
     """The metrics that can be taken here, and why others cannot.
 
     Raises:
         ModelError: if `clip` is named and cannot be loaded.
     """
-    found = [
-        Metric("psnr", "PSNR, dB", 1, lambda a, b, _: float(psnr(a[None], b[None])[0]), exact=100.0),
-        Metric("ssim", "SSIM", 4, lambda a, b, _: float(ssim(a[None], b[None])[0]), exact=1.0),
+    metrics = [
+        Metric("psnr", "PSNR, dB", 1, lambda a, b, _: float(compute_psnr(a[None], b[None])[0]), exact=100.0),
+        Metric("ssim", "SSIM", 4, lambda a, b, _: float(compute_ssim(a[None], b[None])[0]), exact=1.0),
     ]
     absent: dict[str, str] = {}
     makers: tuple[tuple[str, Callable[[], Metric | str]], ...] = (
-        ("lpips", _lpips),
-        ("clip", lambda: "no CLIP was named; add --clip FOLDER" if clip is None else _clip(clip)),
-        ("image_reward", _image_reward),
-        ("all_right", lambda: _all_right(model, captions)),
+        ("lpips", _load_lpips_metric),
+        ("clip", lambda: "no CLIP was named; add --clip FOLDER" if clip is None else _load_clip_metric(clip)),
+        ("image_reward", _load_image_reward_metric),
+        ("all_right", lambda: _build_all_right_metric(model, captions)),
     )
     for name, make in makers:
-        made = make()
-        if isinstance(made, str):
-            absent[name] = made
+        metric_or_reason = make()
+        if isinstance(metric_or_reason, str):
+            absent[name] = metric_or_reason
         else:
-            found.append(made)
-    return found, absent
+            metrics.append(metric_or_reason)
+    return metrics, absent
 
 
-def resized(picture: Picture, side: int | None) -> Picture:
+def resize_picture(picture: Picture, side: int | None) -> Picture:
     """A picture as a square of `side` pixels, its shape not kept, as clean-fid does; as it is where that is None."""
     if side is None or picture.shape[:2] == (side, side):
         return picture
     return np.array(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
 
 
-def _lpips() -> Metric | str:
+def _load_lpips_metric() -> Metric | str:
     """LPIPS (arXiv 1801.03924) on AlexNet, by the package lpips or by torchmetrics."""
     here = [name for name in ("lpips", "torchmetrics") if importlib.util.find_spec(name)]
     if not here or not importlib.util.find_spec("torchvision"):
@@ -126,7 +130,7 @@ def _lpips() -> Metric | str:
         warnings.simplefilter("ignore")  # of torchvision, about names of arguments
         for name in here:
             try:
-                model = model or _perceptual(name)
+                model = model or _load_lpips_model(name)
             except BROKEN as error:
                 why.append(f"{name} cannot be imported: {line_of(error)}")
     if model is None:
@@ -134,13 +138,13 @@ def _lpips() -> Metric | str:
     measure = model
 
     @torch.inference_mode()
-    def distance(a: Picture, b: Picture, _: str) -> float:
-        return float(measure(_signed(a), _signed(b)))
+    def compute_lpips(a: Picture, b: Picture, _: str) -> float:
+        return float(measure(_to_signed_tensor(a), _to_signed_tensor(b)))
 
-    return Metric("lpips", "LPIPS", 4, distance, exact=0.0)
+    return Metric("lpips", "LPIPS", 4, compute_lpips, exact=0.0)
 
 
-def _perceptual(name: str) -> Any:
+def _load_lpips_model(name: str) -> Any:
     """The model of one of the two packages, whose weights are on disk."""
     if name == "lpips":
         return importlib.import_module("lpips").LPIPS(net="alex", verbose=False).eval()
@@ -148,7 +152,7 @@ def _perceptual(name: str) -> Any:
     return package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
 
 
-def _clip(name: str) -> Metric:
+def _load_clip_metric(name: str) -> Metric:
     """100 times the cosine of picture and caption (arXiv 2104.08718, without its factor)."""
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -161,17 +165,17 @@ def _clip(name: str) -> Metric:
         raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {line_of(error)}") from error
 
     @torch.inference_mode()
-    def score(a: Picture, _: Picture, caption: str) -> float:
+    def compute_clip_score(a: Picture, _: Picture, caption: str) -> float:
         length = model.config.text_config.max_position_embeddings
-        words = tokenizer(caption, return_tensors="pt", truncation=True, max_length=length)
-        seen = processor(images=Image.fromarray(a), return_tensors="pt")
-        out = model(input_ids=words["input_ids"], attention_mask=words["attention_mask"], **seen)
+        text_tokens = tokenizer(caption, return_tensors="pt", truncation=True, max_length=length)
+        image_inputs = processor(images=Image.fromarray(a), return_tensors="pt")
+        out = model(input_ids=text_tokens["input_ids"], attention_mask=text_tokens["attention_mask"], **image_inputs)
         return 100 * float(torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds))
 
-    return Metric(f"clip:{name}", "CLIP score", 2, score)
+    return Metric(f"clip:{name}", "CLIP score", 2, compute_clip_score)
 
 
-def _image_reward() -> Metric | str:
+def _load_image_reward_metric() -> Metric | str:
     """ImageReward (arXiv 2304.05977)."""
     if not importlib.util.find_spec("ImageReward"):
         return "ImageReward is not installed"
@@ -191,24 +195,27 @@ def _image_reward() -> Metric | str:
         return f"ImageReward cannot be loaded: {line_of(error)}"
 
     @torch.inference_mode()
-    def score(a: Picture, _: Picture, caption: str) -> float:
+    def compute_image_reward(a: Picture, _: Picture, caption: str) -> float:
         return float(model.score(caption, Image.fromarray(a)))
 
-    return Metric("image_reward", "ImageReward", 3, score)
+    return Metric("image_reward", "ImageReward", 3, compute_image_reward)
 
 
-def _all_right(model: str, captions: Sequence[str]) -> Metric | str:
+def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str:
     """Whether a picture of a bundled model shows all that its caption says, in per cent."""
-    if model not in bundled():
+    if model not in list_bundled_models():
         return "only pictures of bundled models can be checked"
     try:
         for caption in captions:
-            parse(caption)
+            parse_caption(caption)
     except ValueError:
         return "captions are not of the bundled models' kind"
-    right: Callable[[Picture, Picture, str], float] = lambda a, _, text: 100.0 * check(a, text).all_right  # noqa: E731
-    return Metric("all_right", "right, %", 0, right, whole=True)
+
+    def score_picture(picture: Picture, _original: Picture, caption: str) -> float:
+        return 100.0 * judge_picture(picture, caption).all_right
+
+    return Metric("all_right", "right, %", 0, score_picture, whole=True)
 
 
-def _signed(picture: Picture) -> Tensor:
+def _to_signed_tensor(picture: Picture) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
 from ditile.cli.evaluate.options import ORIGINAL
-from ditile.cli.evaluate.store import front as undominated
+from ditile.cli.evaluate.store import select_pareto_front as undominated
 
 MARKERS = "osD^vP*XhdHp<>8"
 
@@ -35,12 +35,12 @@ def tradeoff(found: Mapping[str, Any], out: Path) -> None:
     top = high + 2 * room
     figure, axes = plt.subplots(figsize=(9.6, 5))
 
-    def place(row: Mapping[str, Any]) -> tuple[float, float]:
+    def locate_row(row: Mapping[str, Any]) -> tuple[float, float]:
         return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
 
-    axes.plot(*zip(*map(place, undominated(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
+    axes.plot(*zip(*map(locate_row, undominated(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
     for row in rows:
-        x, y = place(row)
+        x, y = locate_row(row)
         colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
         spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
         axes.errorbar(
@@ -57,7 +57,7 @@ def tradeoff(found: Mapping[str, Any], out: Path) -> None:
     axes.set_title(f"{found['model']}, {count} caption(s), {found['measured']['machine']}", fontsize=10)
     axes.grid(alpha=0.3)
     _legend(axes, plans, caches)
-    _save(figure, out)
+    _save_figure(figure, out)
 
 
 def _legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def _cache_label(cache: str) -> str:
     return "no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34)
 
 
-def _save(figure: Any, out: Path) -> None:
+def _save_figure(figure: Any, out: Path) -> None:
     figure.tight_layout()
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -69,7 +69,7 @@ class Thing:
     radius: float
 
     @property
-    def noun(self) -> str:
+    def noun_phrase(self) -> str:
         """The object's words in the caption, with the article."""
         return f"a {self.size} {self.color} {self.shape}"
 
@@ -84,18 +84,18 @@ class Scene:
     texture: str
 
     @property
-    def caption(self) -> str:
+    def caption_text(self) -> str:
         """The one sentence that says all of it."""
-        tail = f" {self.things[1].noun}" if len(self.things) == 2 else ""
+        tail = f" {self.things[1].noun_phrase}" if len(self.things) == 2 else ""
         texture = "" if self.texture == "plain" else f"{self.texture} "
-        return f"{self.things[0].noun} {self.where}{tail} on a {self.background} {texture}background"
+        return f"{self.things[0].noun_phrase} {self.where}{tail} on a {self.background} {texture}background"
 
 
 def sample_scene(rng: random.Random, *, held_out: bool | None = None) -> Scene:
     """A random scene; with `held_out` given, one whose caption is (True) or is not (False) held out from training."""
     while True:
-        scene = _any_scene(rng)
-        if held_out is None or is_held_out(scene.caption) == held_out:
+        scene = _sample_any_scene(rng)
+        if held_out is None or is_held_out(scene.caption_text) == held_out:
             return scene
 
 
@@ -104,15 +104,15 @@ def is_held_out(caption: str) -> bool:
     return hashlib.sha256(caption.encode()).digest()[0] < HELD_OUT
 
 
-def parse(caption: str) -> Scene:
+def parse_caption(caption: str) -> Scene:
     """The scene a caption describes, things at their nominal places; ValueError if it is not of the grammar."""
-    body, found, backdrop = caption.rpartition(" on a ")
+    body, separator, backdrop = caption.rpartition(" on a ")
     words = backdrop.split()
-    if not found or len(words) not in (2, 3) or words[-1] != "background":
+    if not separator or len(words) not in (2, 3) or words[-1] != "background":
         raise ValueError(f"no '... on a <colour> [<texture>] background' at the end of {caption!r}")
     texture = words[1] if len(words) == 3 else "plain"
-    nouns, where, places = _split_body(body, caption)
-    things = tuple(_parse_noun(noun, place, caption) for noun, place in zip(nouns, places, strict=True))
+    nouns, where, places = _split_caption_body(body, caption)
+    things = tuple(_parse_noun_phrase(noun, place, caption) for noun, place in zip(nouns, places, strict=True))
     if words[0] not in BACKGROUNDS or texture not in TEXTURES:
         raise ValueError(
             f"background {' '.join(words[:-1])!r} is unknown; colours {list(BACKGROUNDS)}, textures {TEXTURES}"
@@ -120,21 +120,21 @@ def parse(caption: str) -> Scene:
     return Scene(things=things, where=where, background=words[0], texture=texture)
 
 
-def render(scene: Scene, height: int, width: int) -> Image:
+def render_scene(scene: Scene, height: int, width: int) -> Image:
     """Draw the scene anti-aliased at any size."""
-    x, y = pixel_grid(height, width)
-    image = np.array(BACKGROUNDS[scene.background], np.float32) + _texture(scene.texture, x, y)[..., None]
+    x, y = make_pixel_grid(height, width)
+    image = np.array(BACKGROUNDS[scene.background], np.float32) + _shade_background(scene.texture, x, y)[..., None]
     short = min(height, width)
     for thing in scene.things:
         dx, dy = (x - thing.x) * (width / short), (y - thing.y) * (height / short)
-        cover = np.clip(0.5 - signed_distance(thing.shape, dx, dy, thing.radius) * short, 0, 1)[..., None]
+        cover = np.clip(0.5 - compute_signed_distance(thing.shape, dx, dy, thing.radius) * short, 0, 1)[..., None]
         light = (1 - SHADING * (dx + dy) / (2 * thing.radius))[..., None]
         image = image * (1 - cover) + np.array(COLORS[thing.color], np.float32) * light * cover
     picture: Image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return picture
 
 
-def pixel_grid(height: int, width: int) -> tuple[Field, Field]:
+def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
     """x and y of every pixel centre, as fractions of the width and of the height."""
     x = (np.arange(width, dtype=np.float32) + 0.5) / width
     y = (np.arange(height, dtype=np.float32) + 0.5) / height
@@ -144,7 +144,7 @@ def pixel_grid(height: int, width: int) -> tuple[Field, Field]:
     return grid_x, grid_y
 
 
-def signed_distance(shape: str, x: Field, y: Field, radius: float) -> Field:
+def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Field:
     """Distance to the outline of a shape of this radius at the origin, negative inside."""
     distance: Field
     if shape == "circle":
@@ -162,7 +162,7 @@ def signed_distance(shape: str, x: Field, y: Field, radius: float) -> Field:
     return distance
 
 
-def _any_scene(rng: random.Random) -> Scene:
+def _sample_any_scene(rng: random.Random) -> Scene:
     two = rng.random() < 0.6
     where = rng.choice(list(RELATIONS if two else PLACES))
     places = RELATIONS[where] if two else (PLACES[where],)
@@ -183,7 +183,7 @@ def _sample_thing(rng: random.Random, color: str, place: tuple[float, float]) ->
     )
 
 
-def _texture(texture: str, x: Field, y: Field) -> Field:
+def _shade_background(texture: str, x: Field, y: Field) -> Field:
     shade: Field = np.zeros_like(x)
     if texture == "gradient":  # dark at the top
         shade = (2 * y - 1) * np.float32(GRADIENT_DEPTH)
@@ -192,10 +192,10 @@ def _texture(texture: str, x: Field, y: Field) -> Field:
     return shade
 
 
-def _split_body(body: str, caption: str) -> tuple[list[str], str, tuple[tuple[float, float], ...]]:
+def _split_caption_body(body: str, caption: str) -> tuple[list[str], str, tuple[tuple[float, float], ...]]:
     for relation, places in RELATIONS.items():
-        first, found, second = body.partition(f" {relation} a ")
-        if found:
+        first, separator, second = body.partition(f" {relation} a ")
+        if separator:
             return [first, f"a {second}"], relation, places
     for place, xy in PLACES.items():
         if body.endswith(f" {place}"):
@@ -203,7 +203,7 @@ def _split_body(body: str, caption: str) -> tuple[list[str], str, tuple[tuple[fl
     raise ValueError(f"no place of {list(PLACES)} and no relation of {list(RELATIONS)} in {caption!r}")
 
 
-def _parse_noun(noun: str, place: tuple[float, float], caption: str) -> Thing:
+def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> Thing:
     match noun.split():
         case ["a", size, color, shape] if size in SIZES and color in COLORS and shape in SHAPES:
             return Thing(shape=shape, color=color, size=size, x=place[0], y=place[1], radius=SIZES[size])

@@ -14,14 +14,14 @@ from PIL import Image
 from ditile.cli.evaluate import frechet
 from ditile.cli.evaluate.captions import Caption
 from ditile.cli.evaluate.frechet import Moments, Picture, Space
-from ditile.cli.evaluate.metrics import Metric, available, resized
-from ditile.cli.evaluate.options import ORIGINAL, Judge, Setting, pictures_in
-from ditile.cli.evaluate.store import Key, Row, Store
+from ditile.cli.evaluate.metrics import Metric, load_available_metrics, resize_picture
+from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_pictures
+from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
 from ditile.errors import LoadError
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgement:
     """What a panel found; scores of single pictures are in their rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class MetricPanel:
     """The metrics that are taken.
 
     Attributes:
@@ -58,39 +58,45 @@ class Panel:
     whose: str
 
     @classmethod
-    def of(cls, judge: Judge, model: str, captions: Sequence[Caption]) -> Panel:
+    def from_options(cls, judge: JudgeOptions, model: str, captions: Sequence[Caption]) -> MetricPanel:
         """What can be measured here, as asked for.
 
         Raises:
             ModelError: if what was asked for cannot be had.
         """
-        metrics, absent = available(model, [caption.text for caption in captions], judge.clip)
+        metrics, absent = load_available_metrics(model, [caption.text for caption in captions], judge.clip)
         space, why = frechet.space()
-        references, whose = reference_pictures(judge.references, captions)
+        references, whose = find_reference_pictures(judge.references, captions)
         return cls(metrics, absent, space, why, judge.resize, references, whose)
 
-    def judge(self, store: Store, rows: dict[Key, Row], settings: Sequence[Setting], count: int) -> Judged:
+    def judge_settings(
+        self,
+        store: EvaluationFolder,
+        rows: dict[PictureKey, PictureRow],
+        settings: Sequence[EvaluationSetting],
+        count: int,
+    ) -> Judgement:
         """Scores every picture that has no score yet, and takes the distances.
 
         Raises:
             LoadError: if a picture cannot be read.
         """
-        wanted = {(s, k): self._left(rows[s, k]) for s in settings for k in range(count)}
-        own = [setting for setting in settings if setting != ORIGINAL]
-        moments: dict[Setting, Moments] = {}
-        references = Moments.of(self.space, map(self._read, self.references)) if self.references else None
-        with _bar(len(settings) * count) as advance:
+        wanted = {(s, k): self._prepare_missing_metrics(rows[s, k]) for s in settings for k in range(count)}
+        other_settings = [setting for setting in settings if setting != ORIGINAL]
+        moments: dict[EvaluationSetting, Moments] = {}
+        references = Moments.of(self.space, map(self._read_and_resize, self.references)) if self.references else None
+        with _show_judging_progress(len(settings) * count) as advance:
             for setting in settings:
-                seen = self._seen(store, rows, setting, wanted, count, advance)
-                moments[setting] = Moments.of(self.space, seen)
+                pictures = self._score_and_yield_pictures(store, rows, setting, wanted, count, advance)
+                moments[setting] = Moments.of(self.space, pictures)
         distances: dict[str, dict[str, float]] = {}
-        for setting in [ORIGINAL, *own]:
-            found = {"frechet_original": frechet.frechet(moments[setting], moments[ORIGINAL])}
-            found["frechet_original"] *= setting != ORIGINAL
+        for setting in [ORIGINAL, *other_settings]:
+            setting_distances = {"frechet_original": frechet.frechet(moments[setting], moments[ORIGINAL])}
+            setting_distances["frechet_original"] *= setting != ORIGINAL
             if references is not None:
-                found["frechet_references"] = frechet.frechet(moments[setting], references)
-            distances[str(setting)] = found
-        return Judged(
+                setting_distances["frechet_references"] = frechet.frechet(moments[setting], references)
+            distances[str(setting)] = setting_distances
+        return Judgement(
             metrics={metric.name: {"title": metric.title, "digits": metric.digits} for metric in self.metrics},
             absent=self.absent, distances=distances,
             frechet={
@@ -100,7 +106,7 @@ class Panel:
             references={"count": len(self.references), "of": self.whose} if self.references else None,
         )  # fmt: skip
 
-    def _left(self, row: Row) -> list[Metric]:
+    def _prepare_missing_metrics(self, row: PictureRow) -> list[Metric]:
         """The metrics that a row lacks; those of pictures of another size are taken anew."""
         if row.get("resize", 0) != self.side:
             row["scores"], row["resize"] = {}, self.side
@@ -108,29 +114,33 @@ class Panel:
         row["scores"] = {name: value for name, value in row["scores"].items() if name in names}
         return [metric for metric in self.metrics if metric.name not in row["scores"]]
 
-    def _seen(
-        self, store: Store, rows: Mapping[Key, Row], setting: Setting, wanted: Mapping[Key, list[Metric]], count: int,
+    def _score_and_yield_pictures(
+        self, store: EvaluationFolder, rows: Mapping[PictureKey, PictureRow], setting: EvaluationSetting, wanted: Mapping[PictureKey, list[Metric]], count: int,
         advance: Callable[[], None],
     ) -> Iterator[Picture]:  # fmt: skip
         """The pictures of a setting as they are judged; on its way past each gets its scores."""
         for place in range(count):
-            whole = read(store.path(setting, place))
-            picture, row = resized(whole, self.side), rows[setting, place]
-            original = resized(read(store.path(ORIGINAL, place)), self.side) if wanted[setting, place] else picture
+            whole = read_picture(store.picture_path(setting, place))
+            picture, row = resize_picture(whole, self.side), rows[setting, place]
+            original = (
+                resize_picture(read_picture(store.picture_path(ORIGINAL, place)), self.side)
+                if wanted[setting, place]
+                else picture
+            )
             for metric in wanted[setting, place]:
                 if setting == ORIGINAL and metric.exact is not None:
                     row["scores"][metric.name] = metric.exact
                 else:
-                    judged = whole if metric.whole else picture
-                    row["scores"][metric.name] = metric.of(judged, original, row["prompt"])
+                    judged_picture = whole if metric.whole else picture
+                    row["scores"][metric.name] = metric.measure(judged_picture, original, row["prompt"])
             advance()
             yield picture
 
-    def _read(self, path: Path) -> Picture:
-        return resized(read(path), self.side)
+    def _read_and_resize(self, path: Path) -> Picture:
+        return resize_picture(read_picture(path), self.side)
 
 
-def read(path: Path) -> Picture:
+def read_picture(path: Path) -> Picture:
     """A picture `[H, W, 3]`.
 
     Raises:
@@ -143,7 +153,7 @@ def read(path: Path) -> Picture:
         raise LoadError(f"{str(path)!r} cannot be read as a picture: {error}") from error
 
 
-def reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
+def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
     """The reference pictures and which these are: those that the captions describe if all are there, else the folder's.
 
     The folder has some (`Judge` checks that).
@@ -153,11 +163,11 @@ def reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple
     named = [Path(folder, caption.image) for caption in captions if caption.image is not None]
     if len(named) == len(captions) and all(path.is_file() for path in named):
         return named, "the captions' own images"
-    return pictures_in(Path(folder)), "all of the folder"
+    return list_pictures(Path(folder)), "all of the folder"
 
 
 @contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
+def _show_judging_progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -20,16 +20,16 @@ from typing import Any
 
 from ditile.cli import files
 from ditile.cli.evaluate.captions import Caption
-from ditile.cli.evaluate.options import ORIGINAL, Setting
+from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.errors import LoadError, ModelError
 
-JOB, ROWS, PICTURES = "job.json", "pictures.jsonl", "pictures"
-Row = dict[str, Any]
-Key = tuple[Setting, int]
+JOB_FILE, ROWS_FILE, PICTURES_FOLDER = "job.json", "pictures.jsonl", "pictures"
+PictureRow = dict[str, Any]
+PictureKey = tuple[EvaluationSetting, int]
 """A setting and the place of a caption."""
 
 
-class Store:
+class EvaluationFolder:
     """What a folder has.
 
     Args:
@@ -39,49 +39,51 @@ class Store:
     def __init__(self, out: Path) -> None:
         self.out = out
 
-    def path(self, setting: Setting, place: int) -> Path:
+    def picture_path(self, setting: EvaluationSetting, place: int) -> Path:
         """The file of a picture."""
-        return self.out / PICTURES / slug(setting) / f"{place:05}.png"
+        return self.out / PICTURES_FOLDER / make_setting_slug(setting) / f"{place:05}.png"
 
-    def check(self, job: Mapping[str, Any]) -> None:
+    def check_same_job(self, job: Mapping[str, Any]) -> None:
         """Raises `ModelError` if the folder has pictures of another job, `LoadError` if that cannot be read."""
-        path = self.out / JOB
+        path = self.out / JOB_FILE
         if not path.exists():
             if self.out.exists() and any(self.out.iterdir()):
-                raise ModelError(f"out={str(self.out)!r} has files and no {JOB}; give a new folder, or an evaluation's")
+                raise ModelError(
+                    f"out={str(self.out)!r} has files and no {JOB_FILE}; give a new folder, or an evaluation's"
+                )
             return
         try:
-            there = json.loads(path.read_text("utf-8"))
+            stored_job = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise LoadError(f"{path} is no readable JSON: {' '.join(str(error).split())}") from error
-        for name in sorted({*there, *job}):
-            if there.get(name) != job.get(name):
+        for name in sorted({*stored_job, *job}):
+            if stored_job.get(name) != job.get(name):
                 raise ModelError(
-                    f"out={str(self.out)!r} has pictures of {name}={there.get(name)!r}, and this is "
+                    f"out={str(self.out)!r} has pictures of {name}={stored_job.get(name)!r}, and this is "
                     f"{name}={job.get(name)!r}; give another folder"
                 )
 
-    def rows(self, captions: Sequence[Caption], seed: int) -> dict[Key, Row]:
+    def read_rows_on_disk(self, captions: Sequence[Caption], seed: int) -> dict[PictureKey, PictureRow]:
         """The rows of pictures that are there. A last line that was cut off is left out.
 
         Raises:
             ModelError: if there are pictures of other captions or seeds.
         """
-        path = self.out / ROWS
-        found: dict[Key, Row] = {}
-        for row in filter(None, map(_row, path.read_text("utf-8").splitlines() if path.exists() else ())):
-            setting, place = Setting(row["plan"], row["cache"]), row["caption"]
-            asked = [captions[place].text, seed + place] if place < len(captions) else [row["prompt"], row["seed"]]
-            if [row["prompt"], row["seed"]] != asked:
+        path = self.out / ROWS_FILE
+        rows_on_disk: dict[PictureKey, PictureRow] = {}
+        for row in filter(None, map(_parse_picture_row, path.read_text("utf-8").splitlines() if path.exists() else ())):
+            setting, place = EvaluationSetting(row["plan"], row["cache"]), row["caption"]
+            expected = [captions[place].text, seed + place] if place < len(captions) else [row["prompt"], row["seed"]]
+            if [row["prompt"], row["seed"]] != expected:
                 raise ModelError(
                     f"out={str(self.out)!r} has pictures of other captions: number {place} is {row['prompt']!r}, seed "
-                    f"{row['seed']}, and now {asked[0]!r}, seed {asked[1]}; give another folder"
+                    f"{row['seed']}, and now {expected[0]!r}, seed {expected[1]}; give another folder"
                 )
-            if self.path(setting, place).is_file():
-                found[setting, place] = row
-        return found
+            if self.picture_path(setting, place).is_file():
+                rows_on_disk[setting, place] = row
+        return rows_on_disk
 
-    def begin(self, job: Mapping[str, Any]) -> None:
+    def create_folder(self, job: Mapping[str, Any]) -> None:
         """Makes the folder, and says what it is of.
 
         Raises:
@@ -89,27 +91,29 @@ class Store:
         """
         try:
             self.out.mkdir(exist_ok=True)
-            if not (self.out / JOB).exists():
-                files.write_json(self.out / JOB, dict(job))
+            if not (self.out / JOB_FILE).exists():
+                files.write_json_file(self.out / JOB_FILE, dict(job))
         except OSError as error:
             raise ModelError(f"out={str(self.out)!r} cannot be written: {error.strerror}") from error
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def append_picture_rows(self, rows: Iterable[PictureRow]) -> None:
         """Adds rows of pictures that are there."""
-        path = self.out / ROWS
-        cut = path.exists() and not path.read_bytes().endswith(b"\n")
+        path = self.out / ROWS_FILE
+        has_cut_line = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut + "".join(json.dumps(row) + "\n" for row in rows))
+            file.write("\n" * has_cut_line + "".join(json.dumps(row) + "\n" for row in rows))
 
-    def score(self, judged: Mapping[Key, Row], captions: Sequence[Caption], seed: int) -> None:
+    def write_picture_scores(
+        self, judged: Mapping[PictureKey, PictureRow], captions: Sequence[Caption], seed: int
+    ) -> None:
         """Writes the scores of pictures into their rows as the folder has them now: others may have added theirs."""
-        there = self.rows(captions, seed)
-        for key in there.keys() & judged.keys():
-            there[key] |= {name: judged[key][name] for name in ("scores", "resize")}
-        files.write(self.out / ROWS, "".join(json.dumps(row) + "\n" for row in there.values()))
+        rows_on_disk = self.read_rows_on_disk(captions, seed)
+        for key in rows_on_disk.keys() & judged.keys():
+            rows_on_disk[key] |= {name: judged[key][name] for name in ("scores", "resize")}
+        files.write_atomically(self.out / ROWS_FILE, "".join(json.dumps(row) + "\n" for row in rows_on_disk.values()))
 
 
-def slug(setting: Setting) -> str:
+def make_setting_slug(setting: EvaluationSetting) -> str:
     """A folder's name: readable, and of this setting alone."""
     if setting == ORIGINAL:
         return str(setting)
@@ -117,50 +121,54 @@ def slug(setting: Setting) -> str:
     return re.sub(r"[^\w.]+", "-", str(setting))[:60].strip("-") + f"-{digest}"
 
 
-def complete(rows: Iterable[Key], count: int) -> list[Setting]:
+def list_complete_settings(rows: Iterable[PictureKey], count: int) -> list[EvaluationSetting]:
     """The settings with pictures of the first `count` captions, the original first, others as they come."""
-    places: dict[Setting, set[int]] = {ORIGINAL: set()}
+    places: dict[EvaluationSetting, set[int]] = {ORIGINAL: set()}
     for setting, place in rows:
         places.setdefault(setting, set()).add(place)
-    return [setting for setting, found in places.items() if found >= set(range(count))]
+    return [setting for setting, caption_places in places.items() if caption_places >= set(range(count))]
 
 
-def ratio(row: Row, rows: Mapping[Key, Row]) -> float:
+def compute_latency_ratio(row: PictureRow, rows: Mapping[PictureKey, PictureRow]) -> float:
     """How long a picture took, over the original's: of the same turn, or else of its own row."""
     original = row["original_s"] or rows[ORIGINAL, row["caption"]]["seconds"]
     return float(row["seconds"] / original)
 
 
-def summed_up(rows: Mapping[Key, Row], settings: Iterable[Setting], count: int) -> list[Row]:
+def summarize_settings(
+    rows: Mapping[PictureKey, PictureRow], settings: Iterable[EvaluationSetting], count: int
+) -> list[PictureRow]:
     """A row for each setting: means over captions of scores and shares, medians of seconds and of their ratios."""
-    made: list[Row] = []
+    summaries: list[PictureRow] = []
     for setting in settings:
-        mine = [rows[setting, place] for place in range(count)]
-        ratios = [ratio(row, rows) for row in mine]
-        scores = {name: statistics.fmean(row["scores"][name] for row in mine) for name in mine[0]["scores"]}
-        made.append(
+        setting_rows = [rows[setting, place] for place in range(count)]
+        ratios = [compute_latency_ratio(row, rows) for row in setting_rows]
+        scores = {
+            name: statistics.fmean(row["scores"][name] for row in setting_rows) for name in setting_rows[0]["scores"]
+        }
+        summaries.append(
             {
-                "setting": str(setting), "plan": setting.plan, "cache": setting.cache, "world": setting.world,
-                "pictures": count, "seconds": statistics.median(row["seconds"] for row in mine),
+                "setting": str(setting), "plan": setting.plan, "cache": setting.cache, "world": setting.world_size,
+                "pictures": count, "seconds": statistics.median(row["seconds"] for row in setting_rows),
                 "latency_ratio": statistics.median(ratios), "latency_lowest": min(ratios),
                 "latency_highest": max(ratios), "speedup": 1 / statistics.median(ratios),
-                "blocks_saved": statistics.fmean(row["blocks_saved"] for row in mine), **scores,
-                "psnr_lowest": min(row["scores"]["psnr"] for row in mine),
+                "blocks_saved": statistics.fmean(row["blocks_saved"] for row in setting_rows), **scores,
+                "psnr_lowest": min(row["scores"]["psnr"] for row in setting_rows),
             }
         )  # fmt: skip
-    return made
+    return summaries
 
 
-def front(rows: Iterable[Row]) -> list[Row]:
+def select_pareto_front(rows: Iterable[PictureRow]) -> list[PictureRow]:
     """The settings that no other beats in both latency and PSNR, the fastest first."""
-    kept: list[Row] = []
+    pareto_rows: list[PictureRow] = []
     for row in sorted(rows, key=lambda row: (row["latency_ratio"], -row["psnr"])):
-        if not kept or row["psnr"] > kept[-1]["psnr"]:
-            kept.append(row)
-    return kept
+        if not pareto_rows or row["psnr"] > pareto_rows[-1]["psnr"]:
+            pareto_rows.append(row)
+    return pareto_rows
 
 
-def _row(line: str) -> Row | None:
+def _parse_picture_row(line: str) -> PictureRow | None:
     """A row, or None for a line that was cut off."""
     try:
         row = json.loads(line)

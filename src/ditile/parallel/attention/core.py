@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ditile.hooks.generation import Generation, Tokens
-from ditile.hooks.key_padding import Extra, KeyMask, refuse_masks
+from ditile.hooks.generation import Generation, LayerTokens
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, refuse_key_masks
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.opaque import Hidden
-from ditile.hooks.protocols import Exchange, Gather, Kernel, Keys, Make, Masks
-from ditile.plan.layout import joined
+from ditile.hooks.opaque import CustomOp
+from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
+from ditile.plan.layout import merge_ranges
 
 
 class AttentionCore:
@@ -34,30 +34,45 @@ class AttentionCore:
     """
 
     def __init__(
-        self, current: Callable[[], Generation], exchange: Exchange, keys: Keys, masks: Masks, *, joint: bool,
+        self, current: Callable[[], Generation], exchange: HeadExchange, keys: KeySource, masks: KeyMaskSource, *, joint: bool,
         turn: Tensor,
     ) -> None:  # fmt: skip
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._joint, self._hidden = joint, Hidden(self._made, turn)
+        self._joint, self._custom_op = joint, CustomOp(self._attend_in_custom_op, turn)
         self.overlaps = exchange.overlaps
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand; dummies come back as zeros."""
-        return self.of(lambda: q, lambda: k, lambda: v, mask=mask, scale=scale)
+        return self.project_and_attend(lambda: q, lambda: k, lambda: v, mask=mask, scale=scale)
 
-    def of(self, q: Make, k: Make, v: Make, *, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    def project_and_attend(
+        self,
+        q: DeferredTensor,
+        k: DeferredTensor,
+        v: DeferredTensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """The same for tensors yet to be made, so that each can travel while the next is computed.
 
         In a compiled block they are made before any travels.
         """
         if torch.compiler.is_compiling():
-            return self._hidden(q(), k(), v(), mask, scale=scale)
-        return self.over(self._current().tokens(joint=self._joint), (q, k, v), mask=mask, scale=scale)
+            return self._custom_op(q(), k(), v(), mask, scale=scale)
+        return self.attend_over_tokens(
+            self._current().get_layer_tokens(joint=self._joint), (q, k, v), mask=mask, scale=scale
+        )
 
-    def over(
-        self, tokens: Tokens, makes: Sequence[Make], *, mask: Tensor | None = None, scale: float | None = None
+    def attend_over_tokens(
+        self,
+        tokens: LayerTokens,
+        makes: Sequence[DeferredTensor],
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """The same over tokens that are named.
 
@@ -66,28 +81,34 @@ class AttentionCore:
         """
         heads = 0
 
-        def real(make: Make) -> Make:
-            def made() -> Tensor:
+        def drop_dummies(make: DeferredTensor) -> DeferredTensor:
+            def make_without_dummies() -> Tensor:
                 nonlocal heads
                 x = make()
                 heads = max(heads, x.shape[2])
-                return x[:, tokens.real] if tokens.dummies else x
+                return x[:, tokens.real_tokens] if tokens.dummies else x
 
-            return made
+            return make_without_dummies
 
-        query, key, value = self._exchange.to_heads([real(make) for make in makes], tokens)
-        known = None if mask is None else self._masks.gather(mask, query.shape[0], tokens, heads)
+        query, key, value = self._exchange.exchange_tokens_for_heads([drop_dummies(make) for make in makes], tokens)
+        key_padding_mask = None if mask is None else self._masks.gather_key_mask(mask, query.shape[0], tokens, heads)
         has_heads = query.shape[2] > 0  # there may be more ranks than heads
-        out = self._keys.attend(query, key, value, tokens, Extra(known, scale)) if has_heads else query
-        out = self._exchange.to_tokens(out, tokens, heads)
+        out = (
+            self._keys.attend_to_keys(query, key, value, tokens, AttentionOptions(key_padding_mask, scale))
+            if has_heads
+            else query
+        )
+        out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
         return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
 
-    def _made(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None) -> Tensor:
-        tokens = self._current().tokens(joint=self._joint)
-        return self.over(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
+    def _attend_in_custom_op(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
+    ) -> Tensor:
+        tokens = self._current().get_layer_tokens(joint=self._joint)
+        return self.attend_over_tokens(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
 
 
 class NoExchange:
@@ -95,33 +116,33 @@ class NoExchange:
 
     overlaps = False
 
-    def to_heads(self, makes: Sequence[Make], tokens: Tokens) -> Sequence[Tensor]:
+    def exchange_tokens_for_heads(self, makes: Sequence[DeferredTensor], tokens: LayerTokens) -> Sequence[Tensor]:
         """Makes them."""
         return [make() for make in makes]
 
-    def to_tokens(self, out: Tensor, tokens: Tokens, heads: int) -> Tensor:
+    def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """Nothing."""
         return out
 
 
-class OwnMasks:
+class LocalKeyMaskSource:
     """This rank has all keys and queries: a mask may tell these apart."""
 
-    def gather(self, mask: Tensor, batch: int, tokens: Tokens, heads: int | None) -> KeyMask:
+    def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
         """Nothing."""
         is_flat = mask.ndim == 2 and mask.shape[0] in (1, batch)
-        return KeyMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real],))
+        return KeyPaddingMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real_tokens],))
 
 
 class FreshKeys:
     """The keys that came: nothing is stale, nobody else has any."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        return self._kernel(q, k, v, mask=extra.mask.rows[0] if extra.mask else None, scale=extra.scale)
+        return self._kernel(q, k, v, mask=extra.mask.ring_masks[0] if extra.mask else None, scale=extra.scale)
 
 
 class StaleKeys:
@@ -140,32 +161,34 @@ class StaleKeys:
     """
 
     def __init__(
-        self, current: Callable[[], Generation], layer: str, kernel: Kernel, fresh: Keys, gather: Gather, *,
+        self, current: Callable[[], Generation], layer: str, kernel: AttentionKernel, fresh: KeySource, gather: KeyGather, *,
         check: AgeChecks | None,
     ) -> None:  # fmt: skip
         self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
         self._gather, self._check = gather, check
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
         now = self._current()
-        step, patch = now.micro
-        refuse_masks(extra, self._layer)
+        step, patch = now.micro_step
+        refuse_key_masks(extra, self._layer)
         if patch is None and not now.keeps_keys(step):
-            return self._fresh.attend(q, k, v, tokens, extra)
-        store = now.memory.store(now.branch, self._layer, tokens.length, now.layout.patches)
+            return self._fresh.attend_to_keys(q, k, v, tokens, extra)
+        store = now.memory.get_key_store(now.branch, self._layer, tokens.length, now.branch_layout.num_patches)
         k, v = self._gather(k, v, tokens)
-        whole = store.write(k, v, joined(run for runs in tokens.runs for run in runs), now.rows, now.batch)
-        store.stamp(step, patch)
+        whole = store.write_keys(
+            k, v, merge_ranges(run for runs in tokens.runs for run in runs), now.batch_range, now.batch
+        )
+        store.mark_written(step, patch)
         if patch is None:
             # in the order in which they came: bit-identical to one process
             return self._kernel(q, k, v, scale=extra.scale)
         if self._check is not None:
-            where = f"{self._layer} at {now.micro} branch {now.branch}"
-            self._check.expect(store, step, now.ages(now.micro), where)
+            where = f"{self._layer} at {now.micro_step} branch {now.branch}"
+            self._check.expect_ages(store, step, now.ages(now.micro_step), where)
         return self._kernel(q, *whole, scale=extra.scale)
 
 
-def alone(k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def skip_ring_gather(k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
     """Nobody shares out the patch along ring."""
     return k, v

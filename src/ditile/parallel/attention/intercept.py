@@ -15,13 +15,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ditile.errors import ModelError
-from ditile.hooks.attention_processors import attentions, dispatches
-from ditile.hooks.block_hooks import Core
-from ditile.hooks.overrides import override
-from ditile.parallel.attention.dispatch import refuse_order
+from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
+from ditile.hooks.block_hooks import LayerAttention
+from ditile.hooks.overrides import override_attribute
+from ditile.parallel.attention.dispatch import refuse_causal_and_dropout
 
 
-class Redirect(TorchFunctionMode):
+class AttentionRedirect(TorchFunctionMode):
     """While it is entered, scaled dot-product attention goes to a core.
 
     Args:
@@ -32,7 +32,7 @@ class Redirect(TorchFunctionMode):
         calls: how often it did.
     """
 
-    def __init__(self, core: Core, busy: Callable[[], bool]) -> None:
+    def __init__(self, core: LayerAttention, busy: Callable[[], bool]) -> None:
         super().__init__()
         self._core, self._busy = core, busy
         self.calls = 0
@@ -41,21 +41,21 @@ class Redirect(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention or self._busy():
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return self._attend(*args, **(kwargs or {}))
+        return self._attend_with_core(*args, **(kwargs or {}))
 
-    def _attend(
+    def _attend_with_core(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        refuse_order(dropout_p, is_causal)
+        refuse_causal_and_dropout(dropout_p, is_causal)
         if query.ndim == 3:  # every row and head is one: as many heads of one row
             mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
-            return self._attend(query[None], key[None], value[None], mask, scale=scale)[0]
+            return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self._core(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 
 
-def seat(stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[], bool]) -> None:
+def install_redirect(stack: ExitStack, transformer: nn.Module, core: LayerAttention, busy: Callable[[], bool]) -> None:
     """Redirects attention in a model's forward, and checks that every attention module was reached.
 
     Args:
@@ -64,23 +64,23 @@ def seat(stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[]
         core: attends.
         busy: whether a core is at work, whose kernel means what it calls.
     """
-    redirect = Redirect(core, busy)
-    for name, module, processor in attentions(transformer):
-        if not dispatches(processor):
-            override(stack, module, "forward", _watched(name, module, redirect))
+    redirect = AttentionRedirect(core, busy)
+    for name, module, processor in find_attention_processors(transformer):
+        if not uses_dispatch(processor):
+            override_attribute(stack, module, "forward", _wrap_with_check(name, module, redirect))
     forward = transformer.forward
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_redirect(*args: Any, **kwargs: Any) -> Any:
         with redirect:
             return forward(*args, **kwargs)
 
-    override(stack, transformer, "forward", called)
+    override_attribute(stack, transformer, "forward", forward_with_redirect)
 
 
-def _watched(name: str, module: nn.Module, redirect: Redirect) -> Callable[..., Any]:
+def _wrap_with_check(name: str, module: nn.Module, redirect: AttentionRedirect) -> Callable[..., Any]:
     forward = module.forward
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def forward_and_check(*args: Any, **kwargs: Any) -> Any:
         before = redirect.calls
         out = forward(*args, **kwargs)
         if redirect.calls == before:
@@ -91,4 +91,4 @@ def _watched(name: str, module: nn.Module, redirect: Redirect) -> Callable[..., 
             )
         return out
 
-    return watched
+    return forward_and_check

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ditile.errors import ModelError
 
-ATEN = {
+ATEN_KERNELS = {
     AttentionBackendName.NATIVE: "",
     AttentionBackendName._NATIVE_FLASH: "flash",
     AttentionBackendName._NATIVE_EFFICIENT: "efficient",
@@ -25,7 +25,7 @@ ATEN = {
 }
 """Backends whose log-sum-exp comes from torch's own kernels; the empty one is whatever suits."""
 
-FOREIGN = {
+LSE_ARGUMENTS = {
     AttentionBackendName.FLASH: ("return_lse", True),
     AttentionBackendName.FLASH_HUB: ("return_lse", True),
     AttentionBackendName._FLASH_3: ("return_lse", False),
@@ -43,7 +43,7 @@ AMPERE = (8, 0)
 """The least compute capability for which torch's flash kernel is built."""
 
 
-class Native:
+class NativeKernel:
     """torch's scaled dot-product attention, which the stock processors of `Attention` call."""
 
     def __call__(
@@ -56,14 +56,14 @@ class Native:
         )
         return out.transpose(1, 2)
 
-    def with_lse(
+    def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attends by one of torch's own fused kernels, which all know the log-sum-exp."""
-        return fused("", q, k, v, mask, scale)
+        return run_fused_kernel("", q, k, v, mask, scale)
 
 
-class Dispatched:
+class DiffusersKernel:
     """A kernel that diffusers offers, by way of its own dispatch.
 
     Args:
@@ -82,7 +82,7 @@ class Dispatched:
         out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **also)
         return out
 
-    def with_lse(
+    def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attends.
@@ -91,15 +91,15 @@ class Dispatched:
             ModelError: if the backend cannot give the log-sum-exp, or gives another shape than it should.
         """
         name = self.backend or AttentionBackendName(_AttentionBackendRegistry.get_active_backend()[0])
-        if name in ATEN:
-            return fused(ATEN[name], q, k, v, mask, scale)
-        if name not in FOREIGN:
-            known = ", ".join(one.value for one in (*ATEN, *FOREIGN))
+        if name in ATEN_KERNELS:
+            return run_fused_kernel(ATEN_KERNELS[name], q, k, v, mask, scale)
+        if name not in LSE_ARGUMENTS:
+            known = ", ".join(one.value for one in (*ATEN_KERNELS, *LSE_ARGUMENTS))
             raise ModelError(f"the attention kernel {name.value} gives no log-sum-exp, which ring needs; try {known}")
         if mask is not None:
             raise ModelError(f"the attention kernel {name.value} takes no mask, which this model has; try native")
-        k, v = _as_many_heads(q, k, v)
-        argument, has_heads_first = FOREIGN[name]
+        k, v = _repeat_grouped_heads(q, k, v)
+        argument, has_heads_first = LSE_ARGUMENTS[name]
         out, lse = _AttentionBackendRegistry._backends[name](query=q, key=k, value=v, scale=scale, **{argument: True})
         lse = lse.transpose(1, 2) if has_heads_first else lse
         if lse.shape != q.shape[:3]:
@@ -110,10 +110,10 @@ class Dispatched:
         return out, lse.float()
 
 
-NATIVE = Native()
+NATIVE = NativeKernel()
 
 
-def chosen(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> Dispatched:
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> DiffusersKernel:
     """The kernel of a name, tried once on a few numbers.
 
     Args:
@@ -128,13 +128,13 @@ def chosen(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) ->
     if name not in known:
         raise ModelError(f"attention={name!r} is not known; try one of {', '.join(known)}")
     backend = AttentionBackendName(name)
-    kernel, x = Dispatched(backend), torch.zeros(1, 32, 2, 64, device=device, dtype=dtype)
+    kernel, x = DiffusersKernel(backend), torch.zeros(1, 32, 2, 64, device=device, dtype=dtype)
     try:
         _check_attention_backend_requirements(backend)
         _maybe_download_kernel_for_backend(backend)
         kernel(x, x, x)
         if lse:
-            kernel.with_lse(x, x, x)
+            kernel.attend_with_lse(x, x, x)
     except ModelError:
         raise
     except (RuntimeError, ValueError, TypeError, ImportError, OSError, AssertionError) as error:
@@ -145,7 +145,7 @@ def chosen(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) ->
     return kernel
 
 
-def fused(
+def run_fused_kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by one of torch's kernels or what suits.
@@ -155,13 +155,13 @@ def fused(
     """
     size, length = q.shape[3], q.shape[1]
     scale = size**-0.5 if scale is None else scale
-    k, v = _as_many_heads(q, k, v)
+    k, v = _repeat_grouped_heads(q, k, v)
     on_cpu = q.device.type == "cpu"
     if not on_cpu and size % 8:  # the kernels behind the front door want it
         q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    bias = None if mask is None else _bias(mask, q, k)
-    name = name or ("efficient" if bias is not None else suitable(q.device, q.dtype, size))
+    bias = None if mask is None else _make_additive_mask(mask, q, k)
+    name = name or ("efficient" if bias is not None else choose_fused_kernel(q.device, q.dtype, size))
     if on_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
     elif name == "flash":
@@ -177,7 +177,7 @@ def fused(
     return out[..., :size].transpose(1, 2), lse[..., :length].transpose(1, 2)  # some kernels pad the rows
 
 
-def suitable(device: torch.device, dtype: torch.dtype, size: int) -> str:
+def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Which of torch's kernels takes a call without a mask: flash wants half precision and a GPU that has it.
 
     Args:
@@ -188,7 +188,7 @@ def suitable(device: torch.device, dtype: torch.dtype, size: int) -> str:
     return "flash" if is_flash and torch.cuda.get_device_capability(device) >= AMPERE else "efficient"
 
 
-def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """An additive mask `[B, N, queries, keys]` in rows of aligned length, and nowhere so low that no key is left."""
     least = torch.finfo(q.dtype).min / 4
     if mask.dtype == torch.bool:
@@ -199,7 +199,7 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _as_many_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Grouped-query heads, repeated; the queries have at least one head."""
     repeat = q.shape[2] // k.shape[2]
     return (k, v) if repeat == 1 else (k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2))

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
-from ditile.hooks.batch_rows import take_rows
-from ditile.hooks.overrides import override
-from ditile.parallel.batch.split import prediction_of, with_prediction
-from ditile.plan.layout import share
+from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.hooks.overrides import override_attribute
+from ditile.parallel.batch.split import extract_prediction, replace_prediction
+from ditile.plan.layout import pick_even_chunk
 
 LATENTS, PICTURES = "data", "pictures"
 Receivers = Literal["all", "first", "none"]
 
 
-class Data:
+class ReplicaImages:
     """The images of a replica.
 
     Args:
@@ -41,28 +41,28 @@ class Data:
 
     def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
         self._axis, self._traffic, self._all = axis, traffic, images
-        self.size = axis.size
-        self.images = share(range(images), axis.size, axis.index)
+        self.size = axis.num_ranks
+        self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)
 
     @property
-    def idle(self) -> bool:
+    def has_no_images(self) -> bool:
         """Whether this replica has no images."""
         return not self.images
 
     @property
-    def some_idle(self) -> bool:
+    def has_idle_replica(self) -> bool:
         """Whether some replica has none."""
         return self._all < self.size
 
-    def own(self, batch: Tensor) -> Tensor:
+    def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this replica's rows of `[images, ...]`."""
         return batch if self.size == 1 else batch[self.images.start : self.images.stop]
 
-    def gathered(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         """All latents on every replica; of the given ones only its own are right."""
-        return latents if self.size == 1 else self._gather(self.own(latents), LATENTS, "all")
+        return latents if self.size == 1 else self._gather_images(self.view_own_images(latents), LATENTS, "all")
 
-    def seat_decode(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
+    def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
         """Each replica decodes its own images, until the stack is closed; the pictures come in order.
 
         Args:
@@ -75,34 +75,36 @@ class Data:
             return
         decode = vae.decode
 
-        def seated(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def decode_own_images(z: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not over() or z.shape[0] != self._all:
                 return decode(z, *args, **kwargs)
-            own = take_rows({"args": (z, *args), "kwargs": kwargs}, self._all, self._some)
+            own = slice_batch_arguments({"args": (z, *args), "kwargs": kwargs}, self._all, self._select_decode_inputs)
             result = decode(*own["args"], **own["kwargs"])
-            pictures = prediction_of(result)[: len(self.images)]
-            return with_prediction(result, self._gather(pictures, PICTURES, to))
+            pictures = extract_prediction(result)[: len(self.images)]
+            return replace_prediction(result, self._gather_images(pictures, PICTURES, to))
 
-        override(stack, vae, "decode", functools.update_wrapper(seated, decode))
+        override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 
-    def _some(self, batch: Tensor) -> Tensor:
+    def _select_decode_inputs(self, batch: Tensor) -> Tensor:
         """Its own rows; an idle replica takes one, for the size of a picture."""
-        return batch[:1] if self.idle else self.own(batch)
+        return batch[:1] if self.has_no_images else self.view_own_images(batch)
 
-    def _gather(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
+    def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
         """`own` of every replica, in order; zeros where it was not given to."""
         index, group = self._axis.index, self._axis.group
         if to == "all":
-            shapes = [(count, *own.shape[1:]) for count in self._counts]
-            return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait())
+            shapes = [(count, *own.shape[1:]) for count in self._images_per_replica]
+            return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
         if index == 0 and to == "first":
-            others = [(replica, (count, *own.shape[1:])) for replica, count in enumerate(self._counts) if replica]
-            return torch.cat([own, *start_exchange([], others, own, group, self._traffic, kind).wait()])
-        if to == "first" and not self.idle:
-            start_exchange([(0, own)], [], own, group, self._traffic, kind).wait()
+            others = [
+                (replica, (count, *own.shape[1:])) for replica, count in enumerate(self._images_per_replica) if replica
+            ]
+            return torch.cat([own, *start_exchange([], others, own, group, self._traffic, kind).wait_for_tensors()])
+        if to == "first" and not self.has_no_images:
+            start_exchange([(0, own)], [], own, group, self._traffic, kind).wait_for_tensors()
         return own.new_zeros((self._all, *own.shape[1:]))
 
     @property
-    def _counts(self) -> list[int]:
+    def _images_per_replica(self) -> list[int]:
         """Images of every replica."""
-        return [len(share(range(self._all), self.size, replica)) for replica in range(self.size)]
+        return [len(pick_even_chunk(range(self._all), self.size, replica)) for replica in range(self.size)]

@@ -18,17 +18,17 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import Ballot, gather_json
+from ditile.distributed.transport import AsyncMax, gather_json
 from ditile.errors import ModelError, StateError
-from ditile.hooks.batch_rows import take_rows
-from ditile.hooks.compile import seat_around
+from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
-from ditile.parallel.batch.cfg import Cfg, Span, narrow
-from ditile.parallel.batch.data import Data, Receivers
-from ditile.parallel.batch.split import Rows, prediction_of, with_prediction
+from ditile.parallel.batch.cfg import CfgExchange, Span, narrow_to_span
+from ditile.parallel.batch.data import Receivers, ReplicaImages
+from ditile.parallel.batch.split import BatchSlice, extract_prediction, replace_prediction
 
 
-class SharedBatch:
+class DataCfgBatch:
     """The batch of one call of the pipeline, shared out over the axes data and cfg.
 
     Args:
@@ -43,22 +43,27 @@ class SharedBatch:
         self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, never: Sequence[str] = ()
     ) -> None:
         self._mesh, self._model, self._images, self._dim, self._never = mesh, model, images, latent_dim, never
-        self._data, self._cfg = Data(mesh["data"], images, mesh.traffic), Cfg(mesh["cfg"], mesh.traffic)
-        self._is_last = mesh.stage == mesh.stages - 1
+        self._data, self._cfg = (
+            ReplicaImages(mesh["data"], images, mesh.traffic),
+            CfgExchange(mesh["cfg"], mesh.traffic),
+        )
+        self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-        self.begin()
+        self.begin_generation()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether this rank has no images."""
-        return self._data.idle
+        return self._data.has_no_images
 
     @property
-    def by_calls(self) -> bool:
+    def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
-        return self._by_calls and self._current().micro.step > 0
+        return self._by_calls and self._current().micro_step.step > 0
 
-    def install(self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool) -> None:
+    def install_batch_hooks(
+        self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
+    ) -> None:
         """Seats the batch in the model, and the images in the decoder, until the stack is closed.
 
         Args:
@@ -71,16 +76,16 @@ class SharedBatch:
             return
         self._current = current
 
-        def seated(forward: Callable[..., Any]) -> Callable[..., Any]:
-            return functools.update_wrapper(functools.partial(self._called, forward), forward)
+        def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return functools.update_wrapper(functools.partial(self._call_model, forward), forward)
 
-        seat_around(stack, pipe, self._model, seated)
+        wrap_model_call(stack, pipe, self._model, wrap_forward)
         to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
-        self._data.seat_decode(stack, getattr(pipe, "vae", None), to, lambda: self._over)
+        self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
     # The loop
 
-    def begin(self) -> None:
+    def begin_generation(self) -> None:
         """A generation begins."""
         self._over = self._announced = self._by_calls = False
         self._hole: Tensor | None = None
@@ -89,13 +94,13 @@ class SharedBatch:
         self._trailing: list[int] = []
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
 
-    def branches(self, step: int, calls: int) -> Sequence[int]:
+    def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
         if not self._by_calls or step == 0:
             return range(calls)
-        return [call for call in range(calls) if self._cfg.is_mine(call)]
+        return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
-    def check(self, prediction: Tensor, sample: Tensor) -> None:
+    def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """The scheduler is stepped: the rows were those that the split took them for, and all calls were made.
 
         Raises:
@@ -118,20 +123,22 @@ class SharedBatch:
                 "once, with one row for each image; raise guidance_scale above 1, or use cfg=1"
             )
         if now.calls is not None and now.branch != now.calls:
-            raise self._other_calls(now, now.branch)
-        if now.micro.step == 1 and self._hole is None and self._is_last and not self.idle:
-            made = [torch.isnan(calls).any() for calls in self._predictions.values()]  # NaN of the model's own
-            self._hole = torch.isnan(self._data.own(prediction)).any() & ~torch.stack(made).any()  # read at the end
+            raise self._make_calls_error(now, now.branch)
+        if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
+            has_nan = [torch.isnan(calls).any() for calls in self._predictions.values()]  # NaN of the model's own
+            self._hole = (
+                torch.isnan(self._data.view_own_images(prediction)).any() & ~torch.stack(has_nan).any()
+            )  # read at the end
 
-    def own(self, batch: Tensor) -> Tensor:
+    def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of the rows of `[images, ...]` that this rank is to get right."""
-        return self._data.own(batch)
+        return self._data.view_own_images(batch)
 
-    def gathered(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         """All latents, on the last stages of all replicas; they must all call it."""
-        return self._data.gathered(latents)
+        return self._data.gather_latents(latents)
 
-    def end(self) -> None:
+    def end_generation(self) -> None:
         """The loop is over.
 
         Raises:
@@ -143,9 +150,9 @@ class SharedBatch:
         self._results.clear()
         if not by_calls:
             return
-        ballot = Ballot(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
-        self._mesh.traffic.count("control", 8)
-        if ballot.result():
+        hole_max = AsyncMax(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
+        self._mesh.traffic.count_message("control", 8)
+        if hole_max.wait_for_max():
             raise StateError(
                 "the pipeline computed with one prediction before it asked for the next, and cfg=2 fills both in when "
                 "the last is there; use cfg=1"
@@ -153,11 +160,11 @@ class SharedBatch:
 
     # A call of the model
 
-    def _called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._current()
-        branch, step = now.branch, now.micro.step
-        batch = self._batch(args, kwargs)
-        every = Rows.whole(batch.shape[0], self._images)
+        branch, step = now.branch, now.micro_step.step
+        batch = self._find_noisy_input(args, kwargs)
+        every = BatchSlice.from_batch_size(batch.shape[0], self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
         before = self._num_branches.get(branch, every.num_branches)
@@ -168,27 +175,27 @@ class SharedBatch:
             )
         self._num_branches[branch] = every.num_branches
         if self._by_calls and every.num_branches > 1:
-            raise self._other_calls(now, every.num_branches * (branch + 1))
-        rows = replace(every, images=self._data.images)
+            raise self._make_calls_error(now, every.num_branches * (branch + 1))
+        batch_slice = replace(every, images=self._data.images)
         by_calls = self._by_calls and step > 0
         if by_calls and now.calls is not None and branch >= now.calls:
-            raise self._other_calls(now, branch + 1)
-        if self.idle:
-            return self._idle_call(now, batch, kwargs)
+            raise self._make_calls_error(now, branch + 1)
+        if self.is_idle:
+            return self._make_idle_result(now, batch, kwargs)
         if not by_calls:
-            self._compute(forward, args, kwargs, self._cfg.rows(rows))
+            self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
-                self._cfg.exchange_rows(self._predictions[branch], rows, self._span(now, branch))
-        elif self._cfg.is_mine(branch):
-            self._compute(forward, args, kwargs, rows)
+                self._cfg.exchange_branches(self._predictions[branch], batch_slice, self._find_fresh_span(now, branch))
+        elif self._cfg.is_own_call(branch):
+            self._compute_batch_slice(forward, args, kwargs, batch_slice)
         else:
-            self._leave_out(now, rows)
+            self._skip_foreign_call(now, batch_slice)
         if by_calls and self._is_last and branch + 1 == now.calls:
             calls = [self._predictions[call] for call in range(now.calls)]
-            self._cfg.exchange_calls(calls, rows, self._span(now, branch))
-        return with_prediction(self._results[branch], self._predictions[branch])
+            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_span(now, branch))
+        return replace_prediction(self._results[branch], self._predictions[branch])
 
-    def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """The noisy input, which is the first argument."""
         named = [name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs]
         batch = args[0] if args else kwargs[named[0]] if named else None
@@ -199,55 +206,62 @@ class SharedBatch:
             )
         return batch
 
-    def _compute(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], rows: Rows) -> None:
+    def _compute_batch_slice(
+        self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
+    ) -> None:
         """Calls the model on some rows, and writes what it says into the full-size prediction."""
         now = self._current()
         branch = now.branch
         named = {str(k): arg for k, arg in enumerate(args)}
         never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
-        split = take_rows(named, rows.total, rows.of, never)
-        result = forward(*split.values(), **take_rows(kwargs, rows.total, rows.of, self._never))
+        split = slice_batch_arguments(named, batch_slice.batch_size, batch_slice.select_batch, never)
+        result = forward(
+            *split.values(),
+            **slice_batch_arguments(kwargs, batch_slice.batch_size, batch_slice.select_batch, self._never),
+        )
         self._results[branch] = result
-        prediction = prediction_of(result)
-        self._announce(prediction)
-        shape = (rows.total, *prediction.shape[1:])
+        prediction = extract_prediction(result)
+        self._agree_on_shape(prediction)
+        shape = (batch_slice.batch_size, *prediction.shape[1:])
         whole = self._predictions.get(branch)
-        if whole is None or now.micro.patch is None or whole.shape != shape:
+        if whole is None or now.micro_step.patch is None or whole.shape != shape:
             whole = self._predictions[branch] = prediction.new_zeros(shape)  # the pipeline may have kept the last one
-        rows.write(whole, prediction)
+        batch_slice.write_slice(whole, prediction)
 
-    def _leave_out(self, now: Generation, rows: Rows) -> None:
+    def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """The call of another half: its prediction is a hole until it arrives."""
         branch = now.branch
-        if now.micro.step == 1 and now.micro.patch in (None, 0):
-            now.memory.forget_keys(branch)
-        if now.micro.patch is None:
+        if now.micro_step.step == 1 and now.micro_step.patch in (None, 0):
+            now.memory.forget_branch_keys(branch)
+        if now.micro_step.patch is None:
             self._predictions[branch] = torch.zeros_like(self._predictions[branch])
         if self._is_last:
-            narrow(rows.grid(self._predictions[branch])[0], self._span(now, branch)).fill_(torch.nan)
-        now.end_call()
+            narrow_to_span(
+                batch_slice.view_as_grid(self._predictions[branch])[0], self._find_fresh_span(now, branch)
+            ).fill_(torch.nan)
+        now.advance_branch()
 
-    def _idle_call(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
+    def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
         """No images, no call: zeros as large as the others' predictions."""
-        self._announce(None)
-        now.end_call()
+        self._agree_on_shape(None)
+        now.advance_branch()
         zeros = batch.new_zeros((batch.shape[0], *self._trailing))
         return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
 
-    def _announce(self, prediction: Tensor | None) -> None:
+    def _agree_on_shape(self, prediction: Tensor | None) -> None:
         """Where some replica is idle, it hears once from rank 0 how large a row of the prediction is."""
-        if not self._announced and self._data.some_idle:
+        if not self._announced and self._data.has_idle_replica:
             mine = None if prediction is None else list(prediction.shape[1:])
             self._trailing = gather_json(mine, self._mesh.everyone)[0]
         self._announced = True
 
-    def _span(self, now: Generation, branch: int) -> Span | None:
+    def _find_fresh_span(self, now: Generation, branch: int) -> Span | None:
         """What is fresh of a prediction at the micro-step at hand."""
-        patch = now.micro.patch
-        return None if patch is None else (self._dim, now.layouts[branch].latents(patch))
+        patch = now.micro_step.patch
+        return None if patch is None else (self._dim, now.layouts[branch].locate_latents(patch))
 
-    def _other_calls(self, now: Generation, calls: int) -> StateError:
+    def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(
-            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro.step} and {now.calls} "
+            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and {now.calls} "
             "times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
         )

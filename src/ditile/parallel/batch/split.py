@@ -15,7 +15,7 @@ from ditile.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchSlice:
     """Some rows of a batch: those of some branches and some images.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rows:
     num_images: int
 
     @classmethod
-    def whole(cls, total: int, images: int) -> Rows:
+    def from_batch_size(cls, total: int, images: int) -> BatchSlice:
         """All rows of a batch of `total`, in which every branch has a row for each of `images`.
 
         Raises:
@@ -44,32 +44,32 @@ class Rows:
         return cls(range(branches), range(images), branches, images)
 
     @property
-    def total(self) -> int:
+    def batch_size(self) -> int:
         """Rows of the batch."""
         return self.num_branches * self.num_images
 
     @property
-    def count(self) -> int:
+    def slice_size(self) -> int:
         """Rows chosen."""
         return len(self.branches) * len(self.images)
 
-    def of(self, batch: Tensor) -> Tensor:
+    def select_batch(self, batch: Tensor) -> Tensor:
         """The chosen rows of a tensor `[total, ...]`: a view, unless they lie apart."""
-        return batch if self.count == self.total else self.grid(batch).flatten(0, 1)
+        return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1)
 
-    def grid(self, batch: Tensor) -> Tensor:
+    def view_as_grid(self, batch: Tensor) -> Tensor:
         """The same as a view `[branches, images, ...]`."""
         split = batch.unflatten(0, (self.num_branches, self.num_images))
         own = split[self.branches.start : self.branches.stop]
         chosen: Tensor = own[:, self.images.start : self.images.stop]
         return chosen
 
-    def write(self, batch: Tensor, rows: Tensor) -> None:
+    def write_slice(self, batch: Tensor, values: Tensor) -> None:
         """Puts `rows` `[count, ...]` where they belong in a contiguous tensor `[total, ...]`."""
-        self.grid(batch).copy_(rows.unflatten(0, (len(self.branches), len(self.images))))
+        self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
 
 
-def images_of(call: Mapping[str, Any]) -> int:
+def count_images(call: Mapping[str, Any]) -> int:
     """How many images the arguments of a pipeline's call ask for."""
     prompt = call.get("prompt", call.get("class_labels"))
     embeddings = call.get("prompt_embeds")
@@ -83,13 +83,13 @@ def images_of(call: Mapping[str, Any]) -> int:
     return prompts * int(each)
 
 
-def prediction_of(result: Any) -> Tensor:
+def extract_prediction(result: Any) -> Tensor:
     """The tensor that a model returns, bare, in a tuple or in one of diffusers' output objects."""
-    found: Tensor = result if isinstance(result, Tensor) else result[0]
-    return found
+    prediction: Tensor = result if isinstance(result, Tensor) else result[0]
+    return prediction
 
 
-def with_prediction(result: Any, prediction: Tensor) -> Any:
+def replace_prediction(result: Any, prediction: Tensor) -> Any:
     """A model's result with another tensor in it.
 
     Raises:

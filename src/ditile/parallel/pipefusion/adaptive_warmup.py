@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import Tally, gather_json
-from ditile.hooks.drift import Copy, Drift, Row, largest
+from ditile.distributed.transport import AsyncSum, gather_json
+from ditile.hooks.drift import ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.hooks.generation import Generation
 
 RISE = 2.5
@@ -23,7 +23,7 @@ BEFORE = 3
 then makes up for is no jump."""
 
 
-def resynchronises(changes: Sequence[float], bound: float) -> bool:
+def should_resynchronise(changes: Sequence[float], bound: float) -> bool:
     """Whether the second step behind the last of these changes, one for each step from step 1 on, is synchronous.
 
     It is while pictures change by the bound or more, and after a jump: a prompt that changes in mid-run moves keys less
@@ -36,7 +36,7 @@ def resynchronises(changes: Sequence[float], bound: float) -> bool:
     return last >= bound or last >= max(bound / 4, RISE * before)
 
 
-class Votes:
+class AdaptiveWarmup:
     """The votes of one generation on this rank.
 
     Args:
@@ -45,51 +45,55 @@ class Votes:
         bound: of the relative change; see `Plan.warmup_bound`.
     """
 
-    def __init__(self, mesh: Mesh, drift: Drift, bound: float) -> None:
-        self._mesh, self._drift, self._bound = mesh, drift, bound
-        self._tallies: list[Tally] = []
+    def __init__(self, mesh: Mesh, relative_change: RelativeChange, bound: float) -> None:
+        self._mesh, self._relative_change, self._bound = mesh, relative_change, bound
+        self._change_sums: list[AsyncSum] = []
         self._known: list[float] = []
-        self._changes: Copy | None = None
-        self._rows: list[Row] = []
-        self._is_cast = True
+        self._changes: ChangeCopy | None = None
+        self._change_keys: list[ChangeKey] = []
+        self._has_started_sum = True
 
-    def begin_step(self, step: int) -> bool:
+    def decide_synchronous_step(self, step: int) -> bool:
         """A step begins. Casts its vote, unless a number that belongs into it is still on a GPU.
 
         Returns:
             Whether the step is to be synchronous; the same on every rank. It means nothing before step 3: keys change
             first in step 1, which votes in step 2.
         """
-        self._is_cast = False
-        if self._changes is None or self._changes.is_here:
-            self.cast()
+        self._has_started_sum = False
+        if self._changes is None or self._changes.has_arrived:
+            self.start_change_sum()
         if step > 2:
-            self._known.append(largest(self._tallies[step - 1].result()))
-        return resynchronises(self._known, self._bound)
+            self._known.append(find_largest_change(self._change_sums[step - 1].wait_for_sums()))
+        return should_resynchronise(self._known, self._bound)
 
-    def cast(self) -> None:
+    def start_change_sum(self) -> None:
         """Casts the vote of this step, once; at the latest when its first micro-step is under way."""
-        if not self._is_cast:
-            numbers = [0, 0] if self._changes is None else self._changes.wait()
-            self._tallies.append(Tally(self._mesh.control, numbers, self._mesh.traffic))
-            self._is_cast = True
+        if not self._has_started_sum:
+            numbers = [0, 0] if self._changes is None else self._changes.wait_for_changes()
+            self._change_sums.append(AsyncSum(self._mesh.control, numbers, self._mesh.traffic))
+            self._has_started_sum = True
 
-    def end_step(self, now: Generation, images: int) -> None:
+    def record_step_changes(self, now: Generation, images: int) -> None:
         """A step ended: its changes leave the device. Latents have `images` rows."""
-        if not self._rows:  # halves of the guidance may have more rows than others
+        if not self._change_keys:  # halves of the guidance may have more rows than others
             everyone = gather_json([now.batch, now.calls or 1, images], self._mesh.control)
-            self._rows = list(_rows(self._mesh["cfg"].size, *(max(of_rank) for of_rank in zip(*everyone, strict=True))))
-        self._changes = self._drift.close(self._rows)
+            self._change_keys = list(
+                _list_change_keys(
+                    self._mesh["cfg"].num_ranks, *(max(of_rank) for of_rank in zip(*everyone, strict=True))
+                )
+            )
+        self._changes = self._relative_change.start_change_copy(self._change_keys)
 
-    def close(self) -> None:
+    def wait_for_sums(self) -> None:
         """Waits for the votes that nobody read."""
-        for tally in self._tallies:
-            tally.result()
+        for change_sum in self._change_sums:
+            change_sum.wait_for_sums()
 
 
-def _rows(halves: int, batch: int, calls: int, images: int) -> Iterator[Row]:
+def _list_change_keys(halves: int, batch: int, calls: int, images: int) -> Iterator[ChangeKey]:
     """All rows of keys and of latents, whether they change on this rank or on another."""
     for half in range(halves):
         for branch in range(calls):
-            yield from (Row("keys", half, branch, row) for row in range(batch))
-        yield from (Row("latents", half, 0, row) for row in range(images))
+            yield from (ChangeKey("keys", half, branch, row) for row in range(batch))
+        yield from (ChangeKey("latents", half, 0, row) for row in range(images))

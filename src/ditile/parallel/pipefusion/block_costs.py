@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ditile.hooks.block_hooks import Seat, Seats
-from ditile.hooks.placeholders import twin
+from ditile.hooks.block_hooks import BlockHook, TransformerHooks
+from ditile.hooks.placeholders import build_meta_model
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
-from ditile.plan.stages import cut
+from ditile.plan.stages import cut_stages
 
 RIDGE = {1: 256, 2: 256, 4: 32}
 """Tokens below which reading the weights takes longer than using them, by the bytes of a number.
@@ -31,7 +31,7 @@ For 16 bits and less that of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits
 LATENT_SIDE = 128  # of the picture that a model was made for, where its config does not say
 
 
-class Costs(NamedTuple):
+class BlockCosts(NamedTuple):
     """Cost of each block in a step, and of what the first and the last stage do besides; in one unit."""
 
     blocks: tuple[float, ...]
@@ -39,14 +39,14 @@ class Costs(NamedTuple):
     last: float = 0.0
 
 
-class Micro(NamedTuple):
+class MicroStepTokens(NamedTuple):
     """Tokens of a micro-step: of the image, of the text (or the dummies for it)."""
 
     image: int
     text: int
 
 
-class Block(NamedTuple):
+class BlockMatrices(NamedTuple):
     """A block: entries of its matrices by the tokens that they meet; whether each attention layer sees the text."""
 
     matrices: Mapping[str, int]
@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class CostModel:
     """What the costs of a model are counted from, whatever the plan.
 
     Attributes:
@@ -67,7 +67,7 @@ class Parts:
         itemsize: bytes of a number.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[BlockMatrices]
     first: int
     last: int
     side: int
@@ -77,43 +77,45 @@ class Parts:
     itemsize: int
 
     @classmethod
-    def of(cls, seats: Seats) -> Parts:
+    def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
         """Of a model, which may be hollow."""
-        itemsize = min(_head(seats).weight.dtype.itemsize, 4)
-        if seats.is_cut():
-            seats = Seats(twin(seats.transformer), seats.spec)
-        spec, config = seats.spec, dict(seats.transformer.config)  # type: ignore[arg-type]
-        first, last = (sum(_weights(seats.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out))
+        itemsize = min(_get_output_module(hooks).weight.dtype.itemsize, 4)
+        if hooks.has_placeholders():
+            hooks = TransformerHooks(build_meta_model(hooks.transformer), hooks.spec)
+        spec, config = hooks.spec, dict(hooks.transformer.config)  # type: ignore[arg-type]
+        first, last = (
+            sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out)
+        )
         return cls(
-            blocks=[_block(seats, seat) for seat in seats.chain], first=first, last=last,
+            blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain], first=first, last=last,
             side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
             text=0 if spec.joint == "none" else spec.conditioning({}).text, joint=spec.joint,
             width=int(config["num_attention_heads"] * config["attention_head_dim"]), itemsize=itemsize,
         )  # fmt: skip
 
-    def costs(self, patches: int, ridge: int) -> Costs:
+    def count_costs(self, patches: int, ridge: int) -> BlockCosts:
         """As `counted` has them."""
-        layout = Layout.of(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
+        layout = Layout.cut_into_patches(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
         dummies = DUMMY_TEXT if self.text else 0
         micros = [
-            Micro(layout.rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
-            for p in range(layout.patches)
+            MicroStepTokens(layout.count_rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
+            for p in range(layout.num_patches)
         ]
         tokens = {
             "image": sum(max(micro.image, ridge) for micro in micros),
             "text": sum(max(micro.text, ridge) for micro in micros),
             "both": sum(max(micro.image + micro.text, ridge) for micro in micros),
         }
-        scores = {sees: 2 * self.width * (layout.image + sees * layout.text) ** 2 for sees in (False, True)}
+        scores = {sees: 2 * self.width * (layout.image_tokens + sees * layout.text) ** 2 for sees in (False, True)}
         blocks = tuple(
             float(sum(size * tokens[stream] for stream, size in block.matrices.items()))
             + float(sum(scores[sees] for sees in block.attentions))
             for block in self.blocks
         )
-        return Costs(blocks, float(self.first * tokens["image"]), float(self.last * tokens["image"]))
+        return BlockCosts(blocks, float(self.first * tokens["image"]), float(self.last * tokens["image"]))
 
 
-def divide(seats: Seats, plan: Plan, parts: Parts | None = None) -> list[range]:
+def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | None = None) -> list[range]:
     """The blocks of each stage under a plan; the same on every rank, whatever is hollow there.
 
     Args:
@@ -122,13 +124,13 @@ def divide(seats: Seats, plan: Plan, parts: Parts | None = None) -> list[range]:
         parts: of the seats, where they are known.
     """
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
-        return cut([1.0] * len(seats.chain), plan.pipefusion, plan.stage_blocks)
-    parts = parts or Parts.of(seats)
-    costs = parts.costs(plan.num_patches, RIDGE[parts.itemsize])
-    return cut(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
+        return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
+    cost_model = cost_model or CostModel.from_model_hooks(hooks)
+    costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
+    return cut_stages(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
 
 
-def counted(seats: Seats, patches: int, ridge: int) -> Costs:
+def count_block_costs(hooks: TransformerHooks, patches: int, ridge: int) -> BlockCosts:
     """Multiplications of a step with one row of the batch, at the size and text that the model was made for.
 
     Args:
@@ -136,27 +138,27 @@ def counted(seats: Seats, patches: int, ridge: int) -> Costs:
         patches: M.
         ridge: tokens below which a linear layer gets no faster.
     """
-    return Parts.of(seats).costs(patches, ridge)
+    return CostModel.from_model_hooks(hooks).count_costs(patches, ridge)
 
 
-def _head(seats: Seats) -> Any:
-    return seats.transformer.get_submodule(seats.spec.out)
+def _get_output_module(hooks: TransformerHooks) -> Any:
+    return hooks.transformer.get_submodule(hooks.spec.out)
 
 
-def _block(seats: Seats, seat: Seat) -> Block:
+def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:
     """The linear layers that run in every micro-step, and the attention."""
-    rare = (*seats.spec.constant, *seats.spec.per_step)
-    other = "both" if "text" in seat.io.returns and not seat.io.text else "image"
+    rare = (*hooks.spec.constant, *hooks.spec.per_step)
+    other = "both" if "text" in hook.io.returns and not hook.io.text else "image"
     matrices = Counter[str]()
-    for path, module in seat.block.named_modules():
-        size = sum(_weights(module)) if not module._modules else 0
-        if size and not any(_under(f"{seat.name}.{path}", pattern) for pattern in rare):
-            matrices["text" if any(_under(path, pattern) for pattern in seat.io.text) else other] += size
-    joint = seats.spec.joint != "none" and seats.spec.conditioning({}).text > 0
-    return Block(matrices, [joint and name in seat.io.attn for name, _ in seat.attentions()])
+    for path, module in hook.block.named_modules():
+        size = sum(_iterate_matrix_sizes(module)) if not module._modules else 0
+        if size and not any(_is_inside_pattern(f"{hook.name}.{path}", pattern) for pattern in rare):
+            matrices["text" if any(_is_inside_pattern(path, pattern) for pattern in hook.io.text) else other] += size
+    joint = hooks.spec.joint != "none" and hooks.spec.conditioning({}).text > 0
+    return BlockMatrices(matrices, [joint and name in hook.io.attn for name, _ in hook.list_attentions()])
 
 
-def _weights(module: nn.Module) -> Iterator[int]:
+def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
     """Entries of the matrices in a module."""
     for part in module.modules():
         weight: Any = part._parameters.get("weight")
@@ -165,7 +167,7 @@ def _weights(module: nn.Module) -> Iterator[int]:
 
 
 @functools.cache
-def _under(path: str, pattern: str) -> bool:
+def _is_inside_pattern(path: str, pattern: str) -> bool:
     """Whether a module is the pattern's, or inside of it."""
     names, wanted = path.split("."), pattern.split(".")
     return len(names) >= len(wanted) and all(w in ("*", n) for n, w in zip(names, wanted, strict=False))

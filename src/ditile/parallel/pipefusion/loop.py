@@ -17,27 +17,32 @@ from typing import Any
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.trace import Trace
-from ditile.distributed.transport import Ballot, broadcast
+from ditile.distributed.trace import GenerationTrace
+from ditile.distributed.transport import AsyncMax, broadcast_tensor
 from ditile.errors import StateError
-from ditile.hooks.drift import Drift
+from ditile.hooks.drift import RelativeChange
 from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import Memory
-from ditile.hooks.overrides import Watched, override
-from ditile.hooks.protocols import Batch
-from ditile.parallel.pipefusion.adaptive_warmup import Votes
+from ditile.hooks.kv_store import GenerationMemory
+from ditile.hooks.overrides import WatchedMethod, override_attribute
+from ditile.hooks.protocols import BatchShare
+from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
-from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, first, roles, with_latents
+from ditile.parallel.pipefusion.patch_schedulers import (
+    PatchSchedulers,
+    extract_sample,
+    find_argument_names,
+    replace_latents,
+)
 from ditile.parallel.pipefusion.timesteps import StepTimesteps
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Kind, Micro, Schedule
+from ditile.plan.schedule import MicroStep, OpKind, Schedule
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
 
 @dataclass(slots=True)
-class Hooks:
+class StepCallbacks:
     """What the runner wants to know, or to have, at the ends of steps.
 
     Attributes:
@@ -47,8 +52,8 @@ class Hooks:
         progress: called at each micro-step, to show that this rank is alive.
     """
 
-    begun: Callable[[int], None]
-    ended: Callable[[int, Any, Tensor], None]
+    on_loop_begin: Callable[[int], None]
+    on_step_end: Callable[[int, Any, Tensor], None]
     wants_latents: Callable[[int], bool]
     progress: Callable[[], None]
 
@@ -71,36 +76,36 @@ class Loop:
     """
 
     def __init__(
-        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, batch: Batch, *,
-        latent_dim: int, trace: Trace,
+        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, batch: BatchShare, *,
+        latent_dim: int, trace: GenerationTrace,
     ) -> None:  # fmt: skip
         self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
         self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
-        self._voters = mesh.everyone if mesh["data"].size > 1 else mesh.control  # replicas meet at the end
+        self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control  # replicas meet at the end
         self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
         self._latents: Tensor | None = None
         self._copies: PatchSchedulers | None = None
-        self._votes: Votes | None = None
-        self._drift: Drift | None = None
+        self._adaptive_warmup: AdaptiveWarmup | None = None
+        self._relative_change: RelativeChange | None = None
 
-    def install(self, stack: ExitStack, pipe: Any, hooks: Hooks) -> None:
+    def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, callbacks: StepCallbacks) -> None:
         """Overrides the scheduler of a pipeline until the stack is closed."""
-        self._pipe, self._hooks = pipe, hooks
+        self._pipe, self._callbacks = pipe, callbacks
         self._call = inspect.signature(self._scheduler.step)
-        self._roles = roles(self._call)
+        self._roles = find_argument_names(self._call)
         mine: dict[str, Callable[..., Any]] = {
             "set_timesteps": self._set_timesteps,
-            "step": self._step,
-            "scale_model_input": self._scale,
+            "step": self._step_scheduler,
+            "scale_model_input": self._scale_model_input,
         }
         for name in OVERRIDES:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
-                override(stack, self._scheduler, name, Watched(mine[name], stock))
-        stack.callback(self.drop)
+                override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
+        stack.callback(self.drop_generation)
 
-    def current(self) -> Generation:
+    def get_generation(self) -> Generation:
         """The generation under way.
 
         Raises:
@@ -114,86 +119,93 @@ class Loop:
         return self._generation
 
     @property
-    def step_just_ended(self) -> int | None:
+    def closing_step(self) -> int | None:
         """The step whose last micro-step was just done; None within a step."""
-        micro = self.current().micro
-        return micro.step if self._schedule.closes(micro) else None
+        micro = self.get_generation().micro_step
+        return micro.step if self._schedule.is_last_of_step(micro) else None
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """The steps of the generation under way."""
         return self._schedule.steps
 
     @property
-    def images(self) -> int | None:
+    def num_images(self) -> int | None:
         """Images of this replica; None before the first step ended."""
-        return None if self._latents is None else int(self._batch.own(self._latents).shape[0])
+        return None if self._latents is None else int(self._batch.view_own_images(self._latents).shape[0])
 
     @property
     def synchronous_steps(self) -> list[int]:
         """The steps of the last generation that were synchronous."""
-        return [step for step in range(self._schedule.steps) if self._schedule.synchronous(step)]
+        return [step for step in range(self._schedule.steps) if self._schedule.is_synchronous(step)]
 
     def forget_constants(self) -> None:
         """A callback may have changed what was constant."""
-        self.current().memory.forget_constants()
+        self.get_generation().memory.forget_constants()
 
-    def drop(self) -> None:
+    def drop_generation(self) -> None:
         """Forgets the generation. One that ended by an error leaves its messages behind."""
         if self._generation is not None:
-            self._pipefusion.end(clean=False)
-        self._generation = self._latents = self._copies = self._votes = self._drift = None
+            self._pipefusion.end_generation(clean=False)
+        self._generation = self._latents = self._copies = self._adaptive_warmup = self._relative_change = None
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
-            self._scheduler.timesteps = timesteps.plain()
+            self._scheduler.timesteps = timesteps.to_plain_tensor()
 
     def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self.drop()
+        self.drop_generation()
         stock(*args, **kwargs)
         self._plain = self._scheduler.timesteps
-        self._scheduler.timesteps = StepTimesteps.of(self._plain, self.drive)
+        self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain, self.iterate_micro_steps)
 
     # One iteration of the pipeline's loop
 
-    def drive(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
 
         A pipeline that asks for the second one without having called the model only looks through them.
         """
-        schedule = Schedule.of(self._plan if not self._batch.idle else Plan(), len(timesteps))
-        self._batch.begin()
-        self._drift = Drift(self._mesh["cfg"].index) if schedule.adaptive else None
+        schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
+        self._batch.begin_generation()
+        self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
         generation = Generation(
-            schedule.ages, schedule.keeps_keys, schedule.is_stale, self._split, self._mesh.sequence.index,
-            self._batch.branches, Memory(self._drift),
+            schedule.compute_key_ages, schedule.keeps_keys, schedule.reads_stale_keys, self._split, self._mesh.sequence.index,
+            self._batch.select_branches, GenerationMemory(self._relative_change),
         )  # fmt: skip
-        crew = self._pipefusion.crew
-        if crew is not None:
-            generation.crew, generation.crew_index = Split(crew.size), crew.stage if crew.is_member else 0
+        warmup_group = self._pipefusion.warmup_group
+        if warmup_group is not None:
+            generation.warmup_split, generation.warmup_index = (
+                Split(warmup_group.size),
+                warmup_group.stage if warmup_group.is_member else 0,
+            )
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents = self._copies = None
-        self._ballots: list[Ballot] = []
-        self._votes = None if self._drift is None else Votes(self._mesh, self._drift, self._plan.warmup_bound)
+        self._stop_flags: list[AsyncMax] = []
+        self._adaptive_warmup = (
+            None
+            if self._relative_change is None
+            else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
+        )
         self._stop_wanted = False
         self._synced = -1  # the last step after which every rank had the whole latents
-        self._pipefusion.begin(schedule, generation)
-        self._hooks.begun(len(timesteps))
+        self._pipefusion.begin_generation(schedule, generation)
+        self._callbacks.on_loop_begin(len(timesteps))
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
-            for micro in self._schedule.micros(step):
-                yield from self._micro(micro, timesteps[step])
+            for micro in self._schedule.list_micro_steps(step):
+                yield from self._run_micro_step(micro, timesteps[step])
                 if not self._stepped:
-                    self._finish(stopped=False)
+                    self._finish_generation(stopped=False)
                     yield from timesteps[1:]
                     return
-                if self._votes is not None:
-                    self._votes.cast()
-            generation.memory.end_step()
-            if self._votes is not None and self._latents is not None:
-                self._votes.end_step(generation, self._latents.shape[0])
+                if self._adaptive_warmup is not None:
+                    self._adaptive_warmup.start_change_sum()
+            generation.memory.forget_step_constants()
+            if self._adaptive_warmup is not None and self._latents is not None:
+                self._adaptive_warmup.end_step(generation, self._latents.shape[0])
             step += 1
-        self._finish(stopped=step < len(timesteps))
+        self._finish_generation(stopped=step < len(timesteps))
 
     def _begin_step(self, step: int) -> None:
         """Votes on stopping; the vote of the step before says whether the next step runs.
@@ -202,47 +214,55 @@ class Loop:
         synchronous.
         """
         assert self._generation is not None
-        self._ballots.append(Ballot(self._voters, int(self._stop_wanted), self._mesh.traffic))
-        if self._voters is not None:
-            self._mesh.traffic.count("control", 8)
-        if step > 0 and self._ballots[step - 1].result() and step + 1 < self._schedule.steps:
+        self._stop_flags.append(AsyncMax(self._stop_group, int(self._stop_wanted), self._mesh.traffic))
+        if self._stop_group is not None:
+            self._mesh.traffic.count_message("control", 8)
+        if step > 0 and self._stop_flags[step - 1].wait_for_max() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
             self._generation.keeps_keys = self._schedule.keeps_keys
-        if self._votes is not None and self._votes.begin_step(step) and step >= self._schedule.warmup:
+        if (
+            self._adaptive_warmup is not None
+            and self._adaptive_warmup.decide_synchronous_step(step)
+            and step >= self._schedule.warmup
+        ):
             self._schedule = replace(self._schedule, again=self._schedule.again | {step})
-            self._generation.is_stale = self._schedule.is_stale
-        self._pipefusion.clear_step(step, self._schedule)
+            self._generation.is_stale = self._schedule.reads_stale_keys
+        self._pipefusion.prepare_step(step, self._schedule)
 
-    def _micro(self, micro: Micro, timestep: Tensor) -> Iterator[Tensor]:
+    def _run_micro_step(self, micro: MicroStep, timestep: Tensor) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped the scheduler."""
         assert self._generation is not None
-        self._generation.micro = micro
-        self._hooks.progress()
-        self._before(micro)
+        self._generation.micro_step = micro
+        self._callbacks.progress()
+        self._exchange_latents(micro)
         self._stepped = False
         while not self._stepped:
             yield timestep
             wanted = self._note_interrupt()
             if not self._stepped and not wanted:
-                if micro == next(iter(self._schedule.micros(0))) and not self._generation.branch:
+                if micro == next(iter(self._schedule.list_micro_steps(0))) and not self._generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
-    def _before(self, micro: Micro) -> None:
+    def _exchange_latents(self, micro: MicroStep) -> None:
         """What goes between stages before the model is called: the latents of the step before."""
-        ops = list(self._schedule.before(self._pipefusion.stage, micro))
+        ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
         if not ops:
             return
         assert self._latents is not None
-        own, write, crew = self._batch.own(self._latents), self._synced != micro.step - 1, self._pipefusion.crew
-        takes = [op for op in ops if op.kind is Kind.TAKE]
+        own, write, warmup_group = (
+            self._batch.view_own_images(self._latents),
+            self._synced != micro.step - 1,
+            self._pipefusion.warmup_group,
+        )
+        takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
         if takes:
-            self._pipefusion.take(own, self._dim, takes, write=write)
+            self._pipefusion.receive_stepped_patches(own, self._dim, takes, write=write)
         for op in ops:
-            if op.kind is Kind.SHARE and crew is not None:
-                crew.share(own, op)
-            elif op.kind is Kind.ADOPT and crew is not None:
-                whole = crew.adopt(own)
+            if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
+                warmup_group.send_whole_latents(own, op)
+            elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS and warmup_group is not None:
+                whole = warmup_group.receive_whole_latents(own)
                 if write:
                     own.copy_(whole)
 
@@ -254,139 +274,145 @@ class Loop:
         self._stop_wanted = True
         return True
 
-    def _finish(self, *, stopped: bool) -> None:
-        for ballot in self._ballots:
-            ballot.result()
-        if self._votes is not None:
-            self._votes.close()
+    def _finish_generation(self, *, stopped: bool) -> None:
+        for stop_flag in self._stop_flags:
+            stop_flag.wait_for_max()
+        if self._adaptive_warmup is not None:
+            self._adaptive_warmup.wait_for_sums()
         if stopped:
             self._pipe._interrupt = True
-        self._pipefusion.end(clean=True)
+        self._pipefusion.end_generation(clean=True)
         self._generation = None
         for done in self.when_over:
             done()
-        self._batch.end()
+        self._batch.end_generation()
 
     # The scheduler
 
-    def _scale(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _scale_model_input(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         timestep = args[0] if args else kwargs.get("timestep")
-        patches = self._schedule.patches_of(self.current().micro) if self._steps_patches else range(1)
-        return self._patch_schedulers().scale(sample, timestep, patches, read=self._pipefusion.reads_latents)
+        patches = self._schedule.list_patches(self.get_generation().micro_step) if self._is_stepping_rank else range(1)
+        return self._get_patch_schedulers().scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
-    def _step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step_scheduler(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = dict(self._call.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         model_output, timestep, sample = (call.pop(name) for name in self._roles)
-        now = self.current()
-        self._batch.check(model_output, sample)
-        self._adopt(sample)
-        if self._steps_patches:
+        now = self.get_generation()
+        self._batch.check_prediction(model_output, sample)
+        self._copy_new_latents(sample)
+        if self._is_stepping_rank:
             result = self._step_patches(model_output, timestep, call)
         else:
-            result = self._shadow(model_output, timestep, call)
+            result = self._step_on_corner(model_output, timestep, call)
         assert self._latents is not None
-        last = now.micro.step == self._schedule.steps - 1
-        if self._schedule.closes(now.micro):
-            self._end_step(now.micro.step, timestep)
-        now.end_micro()
+        last = now.micro_step.step == self._schedule.steps - 1
+        if self._schedule.is_last_of_step(now.micro_step):
+            self._end_step(now.micro_step.step, timestep)
+        now.end_micro_step()
         self._stepped = True
-        whole = functools.partial(self._whole, last=last)
-        return with_latents(result, self._latents, whole, keep=not self._is_cut and self._mesh["data"].size == 1)
+        whole = functools.partial(self._complete_step_extras, last=last)
+        return replace_latents(
+            result, self._latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
+        )
 
-    def _whole(self, made: Sequence[Any], *, last: bool) -> list[Any]:
+    def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, before it of this replica's."""
-        if self._is_cut and made:
+        if self._has_partial_latents and extras:
             raise StateError(
                 f"{type(self._pipe).__name__} takes more than latents from {type(self._scheduler).__name__}, which "
                 "has made it of one patch here; use a plan without pipefusion and patches"
             )
         assert self._latents is not None
-        own = [self._latents if self._batch.idle else one for one in made]
-        return [self._batch.gathered(one) if last and isinstance(one, Tensor) else one for one in own]
+        own = [self._latents if self._batch.is_idle else one for one in extras]
+        return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
 
     def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        now = self.current()
+        now = self.get_generation()
         result: Any = None
         patch: Tensor | None = None
-        for op in self._schedule.after(self._pipefusion.stage, now.micro):
+        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, now.micro_step):
             assert op.patch is not None and self._latents is not None
-            span = self._span(op.patch)
-            if op.kind is Kind.RETURN:
+            span = self._locate_patch(op.patch)
+            if op.kind is OpKind.SEND_STEPPED_PATCH:
                 assert patch is not None
-                self._pipefusion.give_back(self._batch.own(patch))
+                self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
                 continue
-            with self._trace.span("step", op.step, op.patch):
-                patch, result = self._patch_schedulers().step(
+            with self._trace.record_span("step", op.step, op.patch):
+                patch, result = self._get_patch_schedulers().step_patch(
                     op.patch, prediction, timestep, self._latents, (self._dim, span), call
                 )
-                self._write(patch, span)
+                self._write_patch(patch, span)
         return result
 
-    def _span(self, patch: int) -> slice:
+    def _locate_patch(self, patch: int) -> slice:
         """Where a patch is in the latents. Where nothing is cut it is all of them, whatever the model."""
         assert self._latents is not None
-        if self._is_cut:
-            return self.current().layouts[0].latents(patch)
+        if self._has_partial_latents:
+            return self.get_generation().layouts[0].locate_latents(patch)
         return slice(0, self._latents.shape[self._dim])
 
     @property
-    def _steps_patches(self) -> bool:
+    def _is_stepping_rank(self) -> bool:
         """Whether this rank steps the latents, and not only counts along."""
-        return self._pipefusion.is_last and not self._batch.idle
+        return self._pipefusion.is_last_stage and not self._batch.is_idle
 
     @property
-    def _is_cut(self) -> bool:
+    def _has_partial_latents(self) -> bool:
         """Whether latents are stepped by patches, or not here."""
         return self._schedule.patches > 1 or self._schedule.stages > 1
 
-    def _shadow(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+    def _step_on_corner(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert self._latents is not None
-        closes = self._schedule.closes(self.current().micro)
-        result = self._patch_schedulers().shadow(prediction, timestep, self._latents, call, closes=closes)
-        self._latents = self._latents.to(first(result).dtype)
+        closes = self._schedule.is_last_of_step(self.get_generation().micro_step)
+        result = self._get_patch_schedulers().step_on_corner(prediction, timestep, self._latents, call, closes=closes)
+        self._latents = self._latents.to(extract_sample(result).dtype)
         return result
 
-    def _adopt(self, sample: Tensor) -> None:
+    def _copy_new_latents(self, sample: Tensor) -> None:
         """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own."""
         if sample is self._latents:
             return
-        micro = self.current().micro
+        micro = self.get_generation().micro_step
         after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
-        if self._latents is not None and self._is_cut and not after_callback:
+        if self._latents is not None and self._has_partial_latents and not after_callback:
             raise StateError(
                 f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
                 "such a pipeline cannot be divided into patches"
             )
         self._latents = sample.clone()
 
-    def _write(self, patch: Tensor, span: slice) -> None:
+    def _write_patch(self, patch: Tensor, span: slice) -> None:
         assert self._latents is not None
         if patch.dtype != self._latents.dtype:
             self._latents = self._latents.to(patch.dtype)
         before = self._latents.narrow(self._dim, span.start, span.stop - span.start)
-        if self._drift is not None:
-            self._drift.note(("latents", 0, 0), self._batch.own(patch), self._batch.own(before))
+        if self._relative_change is not None:
+            self._relative_change.record_change(
+                ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
+            )
         before.copy_(patch)
 
     def _end_step(self, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
         assert self._latents is not None
-        self._patch_schedulers().count_along(self._scheduler)
+        self._get_patch_schedulers().sync_step_index(self._scheduler)
         last = step == self._schedule.steps - 1
-        wanted = self._hooks.wants_latents(step)
+        wanted = self._callbacks.wants_latents(step)
         self._synced = step if wanted else self._synced
-        if (last or wanted) and self._pipefusion.is_last:
-            self._latents = self._batch.gathered(self._latents)
+        if (last or wanted) and self._pipefusion.is_last_stage:
+            self._latents = self._batch.gather_latents(self._latents)
         stages = self._mesh["pipefusion"]
         if (last or wanted) and stages.group is not None:
             kind = "result" if last else "callback"
-            self._latents = broadcast(self._latents, stages.size - 1, stages.group, self._mesh.traffic, kind)
-        self._hooks.ended(step, timestep, self._latents)
+            self._latents = broadcast_tensor(
+                self._latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
+            )
+        self._callbacks.on_step_end(step, timestep, self._latents)
 
-    def _patch_schedulers(self) -> PatchSchedulers:
+    def _get_patch_schedulers(self) -> PatchSchedulers:
         if self._copies is None:
-            patches = self._plan.num_patches if self._steps_patches else 1
+            patches = self._plan.num_patches if self._is_stepping_rank else 1
             self._copies = PatchSchedulers(
                 self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps), self._roles
             )  # fmt: skip

@@ -18,7 +18,7 @@ from ditile.distributed import rng
 from ditile.errors import StateError
 
 Span = tuple[int, slice]
-ROLES = ("model_output", "timestep", "sample")
+STEP_ARGUMENTS = ("model_output", "timestep", "sample")
 
 
 class PatchSchedulers:
@@ -38,19 +38,19 @@ class PatchSchedulers:
     ) -> None:  # fmt: skip
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
-        self._copies = [_clone(scheduler, kept) for _ in range(patches)]
+        self._copies = [_clone_scheduler(scheduler, kept) for _ in range(patches)]
         self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
         self._stochastic: bool | None = None
         self._names = names
         self._saved: list[Tensor] = []
         self._shadowed: Any = None
 
-    def count_along(self, scheduler: Any) -> None:
+    def sync_step_index(self, scheduler: Any) -> None:
         """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
             scheduler._step_index = self._copies[0]._step_index
 
-    def scale(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
+    def scale_sample(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
         tiny = x.new_zeros(1)
         scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
@@ -58,7 +58,7 @@ class PatchSchedulers:
             self._copies[patch].scale_model_input(tiny, timestep)
         return scaled if read else x
 
-    def shadow(
+    def step_on_corner(
         self, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], *, closes: bool
     ) -> Any:
         """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
@@ -70,15 +70,15 @@ class PatchSchedulers:
             The scheduler's result; its dtype is that of a real step.
         """
         if closes or self._shadowed is None:
-            generators = rng.sources(call.get("generator"), sample.device)
-            saved = rng.states(generators)
+            generators = rng.list_generators(call.get("generator"), sample.device)
+            saved = rng.read_generator_states(generators)
             corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
-            self._shadowed = self._stepped(scheduler, prediction[corner], timestep, sample[corner], call)
-            rng.restore(generators, saved)
+            self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], call)
+            rng.restore_generators(generators, saved)
         return self._shadowed
 
-    def step(
+    def step_patch(
         self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, span: Span, call: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
         """Steps one patch. Returns its new latents and the scheduler's own result.
@@ -93,54 +93,54 @@ class PatchSchedulers:
         Raises:
             StateError: if the scheduler draws random numbers now and drew none in the first step.
         """
-        generators = rng.sources(call.get("generator"), sample.device)
-        before = rng.states(generators)
-        part = _own(prediction, span), _own(sample, span)
+        generators = rng.list_generators(call.get("generator"), sample.device)
+        before = rng.read_generator_states(generators)
+        part = _copy_patch(prediction, span), _copy_patch(sample, span)
         if self._stochastic is None:
             probe = copy.deepcopy(self._copies[patch])
             for _ in range(self._probes):
-                self._stepped(probe, part[0], timestep, part[1], call)
-            self._stochastic = rng.moved(generators, before)
-            rng.restore(generators, before)
+                self._step_copy(probe, part[0], timestep, part[1], call)
+            self._stochastic = rng.has_state_change(generators, before)
+            rng.restore_generators(generators, before)
         if not self._stochastic:
-            result = self._stepped(self._copies[patch], part[0], timestep, part[1], call)
-            if rng.moved(generators, before):
+            result = self._step_copy(self._copies[patch], part[0], timestep, part[1], call)
+            if rng.has_state_change(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
                     "use patches=1, or another scheduler"
                 )
-            return first(result), result
+            return extract_sample(result), result
         if patch == 0:
             self._saved = before
-        rng.restore(generators, self._saved)
-        result = self._stepped(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
-        return _narrow(first(result), span), result
+        rng.restore_generators(generators, self._saved)
+        result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
+        return _narrow_to_patch(extract_sample(result), span), result
 
-    def _stepped(
+    def _step_copy(
         self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]
     ) -> Any:
         return scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **call)
 
 
-def roles(step: inspect.Signature) -> Sequence[str]:
+def find_argument_names(step: inspect.Signature) -> Sequence[str]:
     """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
     names = list(step.parameters)
-    return ROLES if set(ROLES) <= set(names) else names[:3]
+    return STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(names) else names[:3]
 
 
-def _narrow(x: Tensor, span: Span) -> Tensor:
+def _narrow_to_patch(x: Tensor, span: Span) -> Tensor:
     return x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
 
 
-def _own(x: Tensor, span: Span) -> Tensor:
+def _copy_patch(x: Tensor, span: Span) -> Tensor:
     """A patch of a tensor, which the scheduler may keep: the tensor itself is written over in the next step."""
-    return _narrow(x, span).clone()
+    return _narrow_to_patch(x, span).clone()
 
 
-def first(result: Any) -> Tensor:
+def extract_sample(result: Any) -> Tensor:
     """The new sample of a scheduler's result, tuple or output object."""
-    found: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
-    return found
+    sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
+    return sample
 
 
 class StepResult(tuple[Any, ...]):
@@ -155,7 +155,9 @@ class StepResult(tuple[Any, ...]):
         return iter((self[0], *self.whole(self[1:])))
 
 
-def with_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]], *, keep: bool) -> Any:
+def replace_latents(
+    result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]], *, keep: bool
+) -> Any:
     """A scheduler's result with other latents in it.
 
     Args:
@@ -166,12 +168,12 @@ def with_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], 
     """
     if not isinstance(result, tuple):
         return type(result)(**{**(result if keep else {}), "prev_sample": latents})
-    made = StepResult((latents, *result[1:]))
-    made.whole = whole
-    return made
+    step_result = StepResult((latents, *result[1:]))
+    step_result.whole = whole
+    return step_result
 
 
-def _clone(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
+def _clone_scheduler(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
     clone = copy.copy(scheduler)
     vars(clone).clear()
     vars(clone).update(copy.deepcopy(dict(attributes)))

@@ -15,21 +15,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ditile.distributed.transport import Wire
+from ditile.distributed.transport import PeerChannel
 
-AHEAD = 2  # receives that are posted before they are needed; where they occupy the device, one
+RECEIVES_AHEAD = 2  # receives that are posted before they are needed; where they occupy the device, one
 
 
-class Key(NamedTuple):
+class MessageKey(NamedTuple):
     """Names a message. It does not travel: both ends count alike."""
 
     step: int
     patch: int
     branch: int = 0
-    piece: int = 0
+    micro_batch: int = 0
 
 
-class Inbox:
+class ReceivePrefetcher:
     """A wire whose receives are posted ahead, in the order in which the schedule expects them.
 
     Args:
@@ -40,39 +40,39 @@ class Inbox:
     """
 
     def __init__(
-        self, wire: Wire, shape: Callable[[Key], tuple[int, ...] | None], is_free: Callable[[Key], bool], *,
+        self, channel: PeerChannel, shape: Callable[[MessageKey], tuple[int, ...] | None], can_post: Callable[[MessageKey], bool], *,
         looks_ahead: bool,
     ) -> None:  # fmt: skip
-        self.wire, self._shape, self._is_free = wire, shape, is_free
+        self.channel, self._shape, self._can_post = channel, shape, can_post
         self._looks_ahead = looks_ahead
-        self._expected: deque[Key] = deque()
+        self._expected: deque[MessageKey] = deque()
 
-    def expect(self, keys: Iterable[Key]) -> None:
+    def expect_messages(self, keys: Iterable[MessageKey]) -> None:
         """More messages are certain to come."""
         self._expected.extend(keys)
 
-    def take(self, key: Key, like: Tensor) -> Tensor:
+    def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:
         """The next message, which must be `key`'s; those behind it are posted meanwhile."""
-        ahead = int(self._looks_ahead) if self.wire.occupies(like.device) else AHEAD
-        if not self.wire.posted:
-            self._post(like)
-        self._look_ahead(like, 1 + ahead)
-        message = self.wire.take(key)
-        self._look_ahead(like, ahead)
+        ahead = int(self._looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
+        if not self.channel.num_open_receives:
+            self._post_receive(like)
+        self._prefetch_messages(like, 1 + ahead)
+        message = self.channel.receive_message(key)
+        self._prefetch_messages(like, ahead)
         return message
 
-    def clear(self) -> None:
+    def clear_expectations(self) -> None:
         """Forgets all expectations."""
         self._expected.clear()
 
-    def _look_ahead(self, like: Tensor, number: int) -> None:
-        while self.wire.posted < number and self._expected and self._is_free(self._expected[0]):
-            if not self._post(like):
+    def _prefetch_messages(self, like: Tensor, number: int) -> None:
+        while self.channel.num_open_receives < number and self._expected and self._can_post(self._expected[0]):
+            if not self._post_receive(like):
                 return
 
-    def _post(self, like: Tensor) -> bool:
+    def _post_receive(self, like: Tensor) -> bool:
         """Posts the next one; returns whether its shape is known."""
         shape = self._shape(self._expected[0])
         if shape is not None:
-            self.wire.post(self._expected.popleft(), shape, like)
+            self.channel.post_receive(self._expected.popleft(), shape, like)
         return shape is not None

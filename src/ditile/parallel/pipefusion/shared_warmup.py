@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import Wire, start_exchange, start_gather
-from ditile.hooks.block_hooks import Seats, State
-from ditile.hooks.generation import Generation, Tokens
-from ditile.hooks.key_padding import Extra, refuse_masks
-from ditile.hooks.protocols import Kernel, Keys
-from ditile.parallel.pipefusion.weight_streaming import Lender
-from ditile.plan.layout import joined
-from ditile.plan.schedule import Kind, Op
+from ditile.distributed.transport import PeerChannel, start_exchange, start_gather
+from ditile.hooks.block_hooks import TokenState, TransformerHooks
+from ditile.hooks.generation import Generation, LayerTokens
+from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
+from ditile.hooks.protocols import AttentionKernel, KeySource
+from ditile.parallel.pipefusion.weight_streaming import WeightStream
+from ditile.plan.layout import merge_ranges
+from ditile.plan.schedule import Op, OpKind
 
 KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
 
 
-class Crew:
+class WarmupGroup:
     """One stage's part in the steps that a crew computes.
 
     Args:
@@ -37,156 +37,174 @@ class Crew:
         lender: brings the weights of other stages; None where the crew holds them.
     """
 
-    def __init__(self, mesh: Mesh, seats: Seats, stages: Sequence[range], size: int, lender: Lender | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        hooks: TransformerHooks,
+        stages: Sequence[range],
+        size: int,
+        weight_stream: WeightStream | None,
+    ) -> None:
         group = mesh["pipefusion"].group
         assert group is not None and mesh.latents is not None
-        self.size, self.stage, self.is_member, self.lender = size, mesh.stage, mesh.stage < size, lender
-        self._group, self._traffic, self._seats, self._owned = group, mesh.traffic, seats, stages[mesh.stage]
+        self.size, self.stage, self.is_member, self.weight_stream = (
+            size,
+            mesh.stage_index,
+            mesh.stage_index < size,
+            weight_stream,
+        )
+        self._group, self._traffic, self._hooks, self._owned = group, mesh.traffic, hooks, stages[mesh.stage_index]
         self._owners = {
-            seat.name: owner for owner, blocks in enumerate(stages) for seat in seats.chain[blocks.start : blocks.stop]
+            hook.name: owner for owner, blocks in enumerate(stages) for hook in hooks.chain[blocks.start : blocks.stop]
         }
         self.last = last = len(stages) - 1
         self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
         self._order += [(last, member, LATENTS) for member in range(1, size) if member != last]
         self._order += [(0, owner, KEYS) for owner in range(size, last + 1)]
-        self._wires = {
-            (sender, receiver, kind): Wire(
-                mesh.latents if kind == LATENTS else mesh.down(sender),
-                receiver if sender == mesh.stage else sender, kind, mesh.traffic,
+        self._channels = {
+            (sender, receiver, kind): PeerChannel(
+                mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender),
+                receiver if sender == mesh.stage_index else sender, kind, mesh.traffic,
             )
             for sender, receiver, kind in self._order
-            if mesh.stage in (sender, receiver)
+            if mesh.stage_index in (sender, receiver)
         }  # fmt: skip
 
-    def connect(self, device: torch.device) -> None:
+    def connect_channels(self, device: torch.device) -> None:
         """Uses every wire once, in one order for all stages."""
         for way in self._order:
-            if way in self._wires:
-                self._wires[way].touch(device, sends=way[0] == self.stage)
+            if way in self._channels:
+                self._channels[way].open_connection(device, sends=way[0] == self.stage)
 
-    def end(self, *, clean: bool) -> None:
+    def end_generation(self, *, clean: bool) -> None:
         """The generation is over: what was sent is gone, or, after an error, abandoned."""
-        for wire in self._wires.values():
+        for channel in self._channels.values():
             if clean:
-                wire.flush()
+                channel.flush_sends()
             else:
-                wire.abandon()
-        if self.lender is not None:
-            self.lender.forget()
+                channel.abandon_messages()
+        if self.weight_stream is not None:
+            self.weight_stream.free_buffers()
 
-    def settle(self) -> None:
+    def settle_channels(self) -> None:
         """Lets go of what has arrived: what was sent before the last step began."""
-        for wire in self._wires.values():
-            wire.settle()
+        for channel in self._channels.values():
+            channel.release_old_sends()
 
     # Latents
 
-    def share(self, latents: Tensor, op: Op) -> None:
+    def send_whole_latents(self, latents: Tensor, op: Op) -> None:
         """The last stage sends the whole latents to a member."""
         assert op.peer is not None
-        self._wires[self.stage, op.peer, LATENTS].send(latents)
+        self._channels[self.stage, op.peer, LATENTS].send_tensor(latents)
 
-    def adopt(self, latents: Tensor) -> Tensor:
+    def receive_whole_latents(self, latents: Tensor) -> Tensor:
         """A member receives them; `latents` are its own, of the same shape."""
-        return self._received((self.last, self.stage, LATENTS), latents.shape, latents)
+        return self._receive_tensor((self.last, self.stage, LATENTS), latents.shape, latents)
 
     # A call of the transformer
 
-    def enter(self, state: State, now: Generation, dummies: Tensor | None) -> State:
+    def enter_first_block(self, state: TokenState, now: Generation, dummies: Tensor | None) -> TokenState:
         """A member's share of the tokens, at the first block."""
         if not self.is_member:
             return state
-        if self.lender is not None:
-            self.lender.begin_call(state.image.device)
-        if now.is_whole:
+        if self.weight_stream is not None:
+            self.weight_stream.start_streaming(state.image.device)
+        if now.has_all_image_tokens:
             return state
-        part = now.part(None)
+        part = now.get_own_part(None)
         image = torch.cat([state.image[:, run.start : run.stop] for run in part.image], dim=1)
         if state.text is None:
-            return State(image, None)
-        return State(image, state.text[:, part.text.start : part.text.stop] if part.text else dummies)
+            return TokenState(image, None)
+        return TokenState(image, state.text[:, part.text.start : part.text.stop] if part.text else dummies)
 
-    def run(self, index: int, block: Callable[[State], State], state: State, now: Generation) -> State:
+    def run_block(
+        self, index: int, block: Callable[[TokenState], TokenState], state: TokenState, now: Generation
+    ) -> TokenState:
         """A member computes every block; the others receive the keys of their own."""
         if self.is_member:
-            if self.lender is not None:
-                self.lender.begin_block(index)
+            if self.weight_stream is not None:
+                self.weight_stream.receive_block(index)
             return block(state)
-        if index in self._owned and now.keeps_keys(now.micro.step):
+        if index in self._owned and now.keeps_keys(now.micro_step.step):
             self._receive_keys(index, state, now)
         return state
 
-    def output(
+    def compute_prediction(
         self, head: Callable[[Tensor], Tensor], x: Tensor, width: int, now: Generation, ops: Iterator[Op]
     ) -> Tensor:
         """The prediction, whole on the last stage; zeros where nobody reads it."""
         fresh = head(x) if self.is_member else None
-        if self.lender is not None:
-            self.lender.end_call()
+        if self.weight_stream is not None:
+            self.weight_stream.release_weights()
         if fresh is not None and self.stage == self.last and self.size == 1:
             return fresh
-        whole = now.memory.buffer(("prediction", now.branch), (x.shape[0], now.layout.image, width), x)
-        parts = now.parts(None)
+        whole = now.memory.get_persistent_buffer(
+            ("prediction", now.branch), (x.shape[0], now.branch_layout.image_tokens, width), x
+        )
+        parts = now.list_rank_parts(None)
         if fresh is not None and self.stage == self.last:
-            _place(whole, fresh, parts[self.stage].image)
+            _write_tokens(whole, fresh, parts[self.stage].image)
         for op in ops:
-            if op.kind is Kind.PREDICT:
+            if op.kind is OpKind.SEND_PREDICTION:
                 assert fresh is not None
-                self._wires[self.stage, self.last, PREDICTION].send(fresh)
-            elif op.kind is Kind.COLLECT:
+                self._channels[self.stage, self.last, PREDICTION].send_tensor(fresh)
+            elif op.kind is OpKind.RECEIVE_PREDICTION:
                 assert op.peer is not None
                 shape = (x.shape[0], parts[op.peer].image_tokens, width)
-                _place(whole, self._received((op.peer, self.last, PREDICTION), shape, x), parts[op.peer].image)
+                _write_tokens(
+                    whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, x), parts[op.peer].image
+                )
         return whole
 
     # Keys and values
 
-    def gather(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def gather_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
         """Those of all members, in their order."""
         if self.size == 1:
             return k, v
         own = torch.stack([k, v])
-        shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.lengths]
+        shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.rank_lengths]
         if self.size == self.last + 1:
-            parts = start_gather(own, shapes, self._group, self._traffic, KEYS).wait()
+            parts = start_gather(own, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
         else:
             others = [(member, shape) for member, shape in enumerate(shapes) if member != self.stage]
             sends = [(member, own) for member, _ in others]
-            parts = start_exchange(sends, others, own, self._group, self._traffic, KEYS).wait()
+            parts = start_exchange(sends, others, own, self._group, self._traffic, KEYS).wait_for_tensors()
             parts.insert(self.stage, own)
         k, v = torch.cat(parts, dim=2)
         return k, v
 
-    def keep(self, layer: str, k: Tensor, v: Tensor, tokens: Tokens, now: Generation) -> None:
+    def store_or_send_keys(self, layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
         """Writes keys of the whole image into an own store, or sends them to the stage that owns the layer."""
-        owner = self._owner_of(layer)
+        owner = self._find_layer_owner(layer)
         if owner == self.stage:
-            _write(layer, k, v, tokens, now)
+            _write_keys(layer, k, v, tokens, now)
         elif owner >= self.size and self.stage == 0:
-            self._wires[0, owner, KEYS].send(torch.stack([k, v]))
+            self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
 
-    def _owner_of(self, layer: str) -> int:
+    def _find_layer_owner(self, layer: str) -> int:
         """The stage whose block a layer is in; blocks that were never read here have none to look for it in."""
         while layer not in self._owners:
             layer, _, _ = layer.rpartition(".")
         return self._owners[layer]
 
-    def _receive_keys(self, index: int, state: State, now: Generation) -> None:
-        seat = self._seats.chain[index]
-        for name, attention in seat.attentions():
-            tokens = now.tokens(joint=name in seat.io.attn)
+    def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
+        hook = self._hooks.chain[index]
+        for name, attention in hook.list_attentions():
+            tokens = now.get_layer_tokens(joint=name in hook.io.attn)
             size = attention.to_k.out_features // attention.heads
             shape = (2, state.image.shape[0], tokens.length, attention.heads, size)
-            k, v = self._received((0, self.stage, KEYS), shape, state.image)
-            _write(f"{seat.name}.{name}", k, v, tokens, now)
+            k, v = self._receive_tensor((0, self.stage, KEYS), shape, state.image)
+            _write_keys(f"{hook.name}.{name}", k, v, tokens, now)
 
-    def _received(self, way: tuple[int, int, str], shape: Sequence[int], like: Tensor) -> Tensor:
-        wire = self._wires[way]
-        wire.post(way, shape, like)
-        return wire.take(way)
+    def _receive_tensor(self, way: tuple[int, int, str], shape: Sequence[int], like: Tensor) -> Tensor:
+        channel = self._channels[way]
+        channel.post_receive(way, shape, like)
+        return channel.receive_message(way)
 
 
-class CrewKeys:
+class WarmupGroupKeys:
     """Whose keys a layer attends to: in a crew's step those of its members, in any other as without a crew.
 
     Args:
@@ -197,30 +215,43 @@ class CrewKeys:
         others: attends in steps that no crew computes.
     """
 
-    def __init__(self, current: Callable[[], Generation], layer: str, crew: Crew, kernel: Kernel, others: Keys) -> None:
-        self._current, self._layer, self._crew, self._kernel, self._others = current, layer, crew, kernel, others
+    def __init__(
+        self,
+        current: Callable[[], Generation],
+        layer: str,
+        warmup_group: WarmupGroup,
+        kernel: AttentionKernel,
+        others: KeySource,
+    ) -> None:
+        self._current, self._layer, self._warmup_group, self._kernel, self._others = (
+            current,
+            layer,
+            warmup_group,
+            kernel,
+            others,
+        )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
         now = self._current()
-        if now.micro.patch is not None:
-            return self._others.attend(q, k, v, tokens, extra)
-        refuse_masks(extra, self._layer)
-        k, v = self._crew.gather(k, v, tokens)
-        if now.keeps_keys(now.micro.step):
-            self._crew.keep(self._layer, k, v, tokens, now)
+        if now.micro_step.patch is not None:
+            return self._others.attend_to_keys(q, k, v, tokens, extra)
+        refuse_key_masks(extra, self._layer)
+        k, v = self._warmup_group.gather_keys(k, v, tokens)
+        if now.keeps_keys(now.micro_step.step):
+            self._warmup_group.store_or_send_keys(self._layer, k, v, tokens, now)
         return self._kernel(q, k, v, scale=extra.scale)
 
 
-def _write(layer: str, k: Tensor, v: Tensor, tokens: Tokens, now: Generation) -> None:
-    store = now.memory.store(now.branch, layer, tokens.length, now.layout.patches)
-    store.write(k, v, joined(run for runs in tokens.runs for run in runs))
-    store.stamp(now.micro.step)
+def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
+    store = now.memory.get_key_store(now.branch, layer, tokens.length, now.branch_layout.num_patches)
+    store.write_keys(k, v, merge_ranges(run for runs in tokens.runs for run in runs))
+    store.mark_written(now.micro_step.step)
 
 
-def _place(whole: Tensor, piece: Tensor, runs: Sequence[range]) -> None:
+def _write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
     """Writes tokens where they belong."""
     at = 0
     for run in runs:
-        whole[:, run.start : run.stop] = piece[:, at : at + len(run)]
+        whole[:, run.start : run.stop] = values[:, at : at + len(run)]
         at += len(run)

@@ -23,23 +23,23 @@ class StepTimesteps(Tensor):
     drive: Drive
 
     @classmethod
-    def of(cls, plain: Tensor, drive: Drive) -> StepTimesteps:
+    def wrap_timesteps(cls, plain: Tensor, drive: Drive) -> StepTimesteps:
         """Wraps plain timesteps, which `drive` iterates."""
         timesteps = plain.as_subclass(cls)
         timesteps.drive = drive
         return timesteps
 
-    def plain(self) -> Tensor:
+    def to_plain_tensor(self) -> Tensor:
         """The timesteps as an ordinary tensor."""
         return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain().clone()
+        return self.to_plain_tensor().clone()
 
     def __getitem__(self, index: Any) -> Tensor:
-        part = self.plain()[index]
+        part = self.to_plain_tensor()[index]
         is_run = isinstance(index, slice) and index.step in (None, 1) and (index.stop is None or len(part) > 1)
-        return StepTimesteps.of(part, self.drive) if is_run else part
+        return StepTimesteps.wrap_timesteps(part, self.drive) if is_run else part
 
     def __iter__(self) -> Iterator[Tensor]:
-        return self.drive(self.plain().unbind(0))
+        return self.drive(self.to_plain_tensor().unbind(0))

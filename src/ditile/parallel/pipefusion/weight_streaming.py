@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import Pending, gather_json, start_broadcast
+from ditile.distributed.transport import PendingMessages, gather_json, start_broadcast
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import Seats
-from ditile.hooks.overrides import HOOKED
-from ditile.hooks.placeholders import twin
-from ditile.hooks.quantized import quantized
-from ditile.plan.cost import ALIGNED
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.overrides import ACCELERATE_FORWARD
+from ditile.hooks.placeholders import build_meta_model
+from ditile.hooks.quantized import list_quantized_parameters
+from ditile.plan.cost import ALIGNMENT
 
-AHEAD = 2
+BLOCKS_AHEAD = 2
 
 
-class Entry(NamedTuple):
+class FlatTensorSpec(NamedTuple):
     """A parameter or buffer of a block, and its place in a flat buffer of bytes."""
 
     name: str
@@ -37,12 +37,12 @@ class Entry(NamedTuple):
     start: int
     stop: int
 
-    def view(self, flat: Tensor) -> Tensor:
+    def view_tensor(self, flat: Tensor) -> Tensor:
         """The tensor in a buffer."""
         return flat[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
-class StandIn:
+class StreamedBlock:
     """Stands for a block of another stage: its structure on the meta device, and whatever weights are lent to it."""
 
     def __init__(self, block: nn.Module, weights: Callable[[], dict[str, Tensor]]) -> None:
@@ -53,7 +53,7 @@ class StandIn:
         return functional_call(self.block, self._weights(), (), call)
 
 
-class Lender:
+class WeightStream:
     """Lends and borrows the weights of blocks along a line of stages.
 
     Args:
@@ -68,35 +68,43 @@ class Lender:
         ModelError: if the model is quantized, or a block is not what its config says, and was not loaded here.
     """
 
-    def __init__(self, seats: Seats, stages: Sequence[range], mesh: Mesh) -> None:
+    def __init__(self, hooks: TransformerHooks, stages: Sequence[range], mesh: Mesh) -> None:
         group = mesh["pipefusion"].group
         assert group is not None  # a plan with one stage has no crew
-        self._stage, self._group, self._traffic = mesh.stage, group, mesh.traffic
-        self._blocks = [seat.block for seat in seats.chain]
-        self._names = [seat.name for seat in seats.chain]
+        self._stage, self._group, self._traffic = mesh.stage_index, group, mesh.traffic
+        self._blocks = [hook.block for hook in hooks.chain]
+        self._names = [hook.name for hook in hooks.chain]
         self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
-        if any(gather_json(bool(quantized(seats.transformer)), mesh.everyone)):
+        if any(gather_json(bool(list_quantized_parameters(hooks.transformer)), mesh.everyone)):
             raise ModelError(
                 "warmup_mode=sequence lends plain weights, and this model is quantized; use another warmup_mode"
             )
-        self._entries = _agreed([_entries(self._blocks[index]) for index in stages[mesh.stage]], stages, mesh)
-        made = Seats(twin(seats.transformer), seats.spec).chain if seats.is_cut() else seats.chain
+        self._entries = _gather_block_specs(
+            [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]], stages, mesh
+        )
+        chain = (
+            TransformerHooks(build_meta_model(hooks.transformer), hooks.spec).chain
+            if hooks.has_placeholders()
+            else hooks.chain
+        )
         self._buffers: list[Tensor] = []
-        self._coming: dict[int, Pending] = {}
-        self._lent: dict[int, dict[str, Tensor]] = {}
-        self.stand_ins = {
-            seat.index: StandIn(_hollow_copy(seat.block), functools.partial(self._lent_to, seat.index))
-            for seat in made
-            if self._owners[seat.index] != mesh.stage
+        self._pending_broadcasts: dict[int, PendingMessages] = {}
+        self._current_weights: dict[int, dict[str, Tensor]] = {}
+        self.streamed_blocks = {
+            hook.index: StreamedBlock(_copy_to_meta(hook.block), functools.partial(self._get_block_weights, hook.index))
+            for hook in chain
+            if self._owners[hook.index] != mesh.stage_index
         }
-        for index, stand_in in self.stand_ins.items():
-            if _structure(_entries(stand_in.block)) != _structure(self._entries[index]):
+        for index, streamed_block in self.streamed_blocks.items():
+            if _list_names_and_shapes(_lay_out_tensors(streamed_block.block)) != _list_names_and_shapes(
+                self._entries[index]
+            ):
                 raise ModelError(
                     f"{self._names[index]} has other weights on the stage that owns it than here or in the model's "
                     "config, so warmup_mode=sequence cannot lend them; use another warmup_mode"
                 )
 
-    def refuse(self) -> str | None:
+    def explain_refusal(self) -> str | None:
         """Why a block of this stage cannot be lent, or None: LoRA layers, hooks, or other weights than at first."""
         for index, block in enumerate(self._blocks):
             if self._owners[index] != self._stage:
@@ -107,89 +115,94 @@ class Lender:
                     f"{name} has LoRA layers, and warmup_mode=sequence lends plain weights to the others; fuse them "
                     "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
                 )
-            if any(_hooked(module) for module in block.modules()):
+            if any(_has_weight_hooks(module) for module in block.modules()):
                 return (
                     f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
                     "warmup_mode=sequence lends plain weights to the others; remove them, or use another warmup_mode"
                 )
-            if quantized(block) or _entries(block) != self._entries[index]:
+            if list_quantized_parameters(block) or _lay_out_tensors(block) != self._entries[index]:
                 return (
                     f"the weights of {name} have other names, shapes or types than when the pipeline was divided, and "
                     "warmup_mode=sequence lends them as they were; divide the pipeline anew, or use another warmup_mode"
                 )
         return None
 
-    def begin_call(self, device: torch.device) -> None:
+    def start_streaming(self, device: torch.device) -> None:
         """A call of the transformer begins: the first blocks start to travel."""
         if not self._buffers or self._buffers[0].device != device:
             size = max(entries[-1].stop for entries in self._entries)
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD + 1)]
-        for index in range(min(AHEAD, len(self._blocks))):
-            self._start(index)
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BLOCKS_AHEAD + 1)]
+        for index in range(min(BLOCKS_AHEAD, len(self._blocks))):
+            self._start_block_broadcast(index)
 
-    def begin_block(self, index: int) -> None:
+    def receive_block(self, index: int) -> None:
         """A block is next: its weights are here, and another block's start to travel."""
-        if index + AHEAD < len(self._blocks):
-            self._start(index + AHEAD)
-        (flat,) = self._coming.pop(index).wait()
-        self._lent = {index: {entry.name: entry.view(flat) for entry in self._entries[index]}}
+        if index + BLOCKS_AHEAD < len(self._blocks):
+            self._start_block_broadcast(index + BLOCKS_AHEAD)
+        (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()
+        self._current_weights = {index: {entry.name: entry.view_tensor(flat) for entry in self._entries[index]}}
 
-    def end_call(self) -> None:
+    def release_weights(self) -> None:
         """The call is over."""
-        self._lent.clear()
+        self._current_weights.clear()
 
-    def forget(self) -> None:
+    def free_buffers(self) -> None:
         """Gives the buffers back."""
-        self._buffers, self._coming, self._lent = [], {}, {}
+        self._buffers, self._pending_broadcasts, self._current_weights = [], {}, {}
 
-    def _lent_to(self, index: int) -> dict[str, Tensor]:
-        return self._lent[index]
+    def _get_block_weights(self, index: int) -> dict[str, Tensor]:
+        return self._current_weights[index]
 
-    def _start(self, index: int) -> None:
+    def _start_block_broadcast(self, index: int) -> None:
         entries, owner = self._entries[index], self._owners[index]
         flat = self._buffers[index % len(self._buffers)][: entries[-1].stop]
         if owner == self._stage:
-            tensors = _tensors(self._blocks[index])
+            tensors = _list_block_tensors(self._blocks[index])
             for entry in entries:
-                entry.view(flat).copy_(tensors[entry.name])
-        self._coming[index] = start_broadcast(flat, owner, self._group, self._traffic, "weights")
+                entry.view_tensor(flat).copy_(tensors[entry.name])
+        self._pending_broadcasts[index] = start_broadcast(flat, owner, self._group, self._traffic, "weights")
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_weight_hooks(module: nn.Module) -> bool:
     """Whether diffusers or accelerate changes weights around a forward, as they do to cast and to offload them."""
     registry = vars(module).get("_diffusers_hook")
-    return HOOKED in vars(module) or (registry is not None and bool(registry.hooks))
+    return ACCELERATE_FORWARD in vars(module) or (registry is not None and bool(registry.hooks))
 
 
-def _agreed(own: Sequence[list[Entry]], stages: Sequence[range], mesh: Mesh) -> list[list[Entry]]:
+def _gather_block_specs(
+    own: Sequence[list[FlatTensorSpec]], stages: Sequence[range], mesh: Mesh
+) -> list[list[FlatTensorSpec]]:
     """The entries of every block, from the stages that own them."""
     mine = [[(*entry[:2], str(entry.dtype).removeprefix("torch."), *entry[3:]) for entry in block] for block in own]
-    everyone = dict(gather_json([mesh.stage, mine], mesh.everyone))
-    found = [block for stage in range(len(stages)) for block in everyone[stage]]
+    everyone = dict(gather_json([mesh.stage_index, mine], mesh.everyone))
+    block_specs = [block for stage in range(len(stages)) for block in everyone[stage]]
     return [
-        [Entry(name, tuple(shape), getattr(torch, dtype), start, stop) for name, shape, dtype, start, stop in block]
-        for block in found
+        [
+            FlatTensorSpec(name, tuple(shape), getattr(torch, dtype), start, stop)
+            for name, shape, dtype, start, stop in block
+        ]
+        for block in block_specs
     ]
 
 
-def _structure(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, ...]]]:
+def _list_names_and_shapes(entries: Sequence[FlatTensorSpec]) -> list[tuple[str, tuple[int, ...]]]:
     return [(entry.name, entry.shape) for entry in entries]
 
 
-def _tensors(block: nn.Module) -> dict[str, Tensor]:
+def _list_block_tensors(block: nn.Module) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in (*block.named_parameters(), *block.named_buffers())}
 
 
-def _entries(block: nn.Module) -> list[Entry]:
-    found, start = [], 0
-    for name, x in _tensors(block).items():
+def _lay_out_tensors(block: nn.Module) -> list[FlatTensorSpec]:
+    entries, start = [], 0
+    for name, x in _list_block_tensors(block).items():
         stop = start + x.numel() * x.element_size()
-        found.append(Entry(name, tuple(x.shape), x.dtype, start, stop))
-        start = -(-stop // ALIGNED) * ALIGNED
-    return found
+        entries.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, stop))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+    return entries
 
 
-def _hollow_copy(block: nn.Module) -> nn.Module:
+def _copy_to_meta(block: nn.Module) -> nn.Module:
     """A copy of a block on the meta device; the weights are never copied."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in block.parameters()

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.hooks.attention_processors import attentions, dispatches
-from ditile.hooks.block_hooks import Core, Fuse, Policy, Seats
-from ditile.hooks.compile import Compile, set_all_aside
+from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
+from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, TransformerHooks
+from ditile.hooks.compile import CompileFunction, bypass_all_compiled
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 from ditile.parallel.sequence import cp_plan
-from ditile.parallel.sequence.cp_plan import Entries, Splits, Table
+from ditile.parallel.sequence.cp_plan import ContextParallelSplits, ModuleEntries, Table
 from ditile.plan.layout import Grid
 from ditile.plan.spec import Conditioning, ModelSpec
 
 LOG = logging.getLogger("ditile")
-PLANNED = ModelSpec(
+CP_PLAN_SPEC = ModelSpec(
     name="a model with a table of splits",
     blocks={},
     joint="none",
@@ -35,21 +35,23 @@ PLANNED = ModelSpec(
 """What is known of a model beside its table."""
 
 
-class Redirect(Protocol):
+class RedirectInstaller(Protocol):
     """Sends a model's own scaled dot-product attention to a core, until the stack is closed."""
 
-    def __call__(self, stack: ExitStack, transformer: nn.Module, core: Core, busy: Callable[[], bool]) -> None: ...
+    def __call__(
+        self, stack: ExitStack, transformer: nn.Module, core: LayerAttention, busy: Callable[[], bool]
+    ) -> None: ...
 
 
-class Planned(NamedTuple):
+class ContextParallelModel(NamedTuple):
     """A transformer and its table, looked up."""
 
     name: str
     transformer: nn.Module
-    entries: list[Entries]
+    entries: list[ModuleEntries]
 
 
-class PlannedSeats(Seats):
+class ContextParallelHooks(TransformerHooks):
     """The transformers of one pipeline: Wan 2.2 has two.
 
     Args:
@@ -64,28 +66,36 @@ class PlannedSeats(Seats):
     """
 
     def __init__(
-        self, transformers: dict[str, nn.Module], tables: Sequence[Table], splits: Splits | None, redirect: Redirect
+        self,
+        transformers: dict[str, nn.Module],
+        tables: Sequence[Table],
+        splits: ContextParallelSplits | None,
+        redirect: RedirectInstaller,
     ) -> None:
-        super().__init__(next(iter(transformers.values())), PLANNED)
+        super().__init__(next(iter(transformers.values())), CP_PLAN_SPEC)
         self.splits, self._redirect = splits, redirect
         self._all = [
-            Planned(name, transformer, cp_plan.read(transformer, table))
+            ContextParallelModel(name, transformer, cp_plan.resolve_table(transformer, table))
             for (name, transformer), table in zip(transformers.items(), tables, strict=True)
         ]
         for name, transformer, _ in self._all:
-            if not any(True for _ in attentions(transformer)):
+            if not any(True for _ in find_attention_processors(transformer)):
                 raise ModelError(
                     f"{name} ({type(transformer).__name__}) has no attention processors, so its attention cannot be "
                     "reached; run it with ulysses=1 and ring=1"
                 )
 
     @property
-    def heads(self) -> list[int]:
+    def head_counts(self) -> list[int]:
         """The heads of the attention layers, where those say."""
-        found = (getattr(module, "heads", None) for _, model, _ in self._all for _, module, _ in attentions(model))
-        return sorted({heads for heads in found if isinstance(heads, int)})
+        layer_heads = (
+            getattr(module, "heads", None)
+            for _, model, _ in self._all
+            for _, module, _ in find_attention_processors(model)
+        )
+        return sorted({heads for heads in layer_heads if isinstance(heads, int)})
 
-    def refuse(self, blocks: range) -> str | None:
+    def explain_refusal(self, blocks: range) -> str | None:
         """Why some attention cannot be reached, or None."""
         for name, transformer, _ in self._all:
             config: Any = transformer.config
@@ -94,46 +104,48 @@ class PlannedSeats(Seats):
         return None
 
     @contextmanager
-    def installed(
-        self, policy: Policy, owned: range, current: Callable[[], Generation], core: Callable[..., Core],
-        dispatch: Callable[[Any], Any], *, fuse: Fuse, pipe: Any = None, compile_: Compile | None = None,
+    def install_hooks(
+        self, policy: BlockPolicy, owned: range, current: Callable[[], Generation], core: Callable[..., LayerAttention],
+        dispatch: Callable[[Any], Any], *, fuse: FuseBlock, pipe: Any = None, compile_: CompileFunction | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
         with ExitStack() as stack:
             for name, transformer, entries in self._all:
-                if set_all_aside(stack, pipe, transformer):
+                if bypass_all_compiled(stack, pipe, transformer):
                     LOG.warning("%s runs uncompiled: its tokens are split in the midst of it", name)
                 if self.splits is not None:
-                    self._seat(stack, name, transformer, core, dispatch)
-                    cp_plan.install(stack, transformer, entries, self.splits)
-                self._seat_count(stack, transformer, current)
+                    self._install_attention(stack, name, transformer, core, dispatch)
+                    cp_plan.install_split_hooks(stack, transformer, entries, self.splits)
+                self._install_call_counter(stack, transformer, current)
             yield
 
-    def _seat(
-        self, stack: ExitStack, name: str, transformer: nn.Module, core: Callable[..., Core],
+    def _install_attention(
+        self, stack: ExitStack, name: str, transformer: nn.Module, core: Callable[..., LayerAttention],
         dispatch: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         assert self.splits is not None
         plain = False
-        for path, module, stock in attentions(transformer):
-            if not dispatches(stock):
+        for path, module, stock in find_attention_processors(transformer):
+            if not uses_dispatch(stock):
                 plain = True
                 continue
             mine = copy.copy(stock)
             mine._parallel_config = core(f"{name}.{path}", stock._attention_backend, joint=False, through_dispatch=True)
             mine._attention_backend = dispatch(stock._attention_backend)
-            override(stack, module, "processor", mine)
+            override_attribute(stack, module, "processor", mine)
         if plain:
             attend = core(name, None, joint=False, through_dispatch=False)
             self._redirect(stack, transformer, attend, lambda: self.splits is not None and self.splits.attending)
 
-    def _seat_count(self, stack: ExitStack, transformer: nn.Module, current: Callable[[], Generation]) -> None:
+    def _install_call_counter(
+        self, stack: ExitStack, transformer: nn.Module, current: Callable[[], Generation]
+    ) -> None:
         forward = transformer.forward
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def forward_and_count(*args: Any, **kwargs: Any) -> Any:
             now = current()
             result = forward(*args, **kwargs)
-            now.end_call()
+            now.advance_branch()
             return result
 
-        override(stack, transformer, "forward", functools.update_wrapper(called, forward))
+        override_attribute(stack, transformer, "forward", functools.update_wrapper(forward_and_count, forward))

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Pending, Traffic, start_exchange
-from ditile.hooks.generation import Generation, Tokens
-from ditile.hooks.key_padding import Extra, refuse_masks
+from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
+from ditile.hooks.generation import Generation, LayerTokens
+from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
 from ditile.hooks.kv_store import AgeChecks, KeyStore
-from ditile.hooks.protocols import Kernel
-from ditile.parallel.sequence.ring import rows
+from ditile.hooks.protocols import AttentionKernel
+from ditile.parallel.sequence.ring import collect_rank_runs
 
 KIND = "distrifusion"
 
 
-def ages(own: int, ranks: int, stale: bool) -> tuple[int, ...]:
+def compute_patch_ages(own: int, ranks: int, stale: bool) -> tuple[int, ...]:
     """The age in steps of each patch's keys on the rank that owns one of them. The fresh area is 1/N at every step."""
     return tuple(int(stale and patch != own) for patch in range(ranks))
 
 
-class DistriKeys:
+class DistriFusionKeys:
     """The keys of one layer on one rank.
 
     Args:
@@ -45,7 +45,7 @@ class DistriKeys:
         current: Callable[[], Generation],
         layer: str,
         axis: Axis,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         traffic: Traffic,
         *,
         check: AgeChecks | None,
@@ -54,50 +54,52 @@ class DistriKeys:
         self._current, self._layer, self._axis, self._group = current, layer, axis, axis.group
         self._kernel, self._traffic, self._check = kernel, traffic, check
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        refuse_masks(extra, self._layer)
+        refuse_key_masks(extra, self._layer)
         now, own = self._current(), self._axis.index
-        step, stale = now.micro.step, now.is_stale(now.micro.step)
-        store = now.memory.store(now.branch, self._layer, tokens.length, self._axis.size)
+        step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
+        store = now.memory.get_key_store(now.branch, self._layer, tokens.length, self._axis.num_ranks)
         if store.incoming is not None:
-            self._receive(store, tokens, step - 1)
-        whole = store.write(k, v, rows(tokens, self._axis.size)[own])
-        store.stamp(step, own)
+            self._receive_patch_keys(store, tokens, step - 1)
+        whole = store.write_keys(k, v, collect_rank_runs(tokens, self._axis.num_ranks)[own])
+        store.mark_written(step, own)
         if not stale or now.keeps_keys(step):
-            store.incoming = self._send(k, v, tokens)
+            store.incoming = self._send_patch_keys(k, v, tokens)
         if not stale:
-            self._receive(store, tokens, step)
+            self._receive_patch_keys(store, tokens, step)
         if self._check is not None:
-            self._check.expect(store, step, ages(own, self._axis.size, stale), f"{self._layer} in step {step}")
+            self._check.expect_ages(
+                store, step, compute_patch_ages(own, self._axis.num_ranks, stale), f"{self._layer} in step {step}"
+            )
         return self._kernel(q, *whole, scale=extra.scale)
 
-    def _send(self, k: Tensor, v: Tensor, tokens: Tokens) -> Pending:
+    def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
         """Starts to give this patch to the other ranks. What is under way in all layers is as much as their keys."""
-        of_rank = rows(tokens, self._axis.size)
+        of_rank = collect_rank_runs(tokens, self._axis.num_ranks)
         lengths = [len(run) for run in of_rank[self._axis.index]]
         seen = [run.start in tokens.image for run in of_rank[self._axis.index]]
         fresh = torch.stack([k, v])
         if not all(seen):
             fresh = torch.cat([x for x, image in zip(fresh.split(lengths, dim=2), seen, strict=True) if image], dim=2)
         others = [
-            (rank, (*fresh.shape[:2], sum(map(len, self._image(runs, tokens))), *fresh.shape[3:]))
+            (rank, (*fresh.shape[:2], sum(map(len, self._select_image_runs(runs, tokens))), *fresh.shape[3:]))
             for rank, runs in enumerate(of_rank)
             if rank != self._axis.index
         ]
         sends = [(rank, fresh) for rank, _ in others]
         return start_exchange(sends, others, fresh, self._group, self._traffic, KIND)
 
-    def _receive(self, store: KeyStore, tokens: Tokens, step: int) -> None:
+    def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, step: int) -> None:
         """Waits for the other patches, which are of `step`, and keeps them."""
         assert store.incoming is not None
-        received = iter(store.incoming.wait())
-        for rank, runs in enumerate(rows(tokens, self._axis.size)):
+        received = iter(store.incoming.wait_for_tensors())
+        for rank, runs in enumerate(collect_rank_runs(tokens, self._axis.num_ranks)):
             if rank != self._axis.index:
                 k, v = next(received)
-                store.write(k, v, self._image(runs, tokens))
-                store.stamp(step, rank)
+                store.write_keys(k, v, self._select_image_runs(runs, tokens))
+                store.mark_written(step, rank)
         store.incoming = None
 
-    def _image(self, runs: tuple[range, ...], tokens: Tokens) -> tuple[range, ...]:
+    def _select_image_runs(self, runs: tuple[range, ...], tokens: LayerTokens) -> tuple[range, ...]:
         return tuple(run for run in runs if run.start in tokens.image)

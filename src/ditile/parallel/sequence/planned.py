@@ -9,31 +9,36 @@ import torch
 from torch import Tensor
 
 from ditile.errors import ModelError
-from ditile.hooks.generation import Tokens
-from ditile.hooks.protocols import Kernel, Make
-from ditile.parallel.sequence.cp_plan import Splits
-from ditile.parallel.sequence.masks import GatheredMasks
+from ditile.hooks.generation import LayerTokens
+from ditile.hooks.protocols import AttentionKernel, DeferredTensor
+from ditile.parallel.sequence.cp_plan import ContextParallelSplits
+from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 
 
-class Over(Protocol):
+class TokenAttention(Protocol):
     """An `AttentionCore` over tokens that are named."""
 
     def __call__(
-        self, tokens: Tokens, makes: Sequence[Make], *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        tokens: LayerTokens,
+        makes: Sequence[DeferredTensor],
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor: ...
 
 
-class MasksOfCall:
+class MaskOrigins:
     """Says what the masks of one layer follow from: those that the transformer was given, and the turn within a call.
 
     Processors make their masks anew in every layer, from masks that the pipeline makes once. A cache leaves layers and
     rows out, so that turns do not say which mask it is: then nothing is known.
     """
 
-    def __init__(self, splits: Splits, *, cached: bool) -> None:
+    def __init__(self, splits: ContextParallelSplits, *, cached: bool) -> None:
         self._splits, self._cached, self._call, self._turn = splits, cached, 0, 0
 
-    def turn(self) -> None:
+    def advance_turn(self) -> None:
         """The layer attends."""
         self._turn = self._turn + 1 if self._call == self._splits.calls else 0
         self._call = self._splits.calls
@@ -42,7 +47,7 @@ class MasksOfCall:
         return (self._turn, *self._splits.masks) if self._splits.masks and not self._cached else None
 
 
-class PlannedAttention:
+class ContextParallelAttention:
     """One attention layer: shared out where queries and keys are of the same split tokens, local where keys are whole.
 
     Where they are of different ones (cross attention to a split text), keys and values are gathered: 2 (n - 1) / n of
@@ -58,7 +63,14 @@ class PlannedAttention:
 
     overlaps = False
 
-    def __init__(self, splits: Splits, over: Over, kernel: Kernel, masks: GatheredMasks, source: MasksOfCall) -> None:
+    def __init__(
+        self,
+        splits: ContextParallelSplits,
+        over: TokenAttention,
+        kernel: AttentionKernel,
+        masks: GatheredKeyMaskSource,
+        source: MaskOrigins,
+    ) -> None:
         self._splits, self._over, self._kernel = splits, over, kernel
         self._masks, self._source = masks, source
 
@@ -68,17 +80,17 @@ class PlannedAttention:
         """Attends. `[B, S, N, H]`."""
         self._splits.attending = True
         try:
-            return self._attend(q, k, v, mask, scale)
+            return self._route_attention(q, k, v, mask, scale)
         finally:
             self._splits.attending = False
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        of_q, of_k = self._splits.tokens(q.shape[1]), self._splits.tokens(k.shape[1])
+    def _route_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        of_q, of_k = self._splits.find_tokens(q.shape[1]), self._splits.find_tokens(k.shape[1])
         if of_k is None:
             if of_q is None:
-                self._splits.refuse_forgotten(k.shape[1])
+                self._splits.refuse_partial_split(k.shape[1])
             return self._kernel(q, k, v, mask=mask, scale=scale)
-        self._source.turn()
+        self._source.advance_turn()
         if mask is not None and mask.shape[-1] == of_k.length and len(of_k.runs[0]) > 1:
             raise ModelError(
                 f"an attention mask of all {of_k.length} keys of a joint sequence, and cp_plan does not say in which "
@@ -87,6 +99,6 @@ class PlannedAttention:
         if of_q is of_k:
             return self._over(of_k, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
         if mask is not None:
-            mask = self._masks.gather(mask, q.shape[0], of_k, None).whole()
-        k, v = torch.cat(self._splits.collect(torch.stack([k, v]), of_k, 2), dim=2)
+            mask = self._masks.gather_key_mask(mask, q.shape[0], of_k, None).join_ring_masks()
+        k, v = torch.cat(self._splits.gather_shares(torch.stack([k, v]), of_k, 2), dim=2)
         return self._kernel(q, k, v, mask=mask, scale=scale)

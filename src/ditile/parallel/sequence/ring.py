@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather, start_shift
-from ditile.hooks.generation import Tokens
-from ditile.hooks.key_padding import Extra
-from ditile.hooks.protocols import Kernel
+from ditile.hooks.generation import LayerTokens
+from ditile.hooks.key_padding import AttentionOptions
+from ditile.hooks.protocols import AttentionKernel
 
 KIND = "ring"
 
@@ -28,13 +28,13 @@ class RingKeys:
         traffic: counts bytes.
     """
 
-    def __init__(self, axis: Axis, kernel: Kernel, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic) -> None:
         assert axis.group is not None
         self._axis, self._group, self._kernel, self._traffic = axis, axis.group, kernel, traffic
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, extra: Extra) -> Tensor:
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        lengths, size = row_lengths(tokens, self._axis.size), self._axis.size
+        lengths, size = count_rank_tokens(tokens, self._axis.num_ranks), self._axis.num_ranks
         block, merged = torch.stack([k, v]), None
         for turn in range(size):
             coming = None
@@ -42,11 +42,11 @@ class RingKeys:
                 length = lengths[(self._axis.index - turn - 1) % size]
                 shape = (*block.shape[:2], length, *block.shape[3:])
                 coming = start_shift(block, shape, self._group, self._traffic, KIND)
-            mask = extra.mask.rows[(self._axis.index - turn) % size] if extra.mask else None
-            part = self._kernel.with_lse(q, block[0], block[1], mask=mask, scale=extra.scale)
-            merged = part if merged is None else merge(merged, part)
+            mask = extra.mask.ring_masks[(self._axis.index - turn) % size] if extra.mask else None
+            part = self._kernel.attend_with_lse(q, block[0], block[1], mask=mask, scale=extra.scale)
+            merged = part if merged is None else merge_attention(merged, part)
             if coming is not None:
-                (block,) = coming.wait()
+                (block,) = coming.wait_for_tensors()
         assert merged is not None
         return merged[0].to(q.dtype)
 
@@ -58,26 +58,26 @@ class RingGather:
         assert axis.group is not None
         self._axis, self._group, self._traffic = axis, axis.group, traffic
 
-    def __call__(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
         """`[B, own tokens, N, H]` to those of all ranks, in their order."""
         own = torch.stack([k, v])
-        shapes = [(*own.shape[:2], n, *own.shape[3:]) for n in row_lengths(tokens, self._axis.size)]
-        k, v = torch.cat(start_gather(own, shapes, self._group, self._traffic, KIND).wait(), dim=2)
+        shapes = [(*own.shape[:2], n, *own.shape[3:]) for n in count_rank_tokens(tokens, self._axis.num_ranks)]
+        k, v = torch.cat(start_gather(own, shapes, self._group, self._traffic, KIND).wait_for_tensors(), dim=2)
         return k, v
 
 
-def rows(tokens: Tokens, size: int) -> list[tuple[range, ...]]:
+def collect_rank_runs(tokens: LayerTokens, size: int) -> list[tuple[range, ...]]:
     """What each rank along the outer axis has of the sequence, together with the ranks inside it."""
     inside = len(tokens.runs) // size
     return [tuple(run for runs in tokens.runs[k * inside : (k + 1) * inside] for run in runs) for k in range(size)]
 
 
-def row_lengths(tokens: Tokens, size: int) -> list[int]:
+def count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
     """Tokens of each of them."""
-    return [sum(map(len, runs)) for runs in rows(tokens, size)]
+    return [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from that over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
     (a, lse_a), (b, lse_b) = one, other
     precise = torch.promote_types(a.dtype, torch.float32)

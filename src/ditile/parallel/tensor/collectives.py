@@ -15,16 +15,16 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.plan.layout import share
+from ditile.plan.layout import pick_even_chunk
 
 KIND = "tensor"
 
 # Newer releases of torch renamed them, and warn of the old names.
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Collectives:
+class TensorCollectives:
     """Sums and exchanges along one axis. Every rank gets the same bits.
 
     Args:
@@ -34,87 +34,87 @@ class Collectives:
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
-        self._group, self._index, self._size, self._traffic = axis.group, axis.index, axis.size, traffic
+        self._group, self._index, self._size, self._traffic = axis.group, axis.index, axis.num_ranks, traffic
         self._nccl = "nccl" in dist.get_backend_config(axis.group)
 
-    def own(self, streams: Sequence[int]) -> int:
+    def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
-        return sum(len(share(range(length), self._size, self._index)) for length in streams)
+        return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
-        staged = self._staged(x.contiguous())
-        with self._traffic.waiting(KIND):
+        staged = self._move_to_group_device(x.contiguous())
+        with self._traffic.record_wait(KIND):
             dist.all_reduce(staged, group=self._group)
-        self._count(2 * x.numel() * x.element_size())
+        self._count_traffic(2 * x.numel() * x.element_size())
         return staged.to(x.device)
 
-    def scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:
+    def sum_and_scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """Sums whole streams over the ranks and keeps this rank's share of each; `[B, S, C]` to `[B, own, C]`.
 
         `streams` are the whole lengths of what follows each other in the sequence.
         """
-        packed = self._staged(self._pack(x, streams))
+        packed = self._move_to_group_device(self._pack_streams(x, streams))
         if packed.is_cuda:
             summed = torch.empty_like(packed[0])
-            with self._traffic.waiting(KIND):
+            with self._traffic.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
         else:  # gloo's own sends everything to everyone
             received = torch.empty_like(packed)
-            with self._traffic.waiting(KIND):
+            with self._traffic.record_wait(KIND):
                 dist.all_to_all_single(received, packed, group=self._group)
             summed = received.sum(0)
-        self._count(x.numel() * x.element_size())
-        return summed[:, : self.own(streams)].to(x.device)
+        self._count_traffic(x.numel() * x.element_size())
+        return summed[:, : self.count_own_tokens(streams)].to(x.device)
 
-    def gather(self, x: Tensor, streams: Sequence[int]) -> Tensor:
+    def gather_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """The whole of streams of which every rank has a share; `[B, own, C]` to `[B, S, C]`."""
-        longest = self._longest(streams)
+        longest = self._count_longest_share(streams)
         batch, own, width = x.shape
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
-        mine = self._staged(mine)
+        mine = self._move_to_group_device(mine)
         received = mine.new_empty(self._size, batch, longest, width)
-        with self._traffic.waiting(KIND):
-            _gather(received.flatten(0, 1), mine, group=self._group)
-        whole = self._unpack(received, streams)
-        self._count(whole.numel() * whole.element_size())
+        with self._traffic.record_wait(KIND):
+            _all_gather(received.flatten(0, 1), mine, group=self._group)
+        whole = self._unpack_streams(received, streams)
+        self._count_traffic(whole.numel() * whole.element_size())
         return whole.to(x.device)
 
-    def _longest(self, streams: Sequence[int]) -> int:
-        return sum(len(share(range(length), self._size, 0)) for length in streams)
+    def _count_longest_share(self, streams: Sequence[int]) -> int:
+        return sum(len(pick_even_chunk(range(length), self._size, 0)) for length in streams)
 
-    def _pack(self, x: Tensor, streams: Sequence[int]) -> Tensor:
+    def _pack_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """`[B, S, C]` to `[n, B, longest, C]`: every rank's tokens. What is beyond a rank's own is never read."""
         if len(streams) == 1 and x.shape[1] % self._size == 0:
             batch, length, width = x.shape
             return x.reshape(batch, self._size, length // self._size, width).transpose(0, 1).contiguous()
-        packed = x.new_zeros(self._size, x.shape[0], self._longest(streams), x.shape[2])
+        packed = x.new_zeros(self._size, x.shape[0], self._count_longest_share(streams), x.shape[2])
         for index in range(self._size):
             whole = own = 0
             for length in streams:
-                here = share(range(length), self._size, index)
+                here = pick_even_chunk(range(length), self._size, index)
                 width = len(here)
                 packed[index, :, own : own + width] = x[:, whole + here.start : whole + here.stop]
                 whole, own = whole + length, own + width
         return packed
 
-    def _unpack(self, received: Tensor, streams: Sequence[int]) -> Tensor:
+    def _unpack_streams(self, received: Tensor, streams: Sequence[int]) -> Tensor:
         """The inverse: `[n, B, longest, C]` to `[B, S, C]`."""
         if len(streams) == 1 and streams[0] % self._size == 0:
             return received.transpose(0, 1).flatten(1, 2)
         parts, starts = [], [0] * self._size
         for length in streams:
             for index in range(self._size):
-                width = len(share(range(length), self._size, index))
+                width = len(pick_even_chunk(range(length), self._size, index))
                 parts.append(received[index, :, starts[index] : starts[index] + width])
                 starts[index] += width
         return torch.cat(parts, dim=1)
 
-    def _staged(self, x: Tensor) -> Tensor:
+    def _move_to_group_device(self, x: Tensor) -> Tensor:
         """Gloo cannot see a GPU."""
         return x.cpu() if x.is_cuda and not self._nccl else x
 
-    def _count(self, size: int) -> None:
-        self._traffic.count(KIND, size * (self._size - 1) // self._size)
+    def _count_traffic(self, size: int) -> None:
+        self._traffic.count_message(KIND, size * (self._size - 1) // self._size)

@@ -17,10 +17,10 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.overrides import matching
+from ditile.hooks.overrides import match_modules
 
 
-class Cut(NamedTuple):
+class TensorCut(NamedTuple):
     """The part of a tensor that a rank owns: pieces along one dim, which are joined in their order.
 
     A projection that was fused from several has a piece of each.
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     pieces: tuple[slice, ...]
 
 
-Part = Callable[[str, tuple[int, ...]], Cut | None]
+SelectShard = Callable[[str, tuple[int, ...]], TensorCut | None]
 """(name, whole shape) -> the part to read; None is the whole tensor."""
 
 
@@ -49,7 +49,7 @@ _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class CutStyle:
     """How a module is cut.
 
     Attributes:
@@ -60,13 +60,13 @@ class Style:
     kind: str
     blocks: tuple[int, ...] = (1,)
 
-    def sizes(self, total: int) -> list[int]:
+    def compute_block_sizes(self, total: int) -> list[int]:
         """The blocks of a dimension of `total`."""
         return [block * (total // sum(self.blocks)) for block in self.blocks]
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class TensorCuts:
     """A table that met a model, for one rank.
 
     Attributes:
@@ -75,14 +75,14 @@ class Cuts:
         size: ranks on it.
     """
 
-    styles: Mapping[str, Style]
+    styles: Mapping[str, CutStyle]
     index: int
     size: int
 
     @classmethod
-    def of(
+    def match_tensor_table(
         cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int, *, loaded: bool = False
-    ) -> Cuts:
+    ) -> TensorCuts:
         """Meets a table with a model, whose blocks may be hollow and whose weights may be on the meta device.
 
         With `loaded` the model has this rank's share alone, which was checked when it was read.
@@ -92,19 +92,19 @@ class Cuts:
             PlanError: if `size` does not divide heads or features.
         """
         styles = {
-            path: _style(given, transformer, path, module)
+            path: _parse_cut_style(given, transformer, path, module)
             for pattern, given in table.items()
-            for path, module in matching(transformer, pattern)
+            for path, module in match_modules(transformer, pattern)
         }
         if not styles:
             raise ModelError(
                 f"the tensor table of {type(transformer).__name__} names no module that is there: {', '.join(table)}"
             )
         if not loaded:
-            _check_degree(transformer, styles, size)
+            _check_tensor_degree(transformer, styles, size)
         return cls(styles, index, size)
 
-    def part(self, name: str, shape: Sequence[int]) -> Cut | None:
+    def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
         """This rank's part of a parameter of the whole model; None is all of it.
 
         Args:
@@ -120,38 +120,38 @@ class Cuts:
         if style is None or dim is None or self.size == 1:
             return None
         pieces, start = [], 0
-        for block in style.sizes(shape[dim]):
+        for block in style.compute_block_sizes(shape[dim]):
             share = block // self.size
             pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
             start += block
-        return Cut(dim, tuple(pieces))
+        return TensorCut(dim, tuple(pieces))
 
 
-def attentions(transformer: nn.Module, styles: Mapping[str, Style]) -> dict[str, Any]:
+def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
     """The attention modules that own what is cut, by path: the nearest modules above with a number of `heads`."""
-    found = {}
+    attention_modules = {}
     for path in styles:
         while path:
             path = path.rpartition(".")[0]
             module = transformer.get_submodule(path)
             if isinstance(getattr(module, "heads", None), int):
-                found[path] = module
+                attention_modules[path] = module
                 break
-    return found
+    return attention_modules
 
 
-def base_of(module: nn.Module) -> nn.Module:
+def unwrap_lora_base(module: nn.Module) -> nn.Module:
     """The Linear below a LoRA, or the module itself."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
 
 
-def _style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> Style:
+def _parse_cut_style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> CutStyle:
     blocks: Sequence[int] | None = (1,)
     if type(given) in _PACKED:
         kind, attribute = _PACKED[type(given)]
-        blocks = given.blocks or getattr(base_of(module), attribute, None)
+        blocks = given.blocks or getattr(unwrap_lora_base(module), attribute, None)
     else:
         kind = given
         parent = transformer.get_submodule(path.rpartition(".")[0])
@@ -162,22 +162,22 @@ def _style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> 
             f"{path} cannot be cut as {given!r}; known are {', '.join(_DIMS)}, and diffusers' PackedColwiseParallel "
             "and PackedRowwiseParallel with blocks"
         )
-    (_check_norm if kind == "rms_norm" else _check_linear)(path, module)
-    if any("forward" in vars(each) for each in (module, base_of(module))):
+    (_check_norm_shardable if kind == "rms_norm" else _check_linear_shardable)(path, module)
+    if any("forward" in vars(each) for each in (module, unwrap_lora_base(module))):
         raise ModelError(
             f"the forward of {path} is replaced by a hook, such as one of enable_layerwise_casting, and tensor "
             "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
         )
-    return Style(kind, tuple(blocks))
+    return CutStyle(kind, tuple(blocks))
 
 
-def _check_norm(path: str, module: nn.Module) -> None:
+def _check_norm_shardable(path: str, module: nn.Module) -> None:
     if not isinstance(module, nn.RMSNorm | RMSNorm):
         raise ModelError(f"{path} is a {type(module).__name__}, and rms_norm is for torch's or diffusers' RMSNorm")
 
 
-def _check_linear(path: str, module: nn.Module) -> None:
-    base = base_of(module)
+def _check_linear_shardable(path: str, module: nn.Module) -> None:
+    base = unwrap_lora_base(module)
     if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter:
         kind = type(base).__name__ if type(base) is not nn.Linear else type(base.weight).__name__
         raise ModelError(f"{path} is a {kind}, and tensor parallelism cuts plain Linears; load it unquantized")
@@ -191,35 +191,35 @@ def _check_linear(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_degree(transformer: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle], size: int) -> None:
     """Every head and every feature of a block must have its rank."""
-    found: list[tuple[int, str]] = []
-    for path, attention in attentions(transformer, styles).items():
-        _check_attention(path, attention, styles)
-        found += [(heads, f"heads of {path}") for heads in _heads(attention)]
+    sizes_to_divide: list[tuple[int, str]] = []
+    for path, attention in find_sharded_attentions(transformer, styles).items():
+        _check_attention_shardable(path, attention, styles)
+        sizes_to_divide += [(heads, f"heads of {path}") for heads in _list_head_counts(attention)]
     for path, style in styles.items():
-        parameter = next(base_of(transformer.get_submodule(path)).parameters(), None)
+        parameter = next(unwrap_lora_base(transformer.get_submodule(path)).parameters(), None)
         if parameter is None:  # a norm without weights follows its heads
             continue
         total = parameter.shape[_DIMS[style.kind]["weight"]]
         if total % sum(style.blocks):
             raise ModelError(f"the {total} features of {path} have no blocks in proportion {list(style.blocks)}")
-        found += [(block, f"features of {path}") for block in style.sizes(total)]
-    wrong = next(((number, what) for number, what in found if number % size), None)
+        sizes_to_divide += [(block, f"features of {path}") for block in style.compute_block_sizes(total)]
+    wrong = next(((number, what) for number, what in sizes_to_divide if number % size), None)
     if wrong:
-        most = math.gcd(*(number for number, _ in found))
+        most = math.gcd(*(number for number, _ in sizes_to_divide))
         legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise PlanError(f"tensor={size} does not divide the {wrong[0]} {wrong[1]}; try {legal}")
 
 
-def _heads(attention: Any) -> list[int]:
+def _list_head_counts(attention: Any) -> list[int]:
     """Heads of queries, and of keys where they are fewer."""
     heads: int = attention.heads
     inner, keys = getattr(attention, "inner_dim", None), getattr(attention, "inner_kv_dim", None)
     return [heads, keys // (inner // heads)] if inner and keys else [heads]
 
 
-def _check_attention(path: str, attention: Any, styles: Mapping[str, Style]) -> None:
+def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, CutStyle]) -> None:
     if getattr(attention, "fused_projections", False):
         raise ModelError(
             f"{path} has fused projections, and the tensor table names them apart; call unfuse_qkv_projections()"

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import opaque
-from ditile.hooks.overrides import matching
-from ditile.parallel.tensor.collectives import Collectives
-from ditile.parallel.tensor.cuts import Cuts
-from ditile.plan.layout import share
+from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.overrides import match_modules
+from ditile.parallel.tensor.collectives import TensorCollectives
+from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.plan.layout import pick_even_chunk
 
 RETURN = "return"
 
@@ -37,38 +37,38 @@ class SharedStreams:
         collectives: gather.
     """
 
-    def __init__(self, tokens: Tokens, axis: Axis, collectives: Collectives) -> None:
+    def __init__(self, tokens: StreamLengths, axis: Axis, collectives: TensorCollectives) -> None:
         self._tokens, self._axis, self._collectives = tokens, axis, collectives
 
-    def begin(self, image: int, text: int) -> None:
+    def set_stream_lengths(self, image: int, text: int) -> None:
         """Keeps the lengths for the gathers inside the blocks."""
         self._tokens.image, self._tokens.text = image, text
 
-    def own(self, length: int) -> slice:
+    def locate_own_share(self, length: int) -> slice:
         """This rank's share of a stream."""
-        mine = share(range(length), self._axis.size, self._axis.index)
+        mine = pick_even_chunk(range(length), self._axis.num_ranks, self._axis.index)
         return slice(mine.start, mine.stop)
 
-    def gather(self, x: Tensor, length: int) -> Tensor:
+    def gather_stream(self, x: Tensor, length: int) -> Tensor:
         """`[B, own, C]` to `[B, length, C]`."""
-        return self._collectives.gather(x, [length])
+        return self._collectives.gather_streams(x, [length])
 
 
 @dataclass(slots=True)
-class Tokens:
+class StreamLengths:
     """Whole lengths of the streams of the call at hand, set by whoever cuts them; the same on all ranks."""
 
     image: int = 0
     text: int = 0
 
-    def of(self, stream: str) -> list[int]:
+    def list_stream_lengths(self, stream: str) -> list[int]:
         """The lengths that follow each other in a stream."""
         return [self.text if name == "text" else self.image for name in stream.split("+")]
 
 
-def spread(
-    stack: ExitStack, transformer: nn.Module, cuts: Cuts, table: Mapping[str, Mapping[str, str]], tokens: Tokens,
-    collectives: Collectives,
+def install_token_gathers(
+    stack: ExitStack, transformer: nn.Module, cuts: TensorCuts, table: Mapping[str, Mapping[str, str]], tokens: StreamLengths,
+    collectives: TensorCollectives,
 ) -> dict[str, Callable[[Tensor], Tensor]]:  # fmt: skip
     """Hooks the gathers into a model; what each row-parallel Linear does to its sums.
 
@@ -77,16 +77,16 @@ def spread(
     """
     scatters: dict[str, Callable[[Tensor], Tensor]] = {}
     for pattern, streams in table.items():
-        for path, module in matching(transformer, pattern):
+        for path, module in match_modules(transformer, pattern):
             if path in cuts.styles:
-                scatters[path] = _scatter(collectives, tokens, streams[RETURN])
+                scatters[path] = _build_token_scatter(collectives, tokens, streams[RETURN])
                 continue
-            gather = {what: _gather(path, collectives, tokens, stream) for what, stream in streams.items()}
+            gather = {what: _build_token_gather(path, collectives, tokens, stream) for what, stream in streams.items()}
             after = gather.pop(RETURN, None)
             if after is not None:
-                stack.callback(module.register_forward_hook(_after(after)).remove)
+                stack.callback(module.register_forward_hook(_build_result_hook(after)).remove)
             if gather:
-                hook = module.register_forward_pre_hook(_before(module, gather), with_kwargs=True)
+                hook = module.register_forward_pre_hook(_build_argument_hook(module, gather), with_kwargs=True)
                 stack.callback(hook.remove)
     for path, style in cuts.styles.items():
         if style.kind == "rowwise" and path not in scatters:
@@ -94,38 +94,44 @@ def spread(
     return scatters
 
 
-def _scatter(collectives: Collectives, tokens: Tokens, stream: str) -> Callable[[Tensor], Tensor]:
-    return lambda x: collectives.scatter(x, tokens.of(stream))
+def _build_token_scatter(
+    collectives: TensorCollectives, tokens: StreamLengths, stream: str
+) -> Callable[[Tensor], Tensor]:
+    return lambda x: collectives.sum_and_scatter(x, tokens.list_stream_lengths(stream))
 
 
-def _gather(path: str, collectives: Collectives, tokens: Tokens, stream: str) -> Callable[[Tensor], Tensor]:
-    def gather(x: Tensor) -> Tensor:
-        lengths = tokens.of(stream)
-        if x.shape[1] != collectives.own(lengths):
+def _build_token_gather(
+    path: str, collectives: TensorCollectives, tokens: StreamLengths, stream: str
+) -> Callable[[Tensor], Tensor]:
+    def gather_tokens(x: Tensor) -> Tensor:
+        lengths = tokens.list_stream_lengths(stream)
+        if x.shape[1] != collectives.count_own_tokens(lengths):
             raise StateError(
                 f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is "
-                f"{collectives.own(lengths)}; call it with the share, unchunked"
+                f"{collectives.count_own_tokens(lengths)}; call it with the share, unchunked"
             )
-        return collectives.gather(x, lengths)
+        return collectives.gather_streams(x, lengths)
 
-    return opaque(gather)
+    return exclude_from_compile(gather_tokens)
 
 
-def _before(module: nn.Module, gather: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[..., Any]:
+def _build_argument_hook(module: nn.Module, gather: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[..., Any]:
     names: Sequence[str] = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def whole(name: str, value: Any) -> Any:
+    def gather_arguments(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def gather_argument(name: str, value: Any) -> Any:
             return gather[name](value) if name in gather and value is not None else value
 
-        named = [whole(name, value) for name, value in zip(names, args, strict=False)]
-        return (*named, *args[len(named) :]), {name: whole(name, value) for name, value in kwargs.items()}
+        named = [gather_argument(name, value) for name, value in zip(names, args, strict=False)]
+        return (*named, *args[len(named) :]), {name: gather_argument(name, value) for name, value in kwargs.items()}
 
-    return hook
+    return gather_arguments
 
 
-def _after(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def hook(_: nn.Module, __: Any, result: Any) -> Any:
+def _build_result_hook(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def gather_result(_: nn.Module, __: Any, result: Any) -> Any:
         return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
 
-    return hook
+    return gather_result

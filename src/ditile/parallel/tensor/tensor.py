@@ -34,23 +34,23 @@ from torch.nn import functional
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import opaque
-from ditile.hooks.overrides import override
-from ditile.hooks.protocols import Streams, WholeStreams
-from ditile.parallel.tensor.collectives import Collectives
-from ditile.parallel.tensor.cuts import Cuts, attentions, base_of
-from ditile.parallel.tensor.sequence import SharedStreams, Tokens, spread
+from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.overrides import override_attribute
+from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
+from ditile.parallel.tensor.collectives import TensorCollectives
+from ditile.parallel.tensor.cuts import TensorCuts, find_sharded_attentions, unwrap_lora_base
+from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
 from ditile.plan.spec import ModelSpec
 
 _MARK = "_ditile_tensor"
-_LOCAL = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
+_HEAD_ATTRIBUTES = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
 """Attributes of an attention module that processors read, and that count heads or their channels."""
 _WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
 _WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
 """What a model can do only while it has whole weights."""
 
 
-class Sharded:
+class ShardedTransformer:
     """A transformer of which this rank holds a share of the weights.
 
     Attributes:
@@ -60,25 +60,25 @@ class Sharded:
         edits: what `undo` takes back.
     """
 
-    def __init__(self, cuts: Cuts, *, keep: bool) -> None:
-        self.cuts, self.tokens, self.edits = cuts, Tokens(), ExitStack()
-        self.streams: Streams = WholeStreams()
-        self.part = cuts.part
+    def __init__(self, cuts: TensorCuts, *, keep: bool) -> None:
+        self.cuts, self.stream_lengths, self.edits = cuts, StreamLengths(), ExitStack()
+        self.streams: TokenStreams = WholeTokenStreams()
+        self.select_shard = cuts.select_shard
         self._keep = keep
         self._fused: list[tuple[str, Any, list[str]]] = []
 
-    def watch(self, path: str, module: Any) -> None:
+    def remember_fused_loras(self, path: str, module: Any) -> None:
         """Remembers which LoRAs are fused into a Linear's whole weight."""
-        if base_of(module) is not module:
+        if unwrap_lora_base(module) is not module:
             self._fused.append((path, module, list(module.merged_adapters)))
 
-    def guard(self, pipe: Any) -> None:
+    def guard_pipeline_loaders(self, pipe: Any) -> None:
         """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
         for name in _WHOLE_OF_PIPE:
             if hasattr(pipe, name):
-                override(self.edits, pipe, name, _refusal(type(pipe), name))
+                override_attribute(self.edits, pipe, name, _build_refusal(type(pipe), name))
 
-    def undo(self) -> None:
+    def restore_whole_weights(self) -> None:
         """Puts the whole weights back, bit for bit, and lets go of a pipeline that was guarded.
 
         Raises:
@@ -103,7 +103,7 @@ def is_sharded(transformer: nn.Module) -> bool:
     return _MARK in vars(transformer)
 
 
-def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
+def find_tensor_table(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
     """The tensor table of a model: its spec's, else diffusers' own.
 
     Raises:
@@ -118,10 +118,10 @@ def table_of(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any
     return table
 
 
-def shard(
+def shard_weights(
     transformer: nn.Module, table: Mapping[str, Any], axis: Axis, traffic: Traffic, *,
     sequence: Mapping[str, Mapping[str, str]] | None = None, loaded: bool = False, keep: bool = False,
-) -> Sharded:  # fmt: skip
+) -> ShardedTransformer:  # fmt: skip
     """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
 
     Args:
@@ -146,43 +146,50 @@ def shard(
         raise ModelError(
             f"{type(transformer).__name__} has no table of its token streams for split_scheme=sequence; use row"
         )
-    cuts = Cuts.of(transformer, table, axis.index, axis.size, loaded=loaded)  # says no before anything is touched
-    sharded = Sharded(cuts, keep=keep)
-    if axis.size == 1:
+    cuts = TensorCuts.match_tensor_table(
+        transformer, table, axis.index, axis.num_ranks, loaded=loaded
+    )  # says no before anything is touched
+    sharded = ShardedTransformer(cuts, keep=keep)
+    if axis.num_ranks == 1:
         return sharded
-    collectives = Collectives(axis, traffic)
+    collectives = TensorCollectives(axis, traffic)
     with ExitStack() as stack:
         scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
         if sequence is not None:
-            scatters = spread(stack, transformer, cuts, sequence, sharded.tokens, collectives)
-            sharded.streams = SharedStreams(sharded.tokens, axis, collectives)
-        for attention in attentions(transformer, cuts.styles).values():
-            _localise(stack, attention, cuts.size)
+            scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
+            sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
+        for attention in find_sharded_attentions(transformer, cuts.styles).values():
+            _divide_head_counts(stack, attention, cuts.size)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             if style.kind == "rms_norm":
-                override(stack, module, "forward", _norm(module, cuts.size, opaque(collectives.reduce)))
+                override_attribute(
+                    stack,
+                    module,
+                    "forward",
+                    _build_norm_forward(module, cuts.size, exclude_from_compile(collectives.sum_over_ranks)),
+                )
             if style.kind == "rowwise":
-                _sum(stack, module, opaque(scatters.get(path, collectives.reduce)))
-            sharded.watch(path, module)
+                _sum_row_outputs(stack, module, exclude_from_compile(scatters.get(path, collectives.sum_over_ranks)))
+            sharded.remember_fused_loras(path, module)
             if not loaded:
-                _cut(stack, path, module, cuts, keep=keep)
-            _resize(stack, module)
+                _cut_parameters(stack, path, module, cuts, keep=keep)
+            _resize_features(stack, module)
         for name in _WHOLE:
             if hasattr(transformer, name):
-                override(stack, transformer, name, _refusal(type(transformer), name))
-        override(stack, transformer, _MARK, True)
+                override_attribute(stack, transformer, name, _build_refusal(type(transformer), name))
+        override_attribute(stack, transformer, _MARK, True)
         sharded.edits = stack.pop_all()
     return sharded
 
 
-def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bool) -> None:
+def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, keep: bool) -> None:
     """Cuts the parameters of a Linear, of the LoRAs around it, or of a norm."""
     for name, owner in list(module.named_modules()):
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            cut = cuts.part(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
+            cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
             if cut is None:
                 continue
             whole = parameter.detach()
@@ -192,43 +199,43 @@ def _cut(stack: ExitStack, path: str, module: nn.Module, cuts: Cuts, *, keep: bo
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)
 
 
-def _resize(stack: ExitStack, module: nn.Module) -> None:
+def _resize_features(stack: ExitStack, module: nn.Module) -> None:
     """The sizes that a Linear tells, and the LoRAs around it, are those of its share."""
     for owner in module.modules():
         if isinstance(owner, nn.Linear):
-            override(stack, owner, "out_features", owner.weight.shape[0])
-            override(stack, owner, "in_features", owner.weight.shape[1])
-    if base_of(module) is not module:  # peft's layer repeats them
-        override(stack, module, "out_features", base_of(module).out_features)
-        override(stack, module, "in_features", base_of(module).in_features)
+            override_attribute(stack, owner, "out_features", owner.weight.shape[0])
+            override_attribute(stack, owner, "in_features", owner.weight.shape[1])
+    if unwrap_lora_base(module) is not module:  # peft's layer repeats them
+        override_attribute(stack, module, "out_features", unwrap_lora_base(module).out_features)
+        override_attribute(stack, module, "in_features", unwrap_lora_base(module).in_features)
 
 
-def _localise(stack: ExitStack, attention: nn.Module, size: int) -> None:
-    for name in _LOCAL:
+def _divide_head_counts(stack: ExitStack, attention: nn.Module, size: int) -> None:
+    for name in _HEAD_ATTRIBUTES:
         value = vars(attention).get(name)
         if isinstance(value, int):
-            override(stack, attention, name, value // size)
+            override_attribute(stack, attention, name, value // size)
 
 
-def _sum(stack: ExitStack, module: nn.Module, over_ranks: Callable[[Tensor], Tensor]) -> None:
+def _sum_row_outputs(stack: ExitStack, module: nn.Module, over_ranks: Callable[[Tensor], Tensor]) -> None:
     """A row-parallel Linear, and the LoRAs around it: each sums what it has of its own, so that LoRAs may go later."""
-    for linear in (base_of(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
+    for linear in (unwrap_lora_base(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
         assert isinstance(linear, nn.Linear)
-        override(stack, linear, "forward", _row(linear, over_ranks))
+        override_attribute(stack, linear, "forward", _build_row_forward(linear, over_ranks))
 
 
-def _row(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
+def _build_row_forward(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward_row_parallel(x: Tensor) -> Tensor:
         out = over_ranks(functional.linear(x, linear.weight))
         return out if linear.bias is None else out.add_(linear.bias)
 
-    return forward
+    return forward_row_parallel
 
 
-def _norm(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _build_norm_forward(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
 
-    def forward(x: Tensor) -> Tensor:
+    def forward_norm_across_ranks(x: Tensor) -> Tensor:
         wide = x.float()
         squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
         eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
@@ -239,14 +246,14 @@ def _norm(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Calla
         bias = getattr(norm, "bias", None)
         return (out if bias is None else out + bias).to(norm.weight.dtype)  # type: ignore[no-any-return]
 
-    return forward
+    return forward_norm_across_ranks
 
 
-def _refusal(owner: type, name: str) -> Callable[..., NoReturn]:
-    def refused(*_: Any, **__: Any) -> NoReturn:
+def _build_refusal(owner: type, name: str) -> Callable[..., NoReturn]:
+    def raise_state_error(*_: Any, **__: Any) -> NoReturn:
         raise StateError(
             f"{owner.__name__}.{name} needs whole weights, and this rank has a share of them; do it before the model "
             "is divided with tensor parallelism"
         )
 
-    return refused
+    return raise_state_error

@@ -19,25 +19,40 @@ from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic, broadcast, gather_json
+from ditile.distributed.transport import Traffic, broadcast_tensor, gather_json
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import opaque
-from ditile.hooks.overrides import override
-from ditile.hooks.placeholders import Parts, hollow, refill
-from ditile.parallel.text.encoder_place import FREED, IN_CALL, WHOLE, Place, guard, mark, place_in
-from ditile.parallel.text.parts import anatomy_of, foreign, layers_of, owners, stand_in, strip
+from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.overrides import override_attribute
+from ditile.hooks.placeholders import ModuleContents, restore_contents, turn_into_placeholder
+from ditile.parallel.text.encoder_place import (
+    FREED,
+    IN_CALL,
+    WHOLE,
+    EncoderPlacement,
+    install_call_guard,
+    read_placement,
+    store_placement,
+)
+from ditile.parallel.text.parts import (
+    assign_layer_ranks,
+    empty_foreign_modules,
+    find_encoder_layers,
+    find_encoder_modules,
+    list_foreign_modules,
+    set_placeholder_parameter,
+)
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]
 
 
-def encoders_of(pipe: Any) -> dict[str, Any]:
+def find_text_encoders(pipe: Any) -> dict[str, Any]:
     """The text encoders of a pipeline, by component."""
-    found = {name: part for name, part in pipe.components.items() if name.startswith("text_encoder")}
-    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+    components = {name: part for name, part in pipe.components.items() if name.startswith("text_encoder")}
+    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-class Encoders:
+class TextEncoders:
     """The text encoders of a pipeline, of which a rank holds a part."""
 
     def __init__(
@@ -61,104 +76,110 @@ class Encoders:
         """
         if after not in TEXT_AFTER:
             raise ModelError(f"text_after={after!r} is not known; try {', '.join(TEXT_AFTER)}")
-        self.encoders = encoders_of(pipe)
-        self._place, self._after, self._device = Place.of(mode, axis.index, axis.size), after, device
+        self.encoders = find_text_encoders(pipe)
+        self._place, self._after, self._device = (
+            EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks),
+            after,
+            device,
+        )
         self._keep = keep
-        self._channel = _Channel(axis, control, device, traffic)
-        self._kept: list[tuple[nn.Module, Parts]] = []
+        self._channel = _EncoderChannel(axis, control, device, traffic)
+        self._kept: list[tuple[nn.Module, ModuleContents]] = []
         self._guards: list[RemovableHandle] = []
         self._away = False
         for name, encoder in self.encoders.items():
-            found = place_in(encoder)
-            if found not in (None, self._place):
+            placement = read_placement(encoder)
+            if placement not in (None, self._place):
                 raise StateError(
-                    f"{name} is what {found} leaves, and here the plan needs {self._place}; load the pipeline for this "
+                    f"{name} is what {placement} leaves, and here the plan needs {self._place}; load the pipeline for this "
                     "plan, or restore() its runner"
                 )
-            if found is not None and keep:
+            if placement is not None and keep:
                 raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
             if self._place.mode == "split":
-                foreign(encoder, self._place)
+                list_foreign_modules(encoder, self._place)
 
     @property
-    def freed(self) -> bool:
+    def has_freed_encoders(self) -> bool:
         """Whether the encoders are gone for good."""
-        return any(place_in(encoder) == FREED for encoder in self.encoders.values())
+        return any(read_placement(encoder) == FREED for encoder in self.encoders.values())
 
-    def take(self) -> None:
+    def empty_foreign_parts(self) -> None:
         """Takes out what other ranks hold, unless it was never read; refuses calls that would find a part alone."""
         for name, encoder in self.encoders.items():
-            if place_in(encoder) is not None:
+            if read_placement(encoder) is not None:
                 continue
-            self._guards.append(guard(encoder, name))
+            self._guards.append(install_call_guard(encoder, name))
             if self._place != WHOLE:
-                taken = strip(encoder, self._place)
+                taken = empty_foreign_modules(encoder, self._place)
                 self._kept += taken if self._keep else []
 
-    def refill(self) -> None:
+    def refill_foreign_parts(self) -> None:
         """Puts back what `take` kept."""
         for module, parts in reversed(self._kept):
-            refill(module, parts)
+            restore_contents(module, parts)
         self._kept.clear()
         for handle in self._guards:
             handle.remove()
         self._guards.clear()
         for encoder in self.encoders.values():
-            mark(encoder, None)
-            stand_in(encoder, None)
+            store_placement(encoder, None)
+            set_placeholder_parameter(encoder, None)
 
     @contextmanager
-    def installed(self, denoiser: nn.Module) -> Iterator[None]:
+    def install_for_call(self, denoiser: nn.Module) -> Iterator[None]:
         """The encoders work for the length of a call, in which the first call of `denoiser` ends their work."""
         with ExitStack() as stack:
             if self._after == "offload":
-                stack.callback(self._stay)
+                stack.callback(self._finish_offload)
                 for encoder in self.encoders.values():
                     encoder.to(self._device)
             for encoder in self.encoders.values():
-                override(stack, encoder, IN_CALL, True)
+                override_attribute(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
-                    override(stack, encoder, "forward", self._first(encoder))
-                elif self._place.mode == "split" and place_in(encoder) != FREED:
-                    _Split(encoder, self._place, self._channel).install(stack)
+                    override_attribute(stack, encoder, "forward", self._build_broadcast_forward(encoder))
+                elif self._place.mode == "split" and read_placement(encoder) != FREED:
+                    _SplitEncoder(encoder, self._place, self._channel).install_forwards(stack)
             if self._after != "keep":
-                stack.callback(denoiser.register_forward_pre_hook(opaque(lambda *_: self._leave())).remove)
+                stack.callback(
+                    denoiser.register_forward_pre_hook(exclude_from_compile(lambda *_: self._release_encoders())).remove
+                )
             yield
 
-    def _first(self, encoder: nn.Module) -> Callable[..., Any]:
+    def _build_broadcast_forward(self, encoder: nn.Module) -> Callable[..., Any]:
         forward = encoder.forward
-        return lambda *args, **kwargs: self._channel.share(0, lambda: forward(*args, **kwargs), encoder)
+        return lambda *args, **kwargs: self._channel.broadcast_result(0, lambda: forward(*args, **kwargs), encoder)
 
-    def _leave(self) -> None:
+    def _release_encoders(self) -> None:
         """Denoising begins. The pipeline goes on asking the encoders for its device, which is that of the call."""
-        if self._away or self.freed:
+        if self._away or self.has_freed_encoders:
             return
         self._away = self._after == "offload"
         for encoder in self.encoders.values():
             dtype = encoder.dtype
-            stand_in(encoder, None)
+            set_placeholder_parameter(encoder, None)
             if self._after == "offload":
                 encoder.to("cpu")
             else:
                 for child in encoder.children():
-                    hollow(child)
-                mark(encoder, FREED)
-            stand_in(encoder, dtype, self._device)
+                    turn_into_placeholder(child)
+                store_placement(encoder, FREED)
+            set_placeholder_parameter(encoder, dtype, self._device)
 
-    def _stay(self) -> None:
+    def _finish_offload(self) -> None:
         """The call is over: the encoders are what they were before it, on the CPU."""
-        for encoder in self.encoders.values() if self._away and not self._place.is_empty else ():
-            stand_in(encoder, None)
+        for encoder in self.encoders.values() if self._away and not self._place.has_no_weights else ():
+            set_placeholder_parameter(encoder, None)
         self._away = False
 
 
-class _Channel:
+class _EncoderChannel:
     """What one rank of an image has made, on all of them."""
 
     def __init__(self, axis: Axis, control: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
         self._axis, self._control, self._device, self._traffic = axis, control, device, traffic
 
-    def share(self, source: int, make: Callable[[], Any], encoder: nn.Module) -> Any:
+    def broadcast_result(self, source: int, make: Callable[[], Any], encoder: nn.Module) -> Any:
         """What `make` returns on rank `source`, on every rank: tensors, and what holds them, described in JSON.
 
         Raises:
@@ -169,127 +190,136 @@ class _Channel:
             header = gather_json(None, self._control)[source]
             if "raised" in header:
                 raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-            tensors = iter([self._receive(dtype, shape, source) for dtype, shape in header["tensors"]])
-            return _build(header["made"], tensors, encoder)
-        found: list[Tensor] = []
+            tensors = iter([self._receive_tensor(dtype, shape, source) for dtype, shape in header["tensors"]])
+            return _rebuild_output(header["made"], tensors, encoder)
+        output_tensors: list[Tensor] = []
         try:
             made = make()
-            header = {"made": _describe(made, found), "tensors": [[_name(t.dtype), list(t.shape)] for t in found]}
+            header = {
+                "made": _describe_output(made, output_tensors),
+                "tensors": [[_format_dtype(t.dtype), list(t.shape)] for t in output_tensors],
+            }
         except BaseException as error:  # the others wait for a header
             gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self._control)
             raise
         gather_json(header, self._control)
-        for tensor in found:
-            self._broadcast(tensor.to(self._device), source)
+        for tensor in output_tensors:
+            self._broadcast_tensor(tensor.to(self._device), source)
         return made
 
-    def _receive(self, dtype: str, shape: list[int], source: int) -> Tensor:
-        return self._broadcast(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device), source)
+    def _receive_tensor(self, dtype: str, shape: list[int], source: int) -> Tensor:
+        return self._broadcast_tensor(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device), source)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+    def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         assert self._axis.group is not None  # a single rank shares nothing
-        return broadcast(tensor, source, self._axis.group, self._traffic, "text")
+        return broadcast_tensor(tensor, source, self._axis.group, self._traffic, "text")
 
 
-class _Split:
+class _SplitEncoder:
     """An encoder whose layers are shared out, for the length of a call."""
 
-    def __init__(self, encoder: Any, place: Place, channel: _Channel) -> None:
+    def __init__(self, encoder: Any, place: EncoderPlacement, channel: _EncoderChannel) -> None:
         self._encoder, self._index, self._channel = encoder, place.index, channel
-        self._layers = layers_of(encoder)
-        self._owners = owners(len(self._layers), place.ranks)
+        self._layers = find_encoder_layers(encoder)
+        self._owners = assign_layer_ranks(len(self._layers), place.ranks)
         self._extras: tuple[Any, ...] | None = None
         self._recording = False
 
-    def install(self, stack: ExitStack) -> None:
+    def install_forwards(self, stack: ExitStack) -> None:
         """Overrides the forwards of the encoder, of what comes before its layers, and of its layers."""
-        override(stack, self._encoder, "forward", self._called(self._encoder.forward))
-        first = anatomy_of(self._encoder).first
+        override_attribute(stack, self._encoder, "forward", self._build_encoder_forward(self._encoder.forward))
+        first = find_encoder_modules(self._encoder).first
         for name, module in self._encoder.named_modules():
             if name.rpartition(".")[2] in first:
-                override(stack, module, "forward", self._before(module.forward))
+                override_attribute(stack, module, "forward", self._build_embedding_forward(module.forward))
         for index, layer in enumerate(self._layers):
-            override(stack, layer, "forward", self._layer(index, layer.forward))
+            override_attribute(stack, layer, "forward", self._build_layer_forward(index, layer.forward))
 
-    def _called(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _build_encoder_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         config = self._encoder.config
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def forward_encoder(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("output_attentions", config.output_attentions):
                 raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
             self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
             return forward(*args, **kwargs)
 
-        return called
+        return forward_encoder
 
-    def _before(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._channel.share(0, lambda: forward(*args, **kwargs), self._encoder)
+    def _build_embedding_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._channel.broadcast_result(
+            0, lambda: forward(*args, **kwargs), self._encoder
+        )
 
-    def _layer(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _build_layer_forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """All that the first layer returns goes to all: in T5 that is the position bias, which every layer adds."""
         owner = self._owners[index]
         ends = self._owners[index + 1 : index + 2] != [owner]
 
-        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            def real() -> Any:
+        def forward_layer(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def forward_own_layer() -> Any:
                 return forward(hidden_states, *args, **kwargs)
 
             if index == 0:
-                out = self._channel.share(owner, real, self._encoder)
+                out = self._channel.broadcast_result(owner, forward_own_layer, self._encoder)
                 self._extras = out[1:] if isinstance(out, tuple) else None
                 return out
             if ends or self._recording:
-                return self._joined(self._channel.share(owner, lambda: _head(real()), self._encoder))
-            return real() if owner == self._index else self._joined(hidden_states)
+                return self._append_extras(
+                    self._channel.broadcast_result(
+                        owner, lambda: _select_first_output(forward_own_layer()), self._encoder
+                    )
+                )
+            return forward_own_layer() if owner == self._index else self._append_extras(hidden_states)
 
-        return run
+        return forward_layer
 
-    def _joined(self, hidden_states: Tensor) -> Any:
+    def _append_extras(self, hidden_states: Tensor) -> Any:
         return hidden_states if self._extras is None else (hidden_states, *self._extras)
 
 
-def _head(out: Any) -> Any:
+def _select_first_output(out: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _name(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(value: Any, found: list[Tensor]) -> Any:
+def _describe_output(value: Any, tensors: list[Tensor]) -> Any:
     """JSON that `_build` reads back; the tensors are appended to `found` in its order."""
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
         return {"kind": "tensor"}
     if isinstance(value, ModelOutput):
-        fields = {name: _describe(part, found) for name, part in value.items()}
+        fields = {name: _describe_output(part, tensors) for name, part in value.items()}
         return {"kind": "output", "class": type(value).__name__, "fields": fields}
     if isinstance(value, list | tuple):
-        return {"kind": type(value).__name__, "parts": [_describe(part, found) for part in value]}
+        return {"kind": type(value).__name__, "parts": [_describe_output(part, tensors) for part in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "plain", "value": value}
     raise ModelError(f"a text encoder returned a {type(value).__name__}, which does not travel; use text=each")
 
 
-def _build(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn.Module) -> Any:
+def _rebuild_output(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn.Module) -> Any:
     match made["kind"]:
         case "tensor":
             return next(tensors)
         case "output":
-            return _output(made["class"], encoder)(
-                **{k: _build(v, tensors, encoder) for k, v in made["fields"].items()}
+            return _find_output_class(made["class"], encoder)(
+                **{k: _rebuild_output(v, tensors, encoder) for k, v in made["fields"].items()}
             )
         case "plain":
             return made["value"]
         case kind:
-            parts = [_build(part, tensors, encoder) for part in made["parts"]]
+            parts = [_rebuild_output(part, tensors, encoder) for part in made["parts"]]
             return parts if kind == "list" else tuple(parts)
 
 
-def _output(name: str, encoder: nn.Module) -> type[ModelOutput]:
+def _find_output_class(name: str, encoder: nn.Module) -> type[ModelOutput]:
     """The class of an output: transformers' own, or one from the module of the encoder."""
     for module in (sys.modules[type(encoder).__module__], modeling_outputs):
-        found = getattr(module, name, None)
-        if isinstance(found, type) and issubclass(found, ModelOutput):
-            return found
+        candidate = getattr(module, name, None)
+        if isinstance(candidate, type) and issubclass(candidate, ModelOutput):
+            return candidate
     raise ModelError(f"the text encoder returned a {name}, which is not known here; use text=each")

@@ -14,15 +14,15 @@ import transformers
 from torch import nn
 
 from ditile.errors import LoadError, ModelError
-from ditile.hooks.placeholders import Parts, hollow
-from ditile.parallel.text.encoder_place import Place, mark
+from ditile.hooks.placeholders import ModuleContents, turn_into_placeholder
+from ditile.parallel.text.encoder_place import EncoderPlacement, store_placement
 
-_STAND_IN = "stand_in"
+_PLACEHOLDER = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class EncoderModules:
     """The parts of an encoder, by the last names of its modules.
 
     Attributes:
@@ -36,79 +36,85 @@ class Anatomy:
     every: tuple[str, ...]
 
 
-ANATOMY: dict[type, Anatomy] = {
-    transformers.T5EncoderModel: Anatomy("block", ("shared", "embed_tokens"), ("final_layer_norm",)),
-    transformers.CLIPTextModel: Anatomy("layers", ("embeddings",), ("final_layer_norm",)),
-    transformers.CLIPTextModelWithProjection: Anatomy(
+ENCODER_MODULES: dict[type, EncoderModules] = {
+    transformers.T5EncoderModel: EncoderModules("block", ("shared", "embed_tokens"), ("final_layer_norm",)),
+    transformers.CLIPTextModel: EncoderModules("layers", ("embeddings",), ("final_layer_norm",)),
+    transformers.CLIPTextModelWithProjection: EncoderModules(
         "layers", ("embeddings",), ("final_layer_norm", "text_projection")
     ),
 }
 """The encoders that can be split."""
 
 
-def anatomy_of(encoder: nn.Module) -> Anatomy:
+def find_encoder_modules(encoder: nn.Module) -> EncoderModules:
     """The anatomy of an encoder, by its class or the nearest of its bases.
 
     Raises:
         ModelError: if it has none.
     """
     for cls in type(encoder).__mro__:
-        if cls in ANATOMY:
-            return ANATOMY[cls]
-    known = ", ".join(cls.__name__ for cls in ANATOMY)
+        if cls in ENCODER_MODULES:
+            return ENCODER_MODULES[cls]
+    known = ", ".join(cls.__name__ for cls in ENCODER_MODULES)
     raise ModelError(
         f"text=split cannot cut a {type(encoder).__name__}; known are {known}; text=first runs any encoder"
     )
 
 
-def layers_of(encoder: nn.Module) -> nn.ModuleList:
+def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
     """The list of layers of an encoder."""
-    wanted = anatomy_of(encoder).layers
-    found = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
-    return next(module for module in found if isinstance(module, nn.ModuleList))
+    wanted = find_encoder_modules(encoder).layers
+    candidates = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
+    return next(module for module in candidates if isinstance(module, nn.ModuleList))
 
 
-def owners(layers: int, ranks: int) -> list[int]:
+def assign_layer_ranks(layers: int, ranks: int) -> list[int]:
     """The rank of each layer: runs of equal length, the last ones longer, as the first rank has the embeddings."""
     sizes = [layers // ranks + (rank >= ranks - layers % ranks) for rank in range(ranks)]
     return [rank for rank, size in enumerate(sizes) for _ in range(size)]
 
 
-def foreign(encoder: nn.Module, place: Place) -> list[nn.Module]:
+def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn.Module]:
     """The largest modules that belong to other ranks alone; the list of layers stays, for the encoder walks along it.
 
     Raises:
         ModelError: if the encoder cannot be split.
     """
     if place.mode == "first":
-        return list(encoder.children()) if place.is_empty else []
-    anatomy, layers = anatomy_of(encoder), layers_of(encoder)
-    of_layers = owners(len(layers), place.ranks)
+        return list(encoder.children()) if place.has_no_weights else []
+    anatomy, layers = find_encoder_modules(encoder), find_encoder_layers(encoder)
+    of_layers = assign_layer_ranks(len(layers), place.ranks)
     mine = {id(layers)}
     for path, module in encoder.named_modules():
-        if module._parameters and _owner(path.split("."), anatomy, of_layers) in (place.index, None):
+        if module._parameters and _find_owner_rank(path.split("."), anatomy, of_layers) in (place.index, None):
             mine.add(id(module))
-    return list(_largest(encoder, mine))
+    return list(_iterate_largest_foreign(encoder, mine))
 
 
-def strip(encoder: nn.Module, place: Place) -> list[tuple[nn.Module, Parts]]:
+def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[tuple[nn.Module, ModuleContents]]:
     """Takes out what belongs to other ranks, and returns it."""
     dtype, device = next((p.dtype, p.device) for p in encoder.parameters() if p.is_floating_point())
-    taken = [(module, hollow(module)) for module in foreign(encoder, place)]
-    mark(encoder, place)
-    if place.is_empty:
-        stand_in(encoder, dtype, device)
+    taken = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
+    store_placement(encoder, place)
+    if place.has_no_weights:
+        set_placeholder_parameter(encoder, dtype, device)
     return taken
 
 
-def stand_in(encoder: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None) -> None:
+def set_placeholder_parameter(
+    encoder: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None
+) -> None:
     """Gives an encoder without weights a dtype and a device; without a dtype, takes them away again."""
-    encoder._parameters.pop(_STAND_IN, None)
+    encoder._parameters.pop(_PLACEHOLDER, None)
     if dtype is not None:
-        encoder._parameters[_STAND_IN] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        encoder._parameters[_PLACEHOLDER] = nn.Parameter(
+            torch.empty(0, dtype=dtype, device=device), requires_grad=False
+        )
 
 
-def read(kind: type[Any], source: str, place: Place, dtype: torch.dtype, **options: Any) -> Any:
+def read_partial_encoder(
+    kind: type[Any], source: str, place: EncoderPlacement, dtype: torch.dtype, **options: Any
+) -> Any:
     """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
 
     transformers' own loader does it, by its own rules of names and dtypes: it reads what the model has once it is made.
@@ -122,30 +128,30 @@ def read(kind: type[Any], source: str, place: Place, dtype: torch.dtype, **optio
         ModelError: if it cannot be split.
         LoadError: if a weight of this part is missing.
     """
-    if place.is_empty:
+    if place.has_no_weights:
         subfolder = options.get("subfolder", "")
         with torch.device("meta"):
             made = kind._from_config(kind.config_class.from_pretrained(source, subfolder=subfolder), dtype=dtype).eval()
-        strip(made, place)
-        stand_in(made, dtype)
+        empty_foreign_modules(made, place)
+        set_placeholder_parameter(made, dtype)
         return made
-    cls = kind if place.mode == "first" else _partial(kind, place)
+    cls = kind if place.mode == "first" else _derive_partial_class(kind, place)
     made, info = cls.from_pretrained(source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
     made.__class__ = kind
     if lacking := sorted(info["missing_keys"]):
         raise LoadError(
             f"{kind.__name__} in {source} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again"
         )
-    mark(made, place)
+    store_placement(made, place)
     return made
 
 
-def _partial(kind: type[Any], place: Place) -> type[Any]:
+def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]:
     """The class under its own name, but instances lose what belongs to other ranks when they are made."""
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_own_part(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
-        gone = {id(module) for module, _ in strip(self, place)}
+        gone = {id(module) for module, _ in empty_foreign_modules(self, place)}
         for module in self.modules():
             if any(id(part) in gone for part in module.modules()):
                 module._is_hf_initialized = True  # else transformers draws random weights for what is not there
@@ -154,10 +160,12 @@ def _partial(kind: type[Any], place: Place) -> type[Any]:
         self.all_tied_weights_keys = {name: other for name, other in tied.items() if {name, other} <= here}
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**names, "__init__": init, "_keys_to_ignore_on_load_unexpected": ["."]})
+    return type(
+        kind.__name__, (kind,), {**names, "__init__": initialize_own_part, "_keys_to_ignore_on_load_unexpected": ["."]}
+    )
 
 
-def _owner(path: list[str], anatomy: Anatomy, of_layers: list[int]) -> int | None:
+def _find_owner_rank(path: list[str], anatomy: EncoderModules, of_layers: list[int]) -> int | None:
     """The rank that holds a module; None is every rank."""
     for before, name in zip(path, path[1:], strict=False):
         if before == anatomy.layers and name.isdigit():
@@ -169,9 +177,9 @@ def _owner(path: list[str], anatomy: Anatomy, of_layers: list[int]) -> int | Non
     raise ModelError(f"text=split does not know where {'.'.join(path)} of this text encoder belongs; use text=first")
 
 
-def _largest(module: nn.Module, mine: set[int]) -> Iterator[nn.Module]:
+def _iterate_largest_foreign(module: nn.Module, mine: set[int]) -> Iterator[nn.Module]:
     for child in module.children():
         if any(id(part) in mine for part in child.modules()):
-            yield from _largest(child, mine)
+            yield from _iterate_largest_foreign(child, mine)
         elif next(child.parameters(), None) is not None:
             yield child

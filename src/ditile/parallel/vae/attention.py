@@ -31,11 +31,11 @@ class RowAttention:
         if attn.group_norm is not None:
             x_BCS = attn.group_norm(x_BCS)  # noqa: N806
         x_SBC = x_BCS.permute(2, 0, 1)  # noqa: N806
-        pairs = self._strip.start_gather(torch.cat([attn.to_k(x_SBC), attn.to_v(x_SBC)], dim=-1), units=width)
+        pairs = self._strip.start_strip_gather(torch.cat([attn.to_k(x_SBC), attn.to_v(x_SBC)], dim=-1), units=width)
         query = attn.to_q(x_SBC)
         q_BNSH, k_BNSH, v_BNSH = (  # noqa: N806
             part.unflatten(-1, (attn.heads, -1)).permute(1, 2, 0, 3)
-            for part in (query, *torch.cat(pairs.wait()).chunk(2, -1))
+            for part in (query, *torch.cat(pairs.wait_for_tensors()).chunk(2, -1))
         )
         if not rows:
             return hidden_states

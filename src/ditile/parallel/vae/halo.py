@@ -15,33 +15,33 @@ from ditile.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PictureRows:
     """The rows of a picture at one resolution: rank r has those from `cuts[r]` up to `cuts[r + 1]`, maybe none."""
 
     cuts: tuple[int, ...]
 
     @classmethod
-    def even(cls, height: int, ranks: int) -> Rows:
+    def split_evenly(cls, height: int, ranks: int) -> PictureRows:
         """As equal as can be."""
         return cls(tuple(height * rank // ranks for rank in range(ranks + 1)))
 
     @property
-    def height(self) -> int:
+    def picture_height(self) -> int:
         """All rows."""
         return self.cuts[-1]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def rows_per_rank(self) -> tuple[int, ...]:
         """How many rows each rank has."""
         return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
 
-    def of(self, rank: int) -> range:
+    def select_rank_rows(self, rank: int) -> range:
         """The rows of a rank."""
         return range(self.cuts[rank], self.cuts[rank + 1])
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RowWindow:
     """How an operation along the rows looks back at its input.
 
     Attributes:
@@ -58,34 +58,34 @@ class Window:
     after: int = 0
     scale: int = 1
 
-    def rows(self, rows: Rows) -> Rows:
+    def divide_output_rows(self, rows: PictureRows) -> PictureRows:
         """Who has which rows of the output.
 
         Raises:
             ModelError: if the picture is too low to make a row of.
         """
-        height = (rows.height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
+        height = (rows.picture_height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
         if height < 1:
             raise ModelError(
-                f"a picture of height {rows.height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
+                f"a picture of height {rows.picture_height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
             )
         inner = (min(-(-cut * self.scale // self.stride), height) for cut in rows.cuts[1:-1])
-        return Rows((0, *inner, height))
+        return PictureRows((0, *inner, height))
 
-    def reach(self, out: range) -> range:
+    def compute_input_reach(self, out: range) -> range:
         """The repeated input rows that some output rows are made of; they may lie outside of the picture."""
         if not out:
             return range(0)
         first = out.start * self.stride - self.before
         return range(first, first + (len(out) - 1) * self.stride + self.kernel)
 
-    def source(self, out: range, height: int) -> range:
+    def find_input_rows(self, out: range, height: int) -> range:
         """The input rows that some output rows are made of, of a picture of `height` rows."""
-        reach = self.reach(out)
-        return overlap(range(reach.start // self.scale, -(-reach.stop // self.scale)), range(height))
+        reach = self.compute_input_reach(out)
+        return intersect_ranges(range(reach.start // self.scale, -(-reach.stop // self.scale)), range(height))
 
 
-class Part(NamedTuple):
+class PeerRows(NamedTuple):
     """Rows that travel to or from a peer."""
 
     peer: int
@@ -108,31 +108,31 @@ class Halo:
     own: range
     out: range
     inner: range
-    above: tuple[Part, ...]
-    below: tuple[Part, ...]
-    sends: tuple[Part, ...]
+    above: tuple[PeerRows, ...]
+    below: tuple[PeerRows, ...]
+    sends: tuple[PeerRows, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def halo(rows: Rows, window: Window, rank: int) -> Halo:
+def plan_halo_exchange(rows: PictureRows, window: RowWindow, rank: int) -> Halo:
     """What a rank does in an operation on a picture that is cut so."""
-    made = window.rows(rows)
-    ranks, own, out = range(len(rows.sizes)), rows.of(rank), made.of(rank)
-    needed = [window.source(made.of(peer), rows.height) for peer in ranks]
+    made = window.divide_output_rows(rows)
+    ranks, own, out = range(len(rows.rows_per_rank)), rows.select_rank_rows(rank), made.select_rank_rows(rank)
+    needed = [window.find_input_rows(made.select_rank_rows(peer), rows.picture_height) for peer in ranks]
 
-    def parts(peers: range, wanted: dict[int, range]) -> tuple[Part, ...]:
-        return tuple(Part(peer, wanted[peer]) for peer in peers if wanted[peer])
+    def list_peer_rows(peers: range, wanted: dict[int, range]) -> tuple[PeerRows, ...]:
+        return tuple(PeerRows(peer, wanted[peer]) for peer in peers if wanted[peer])
 
-    receives = {peer: overlap(needed[rank], rows.of(peer)) for peer in ranks}
-    sends = {peer: overlap(needed[peer], own) if peer != rank else range(0) for peer in ranks}
-    alone = [row for row in out if set(window.source(range(row, row + 1), rows.height)) <= set(own)]
+    receives = {peer: intersect_ranges(needed[rank], rows.select_rank_rows(peer)) for peer in ranks}
+    sends = {peer: intersect_ranges(needed[peer], own) if peer != rank else range(0) for peer in ranks}
+    alone = [row for row in out if set(window.find_input_rows(range(row, row + 1), rows.picture_height)) <= set(own)]
     return Halo(
         own=own, out=out, inner=range(alone[0], alone[-1] + 1) if alone else range(out.start, out.start),
-        above=parts(range(rank), receives), below=parts(range(rank + 1, len(ranks)), receives),
-        sends=parts(ranks, sends),
+        above=list_peer_rows(range(rank), receives), below=list_peer_rows(range(rank + 1, len(ranks)), receives),
+        sends=list_peer_rows(ranks, sends),
     )  # fmt: skip
 
 
-def overlap(a: range, b: range) -> range:
+def intersect_ranges(a: range, b: range) -> range:
     """The rows that two runs have in common."""
     return range(max(a.start, b.start), max(min(a.stop, b.stop), max(a.start, b.start)))

@@ -13,17 +13,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ditile.parallel.vae.halo import Halo, Window, overlap
+from ditile.parallel.vae.halo import Halo, RowWindow, intersect_ranges
 from ditile.parallel.vae.strip import Strip
 
-Seen = list[tuple[range, Tensor]]
+VisibleRows = list[tuple[range, Tensor]]
 """Rows of the input, from top to bottom, and where in the picture they are."""
-Prepare = Callable[[Tensor], Tensor]
+PrepareRows = Callable[[Tensor], Tensor]
 """What is done to rows of the input before they are convolved, such as norm and activation: to each pixel alone."""
 
 
-def convolve(
-    conv: nn.Conv2d, x: Tensor, strip: Strip, window: Window, sides: tuple[int, int], prepare: Prepare | None = None
+def convolve_strip(
+    conv: nn.Conv2d,
+    x: Tensor,
+    strip: Strip,
+    window: RowWindow,
+    sides: tuple[int, int],
+    prepare: PrepareRows | None = None,
 ) -> Tensor:
     """This rank's rows of the output.
 
@@ -33,42 +38,47 @@ def convolve(
         sides: columns of zeros on the left and on the right.
         prepare: makes new rows of the input's, a block at a time; rows travel before it.
     """
-    part = strip.pass_through(window)
-    arriving = strip.exchange(x, part)
-    own: Seen = [(part.own, x)]
+    part = strip.begin_operation(window)
+    arriving = strip.start_halo_exchange(x, part)
+    own: VisibleRows = [(part.own, x)]
     size = strip.block_size or max(len(part.out), 1)
     if size >= len(part.out) and part.inner:
         # all rows at once, as if there were nothing beyond the strip; those at the edges are made again below
-        out = _make(conv, own, part.out, window, sides, prepare)
+        out = _convolve_rows(conv, own, part.out, window, sides, prepare)
     else:
         columns = (x.shape[3] * window.scale + sum(sides) - conv.kernel_size[1]) // conv.stride[1] + 1
         out = x.new_empty(x.shape[0], conv.out_channels, len(part.out), columns)
-        _fill(out, conv, own, part.inner, part, size, window, sides, prepare)
+        _fill_output_rows(out, conv, own, part.inner, part, size, window, sides, prepare)
     seen = arriving()
     for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
-        _fill(out, conv, seen, edge, part, size, window, sides, prepare)
+        _fill_output_rows(out, conv, seen, edge, part, size, window, sides, prepare)
     return out
 
 
-def _fill(
-    out: Tensor, conv: nn.Conv2d, seen: Seen, rows: range, part: Halo, size: int, window: Window,
-    sides: tuple[int, int], prepare: Prepare | None,
+def _fill_output_rows(
+    out: Tensor, conv: nn.Conv2d, seen: VisibleRows, rows: range, part: Halo, size: int, window: RowWindow,
+    sides: tuple[int, int], prepare: PrepareRows | None,
 ) -> None:  # fmt: skip
     for first in range(rows.start, rows.stop, size):
         block = range(first, min(first + size, rows.stop))
         at = block.start - part.out.start
-        out[:, :, at : at + len(block)] = _make(conv, seen, block, window, sides, prepare)
+        out[:, :, at : at + len(block)] = _convolve_rows(conv, seen, block, window, sides, prepare)
 
 
-def _make(
-    conv: nn.Conv2d, seen: Seen, out: range, window: Window, sides: tuple[int, int], prepare: Prepare | None
+def _convolve_rows(
+    conv: nn.Conv2d,
+    seen: VisibleRows,
+    out: range,
+    window: RowWindow,
+    sides: tuple[int, int],
+    prepare: PrepareRows | None,
 ) -> Tensor:
     """Some rows of the output, from the rows that are seen, and zeros where there are none."""
-    reach = window.reach(out)
-    source = window.source(out, seen[-1][0].stop)
+    reach = window.compute_input_reach(out)
+    source = window.find_input_rows(out, seen[-1][0].stop)
     parts = []
     for rows, tensor in seen:
-        common = overlap(rows, source)
+        common = intersect_ranges(rows, source)
         if common:
             parts.append(tensor[:, :, common.start - rows.start : common.stop - rows.start])
     first = max(source.start, seen[0][0].start)

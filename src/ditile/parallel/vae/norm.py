@@ -19,35 +19,37 @@ AT_ONCE = 1 << 22
 """Numbers that are centred at a time, so that no second copy of the picture is made."""
 
 
-def group_norm(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Tensor:
+def normalize_strip(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Tensor:
     """This rank's rows of the output, for rows `[B, C, rows, W]` or tokens `[B, C, rows * W]`."""
-    normalize = normalizer(norm, x, strip)
+    normalize = build_normalizer(norm, x, strip)
     return normalize(x) if x.numel() else x
 
 
-def normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
+def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
     """What normalizes rows of the picture, those of `x` or of other strips, however many at a time."""
     batch, channels = x.shape[:2]
-    means, variances, shares = strip.gather_equal(_moments(x, norm.num_groups, strip.share)).unbind(1)
+    means, variances, shares = strip.gather_equal_shapes(
+        _compute_moments(x, norm.num_groups, strip.picture_share)
+    ).unbind(1)
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
 
-    def each_channel(of_group: Tensor) -> Tensor:
+    def expand_to_channels(of_group: Tensor) -> Tensor:
         return of_group.repeat_interleave(channels // norm.num_groups, dim=1).flatten()
 
     weight, bias = (None if p is None else p.to(mean.dtype).repeat(batch) for p in (norm.weight, norm.bias))
-    mean, variance = each_channel(mean), each_channel(variance)
+    mean, variance = expand_to_channels(mean), expand_to_channels(variance)
 
-    def normalize(rows: Tensor) -> Tensor:
+    def normalize_rows(rows: Tensor) -> Tensor:
         # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a
         # copy; the channels of all pictures stand side by side
         flat = rows.contiguous().view(1, batch * channels, -1)
         return F.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
 
-    return normalize
+    return normalize_rows
 
 
-def _moments(x: Tensor, groups: int, share: float) -> Tensor:
+def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
     """Mean and variance of each group of a strip, and its share of the picture, `[3, B, groups]`, in fp32 or better.
 
     The share travels with them: a list of all shares would have to be copied to the device, which waits for it.
@@ -61,5 +63,5 @@ def _moments(x: Tensor, groups: int, share: float) -> Tensor:
         mean = part.mean(2, dtype=wide)
         means.append(mean)
         variances.append((part - mean[..., None]).square_().mean(2))
-    found = torch.cat(means, 1)
-    return torch.stack([found, torch.cat(variances, 1), torch.full_like(found, share)])
+    all_means = torch.cat(means, 1)
+    return torch.stack([all_means, torch.cat(variances, 1), torch.full_like(all_means, share)])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Pending, Traffic, start_exchange, start_gather
-from ditile.parallel.vae.halo import Halo, Rows, Window, halo
+from ditile.distributed.transport import PendingMessages, Traffic, start_exchange, start_gather
+from ditile.parallel.vae.halo import Halo, PictureRows, RowWindow, plan_halo_exchange
 
 KIND = "vae"
 """As what its bytes are counted."""
@@ -25,28 +25,28 @@ class Strip:
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, block_size: int | None) -> None:
-        self.rows = Rows.even(0, axis.size)
+        self.rows = PictureRows.split_evenly(0, axis.num_ranks)
         self.block_size = block_size
         self._axis, self._traffic = axis, traffic
 
     @property
-    def share(self) -> float:
+    def picture_share(self) -> float:
         """The part of the picture that this rank has."""
-        return self.rows.sizes[self._axis.index] / self.rows.height
+        return self.rows.rows_per_rank[self._axis.index] / self.rows.picture_height
 
-    def begin(self, picture: Tensor) -> Tensor:
+    def select_own_rows(self, picture: Tensor) -> Tensor:
         """Cuts a picture that all ranks have; returns this rank's rows of it."""
-        self.rows = Rows.even(picture.shape[2], self._axis.size)
-        own = self.rows.of(self._axis.index)
+        self.rows = PictureRows.split_evenly(picture.shape[2], self._axis.num_ranks)
+        own = self.rows.select_rank_rows(self._axis.index)
         return picture[:, :, own.start : own.stop]
 
-    def pass_through(self, window: Window) -> Halo:
+    def begin_operation(self, window: RowWindow) -> Halo:
         """An operation begins: this rank's part in it. What follows has the rows of its output."""
-        part = halo(self.rows, window, self._axis.index)
-        self.rows = window.rows(self.rows)
+        part = plan_halo_exchange(self.rows, window, self._axis.index)
+        self.rows = window.divide_output_rows(self.rows)
         return part
 
-    def exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
+    def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
         """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
         batch, channels, _, width = x.shape
         start = part.own.start
@@ -57,38 +57,38 @@ class Strip:
             x, self._axis.group, self._traffic, KIND,
         )  # fmt: skip
 
-        def seen() -> list[tuple[range, Tensor]]:
-            received = [(rows, tensor) for (_, rows), tensor in zip(parts, exchange.wait(), strict=True)]
+        def wait_for_rows() -> list[tuple[range, Tensor]]:
+            received = [(rows, tensor) for (_, rows), tensor in zip(parts, exchange.wait_for_tensors(), strict=True)]
             above = len(part.above)
             return [*received[:above], (part.own, x), *received[above:]]
 
-        return seen
+        return wait_for_rows
 
-    def start_gather(self, x: Tensor, units: int = 1) -> Pending:
+    def start_strip_gather(self, x: Tensor, units: int = 1) -> PendingMessages:
         """Starts to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
-        shapes = [(units * size, *x.shape[1:]) for size in self.rows.sizes]
+        shapes = [(units * size, *x.shape[1:]) for size in self.rows.rows_per_rank]
         return start_gather(x, shapes, self._axis.group, self._traffic, KIND)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather_picture(self, x: Tensor) -> Tensor:
         """The whole picture, on every rank."""
-        return torch.cat(self.start_gather(x.movedim(2, 0)).wait()).movedim(0, 2).contiguous()
+        return torch.cat(self.start_strip_gather(x.movedim(2, 0)).wait_for_tensors()).movedim(0, 2).contiguous()
 
-    def gather_first(self, x: Tensor) -> Tensor:
+    def gather_picture_on_first(self, x: Tensor) -> Tensor:
         """The whole picture on the first rank; elsewhere zeros around this rank's own rows."""
-        sizes, first = self.rows.sizes, self._axis.index == 0
+        sizes, first = self.rows.rows_per_rank, self._axis.index == 0
         peers = [rank for rank in range(1, len(sizes)) if sizes[rank]]
         batch, channels, _, width = x.shape
         sends = [] if first or not x.numel() else [(0, x)]
         receives = [(rank, (batch, channels, sizes[rank], width)) for rank in peers] if first else []
-        parts = start_exchange(sends, receives, x, self._axis.group, self._traffic, KIND).wait()
+        parts = start_exchange(sends, receives, x, self._axis.group, self._traffic, KIND).wait_for_tensors()
         if first:
             return torch.cat([x, *parts], dim=2)
-        own = self.rows.of(self._axis.index)
-        whole = x.new_zeros(batch, channels, self.rows.height, width)
+        own = self.rows.select_rank_rows(self._axis.index)
+        whole = x.new_zeros(batch, channels, self.rows.picture_height, width)
         whole[:, :, own.start : own.stop] = x
         return whole
 
-    def gather_equal(self, x: Tensor) -> Tensor:
+    def gather_equal_shapes(self, x: Tensor) -> Tensor:
         """Tensors of one shape from all ranks, `[ranks, ...]`."""
-        shapes = [tuple(x.shape)] * self._axis.size
-        return torch.stack(start_gather(x, shapes, self._axis.group, self._traffic, KIND).wait())
+        shapes = [tuple(x.shape)] * self._axis.num_ranks
+        return torch.stack(start_gather(x, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors())

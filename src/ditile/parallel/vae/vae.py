@@ -25,22 +25,22 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.overrides import override
+from ditile.hooks.overrides import override_attribute
 from ditile.parallel.vae.attention import STOCK, RowAttention
-from ditile.parallel.vae.halo import Window
-from ditile.parallel.vae.layers import convolve
-from ditile.parallel.vae.norm import group_norm
-from ditile.parallel.vae.residual import is_plain, residual
+from ditile.parallel.vae.halo import RowWindow
+from ditile.parallel.vae.layers import convolve_strip
+from ditile.parallel.vae.norm import normalize_strip
+from ditile.parallel.vae.residual import is_plain_residual, run_residual_block
 from ditile.parallel.vae.strip import Strip
 
-INNER = {
+CONTAINER_TYPES = {
     Encoder, Decoder, blocks.UNetMidBlock2D, blocks.DownEncoderBlock2D, blocks.AttnDownEncoderBlock2D,
     blocks.UpDecoderBlock2D, blocks.AttnUpDecoderBlock2D, ResnetBlock2D, nn.ModuleList,
 }  # fmt: skip
 """What only calls its children, and adds."""
-OF_A_PIXEL = {nn.Linear, nn.Dropout, nn.SiLU, nn.ReLU, nn.GELU, nn.Mish}
+PIXELWISE_TYPES = {nn.Linear, nn.Dropout, nn.SiLU, nn.ReLU, nn.GELU, nn.Mish}
 """What never looks beyond a pixel."""
-DIVIDED = {nn.Conv2d, nn.GroupNorm, Attention, Upsample2D, Downsample2D}
+DIVISIBLE_TYPES = {nn.Conv2d, nn.GroupNorm, Attention, Upsample2D, Downsample2D}
 """What has a version by rows."""
 
 
@@ -71,26 +71,26 @@ class ParallelVAE:
             raise PlanError(f"gather={gather!r} is not known; try all or first")
         self.vae, self.axis, self.traffic = vae, axis, traffic
         self.block_size, self.gather = block_size, gather
-        check(vae)
+        check_vae_divisible(vae)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install_forwards(self) -> Iterator[None]:
         """Within it `vae.encode` and `vae.decode` are divided. They make no gradients.
 
         Raises:
             ModelError: if the autoencoder was changed since into one that cannot be divided.
         """
-        check(self.vae)
+        check_vae_divisible(self.vae)
         strip = Strip(self.axis, self.traffic, self.block_size)
-        picture = strip.gather if self.gather == "all" else strip.gather_first
+        picture = strip.gather_picture if self.gather == "all" else strip.gather_picture_on_first
         with ExitStack() as stack:
-            if self.axis.size > 1 or self.block_size is not None:
-                for name, coder in _coders(self.vae):
-                    _install(stack, coder, strip, picture if name == "decoder" else strip.gather)
+            if self.axis.num_ranks > 1 or self.block_size is not None:
+                for name, coder in _iterate_coders(self.vae):
+                    _install_row_forwards(stack, coder, strip, picture if name == "decoder" else strip.gather_picture)
             yield
 
 
-def check(vae: Any) -> None:
+def check_vae_divisible(vae: Any) -> None:
     """Says no to what cannot be divided exactly.
 
     Raises:
@@ -98,14 +98,14 @@ def check(vae: Any) -> None:
     """
     if not isinstance(vae, AutoencoderKL):
         raise ModelError(f"{type(vae).__name__} cannot be divided by rows, only AutoencoderKL; use vae=whole")
-    for part, coder in _coders(vae):
+    for part, coder in _iterate_coders(vae):
         for name, module in coder.named_modules(prefix=part):
-            reason = _refuse(module)
+            reason = _find_module_refusal(module)
             if reason:
                 raise ModelError(f"{type(vae).__name__}.{name} cannot be divided by rows: {reason}, or use vae=whole")
 
 
-def _coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
     """Those that are there: some users drop the encoder."""
     for name in ("encoder", "decoder"):
         coder = getattr(vae, name, None)
@@ -113,10 +113,10 @@ def _coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, coder
 
 
-def _refuse(module: nn.Module) -> str | None:
+def _find_module_refusal(module: nn.Module) -> str | None:
     """Why a module cannot be divided, and what would help; None if it can."""
     kind = type(module)
-    if kind not in INNER | OF_A_PIXEL | DIVIDED:
+    if kind not in CONTAINER_TYPES | PIXELWISE_TYPES | DIVISIBLE_TYPES:
         return f"a {kind.__name__} is not known; unload the adapter or undo the change that brought it"
     if "forward" in vars(module):
         return "its forward is replaced; remove the hook that offloads or casts it"
@@ -135,31 +135,33 @@ def _refuse(module: nn.Module) -> str | None:
     return None
 
 
-def _install(stack: ExitStack, coder: nn.Module, strip: Strip, gather: Callable[[Tensor], Tensor]) -> None:
+def _install_row_forwards(stack: ExitStack, coder: nn.Module, strip: Strip, gather: Callable[[Tensor], Tensor]) -> None:
     """Everything is on the instances, until the stack is closed."""
     whole = coder.forward
 
-    def divided(sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.is_grad_enabled() and sample.requires_grad:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         with torch.no_grad():
-            return gather(whole(strip.begin(sample), *args, **kwargs))
+            return gather(whole(strip.select_own_rows(sample), *args, **kwargs))
 
-    override(stack, coder, "forward", divided)
+    override_attribute(stack, coder, "forward", code_own_rows)
     for module in coder.modules():
         if isinstance(module, nn.GroupNorm):
-            override(stack, module, "forward", partial(group_norm, module, strip=strip))
+            override_attribute(stack, module, "forward", partial(normalize_strip, module, strip=strip))
         elif isinstance(module, Attention):
-            override(stack, module, "processor", RowAttention(strip))
+            override_attribute(stack, module, "processor", RowAttention(strip))
         elif isinstance(module, nn.SiLU):
-            override(stack, module, "inplace", True)  # it is only called on what a norm has just made
+            override_attribute(stack, module, "inplace", True)  # it is only called on what a norm has just made
         elif isinstance(module, nn.Conv2d | Upsample2D | Downsample2D):
-            override(stack, module, "forward", _convolution(module, strip))
-        elif isinstance(module, ResnetBlock2D) and strip.block_size is not None and is_plain(module):
-            override(stack, module, "forward", lambda x, temb=None, block=module: residual(block, x, strip))
+            override_attribute(stack, module, "forward", _build_strip_convolution(module, strip))
+        elif isinstance(module, ResnetBlock2D) and strip.block_size is not None and is_plain_residual(module):
+            override_attribute(
+                stack, module, "forward", lambda x, temb=None, block=module: run_residual_block(block, x, strip)
+            )
 
 
-def _convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> Callable[..., Tensor]:
+def _build_strip_convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> Callable[..., Tensor]:
     conv: Any = module if isinstance(module, nn.Conv2d) else module.conv
     above, left = conv.padding
     below, right, scale = above, left, 1
@@ -167,5 +169,5 @@ def _convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) ->
         scale = 2
     elif isinstance(module, Downsample2D) and module.padding == 0:
         below, right = above + 1, left + 1  # as its forward pads: below and on the right only
-    window = Window(conv.kernel_size[0], conv.stride[0], above, below, scale)
-    return lambda x, prepare=None: convolve(conv, x, strip, window, (left, right), prepare)
+    window = RowWindow(conv.kernel_size[0], conv.stride[0], above, below, scale)
+    return lambda x, prepare=None: convolve_strip(conv, x, strip, window, (left, right), prepare)
