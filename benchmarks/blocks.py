@@ -121,12 +121,17 @@ def main() -> None:
     ends = (costs.first, costs.last)
     stages = cut_stages(costs.blocks, job.stages, None, job.stage_weights, ends)
     of_stage = compute_stage_loads(costs.blocks, stages, job.stage_weights, ends)
-    print(json.dumps({
-        "milliseconds": [round(cost * 1e3, 3) for cost in costs.blocks],
-        "embedding": round(costs.first * 1e3, 3), "head": round(costs.last * 1e3, 3),
-        "largest over mean": round(max(of_stage) * job.stages / sum(of_stage), 3),
-        "--stage-blocks": ",".join(str(len(stage)) for stage in stages),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "milliseconds": [round(cost * 1e3, 3) for cost in costs.blocks],
+                "embedding": round(costs.first * 1e3, 3),
+                "head": round(costs.last * 1e3, 3),
+                "largest over mean": round(max(of_stage) * job.stages / sum(of_stage), 3),
+                "--stage-blocks": ",".join(str(len(stage)) for stage in stages),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -67,10 +67,11 @@ def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
     disable_progress_bar()
     plan, rank = Plan.parse(job.plan), dist.get_rank()
     calls: dict[str, Any] = {
-        ALONE: pipeline(job, cache=False), CACHED: pipeline(job, cache=True),
+        ALONE: pipeline(job, cache=False),
+        CACHED: pipeline(job, cache=True),
         PLANNED: parallelize(pipeline(job, cache=False), plan, device="cpu"),
         BOTH: parallelize(pipeline(job, cache=True), plan, device="cpu"),
-    }  # fmt: skip
+    }
     rows: list[Row] = []
     for place, caption in enumerate(captions):
         reference = None
@@ -86,10 +87,15 @@ def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
             if picture is None or place == 0:
                 continue
             reference = picture if reference is None else reference
-            rows.append({
-                "caption": place, "way": way, "seconds": seconds, "psnr": float(compute_psnr(picture, reference)[0]),
-                "all_right": judge_picture(picture[0], caption).all_right,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "caption": place,
+                    "way": way,
+                    "seconds": seconds,
+                    "psnr": float(compute_psnr(picture, reference)[0]),
+                    "all_right": judge_picture(picture[0], caption).all_right,
+                }
+            )
     return rows
 
 
@@ -114,12 +120,17 @@ def summed_up(rows: list[Row]) -> list[Row]:
     found = []
     for way, mine in of_way.items():
         ratios = [one["seconds"] / row["seconds"] for one, row in zip(of_way[ALONE], mine, strict=True)]
-        found.append({
-            "way": way, "seconds": statistics.median(row["seconds"] for row in mine),
-            "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
-            "psnr": statistics.fmean(row["psnr"] for row in mine),
-            "all_right": 100 * statistics.fmean(row["all_right"] for row in mine),
-        })  # fmt: skip
+        found.append(
+            {
+                "way": way,
+                "seconds": statistics.median(row["seconds"] for row in mine),
+                "speedup": statistics.median(ratios),
+                "lowest": min(ratios),
+                "highest": max(ratios),
+                "psnr": statistics.fmean(row["psnr"] for row in mine),
+                "all_right": 100 * statistics.fmean(row["all_right"] for row in mine),
+            }
+        )
     return found
 
 
@@ -128,9 +139,13 @@ def make_cache_plans_table(found: list[Row]) -> Table:
     shown = Table("way", "seconds", "speed-up", "range", "PSNR, dB", "right, %")
     for row in found:
         shown.add_row(
-            row["way"], f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x",
-            f"{row['lowest']:.2f} to {row['highest']:.2f}", f"{row['psnr']:.1f}", f"{row['all_right']:.0f}",
-        )  # fmt: skip
+            row["way"],
+            f"{row['seconds']:.2f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['lowest']:.2f} to {row['highest']:.2f}",
+            f"{row['psnr']:.1f}",
+            f"{row['all_right']:.0f}",
+        )
     return shown
 
 

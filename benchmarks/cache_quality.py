@@ -115,9 +115,11 @@ class CachePainter:
         options = self._call | {"num_inference_steps": steps or self._job.steps}
         result = call(caption, output_type="np", generator=generator, **options)
         took = {
-            "cpu_s": self._whole.cpu, "wall_s": self._whole.wall, "outside_cpu_s": self._outside.cpu,
+            "cpu_s": self._whole.cpu,
+            "wall_s": self._whole.wall,
+            "outside_cpu_s": self._outside.cpu,
             "outside_wall_s": self._outside.wall,
-        }  # fmt: skip
+        }
         return (result.images * 255).round().astype(np.uint8), took | self._left_out()
 
     def _left_out(self) -> Row:
@@ -163,12 +165,19 @@ def measure(
         reference, base = drawn[PLAIN]
         for setting, (picture, took) in drawn.items():
             yield {
-                "model": job.model, "steps": job.steps, "caption": place, "engine": setting.engine,
-                "setting": setting.text, "psnr": float(compute_psnr(picture, reference)[0]),
-                "ssim": float(compute_ssim(picture, reference)[0]), "all_right": judge_picture(picture[0], caption).all_right,
-                "plain_cpu_s": base["cpu_s"], "plain_wall_s": base["wall_s"],
-                "plain_outside_cpu_s": base["outside_cpu_s"], **took,
-            }  # fmt: skip
+                "model": job.model,
+                "steps": job.steps,
+                "caption": place,
+                "engine": setting.engine,
+                "setting": setting.text,
+                "psnr": float(compute_psnr(picture, reference)[0]),
+                "ssim": float(compute_ssim(picture, reference)[0]),
+                "all_right": judge_picture(picture[0], caption).all_right,
+                "plain_cpu_s": base["cpu_s"],
+                "plain_wall_s": base["wall_s"],
+                "plain_outside_cpu_s": base["outside_cpu_s"],
+                **took,
+            }
         print(f"{job.model}: {place + 1} of {len(captions)} captions", file=sys.stderr, flush=True)
 
 
@@ -187,16 +196,23 @@ def average_picture_rows(rows: Iterable[Row]) -> list[Row]:
     made: list[Row] = []
     for (model, steps, engine, setting), found in of_setting.items():
         denoised = [(r["plain_cpu_s"] - r["plain_outside_cpu_s"]) / (r["cpu_s"] - r["outside_cpu_s"]) for r in found]
-        made.append({
-            "model": model, "steps": steps, "engine": engine, "setting": setting, "captions": len(found),
-            "speedup": statistics.median(r["plain_cpu_s"] / r["cpu_s"] for r in found),
-            "speedup_wall": statistics.median(r["plain_wall_s"] / r["wall_s"] for r in found),
-            "speedup_denoise": statistics.median(denoised),
-            "psnr": statistics.fmean(r["psnr"] for r in found), "ssim": statistics.fmean(r["ssim"] for r in found),
-            "all_right": 100 * statistics.fmean(r["all_right"] for r in found),
-            "steps_left_out": statistics.fmean(r["steps_left_out"] for r in found),
-            "blocks_left_out": 100 * statistics.fmean(r["blocks_left_out"] for r in found),
-        })  # fmt: skip
+        made.append(
+            {
+                "model": model,
+                "steps": steps,
+                "engine": engine,
+                "setting": setting,
+                "captions": len(found),
+                "speedup": statistics.median(r["plain_cpu_s"] / r["cpu_s"] for r in found),
+                "speedup_wall": statistics.median(r["plain_wall_s"] / r["wall_s"] for r in found),
+                "speedup_denoise": statistics.median(denoised),
+                "psnr": statistics.fmean(r["psnr"] for r in found),
+                "ssim": statistics.fmean(r["ssim"] for r in found),
+                "all_right": 100 * statistics.fmean(r["all_right"] for r in found),
+                "steps_left_out": statistics.fmean(r["steps_left_out"] for r in found),
+                "blocks_left_out": 100 * statistics.fmean(r["blocks_left_out"] for r in found),
+            }
+        )
     return sorted(made, key=lambda row: (row["model"], row["steps"], row["speedup"]))
 
 
@@ -223,10 +239,16 @@ def make_cache_quality_table(found: Iterable[Row]) -> Table:
     shown = Table("engine", "setting", "speed-up", "denoising", "PSNR", "SSIM", "right, %", "steps", "blocks, %")
     for row in found:
         shown.add_row(
-            row["engine"], row["setting"], f"{row['speedup']:.2f}x", f"{row['speedup_denoise']:.2f}x",
-            f"{row['psnr']:.1f}", f"{row['ssim']:.4f}", f"{row['all_right']:.0f}", f"{row['steps_left_out']:.1f}",
+            row["engine"],
+            row["setting"],
+            f"{row['speedup']:.2f}x",
+            f"{row['speedup_denoise']:.2f}x",
+            f"{row['psnr']:.1f}",
+            f"{row['ssim']:.4f}",
+            f"{row['all_right']:.0f}",
+            f"{row['steps_left_out']:.1f}",
             f"{row['blocks_left_out']:.0f}",
-        )  # fmt: skip
+        )
     return shown
 
 

@@ -1,35 +1,60 @@
-"""Settings of caches that are measured, each one line of text (`ditile.cache.line`), for our engine and cache-dit."""
+"""Settings of caches that are measured, each one line of text (`ditile.cache.config_text`), for our engine and cache-dit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ditile.cache.config import Calibration, DBCacheConfig
-from ditile.cache.line import parse_cache_config, parse_calibrator_config
+from ditile.cache.config_text import parse_cache_config, parse_calibrator_config
 from ditile.errors import ModelError
 
 OURS, THEIRS = "ditile", "cache-dit"
 ENGINES = (OURS, THEIRS)
 
 COMMON = (
-    "F=1 W=4 R=0.08", "F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4", "F=1 W=4 R=0.24 MC=6", "F=1 W=8 I=2 R=0.8 MC=8",
-    "F=1 W=8 I=4 R=0.8 MC=10", "F=1 W=4 R=0.12 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=1",
-    "F=1 W=4 R=0.24 MC=6 taylor=1", "F=1 W=8 I=4 R=0.8 MC=10 taylor=1", "F=1 W=4 R=0.2 MC=4 taylor=2",
-    "F=1 W=4 R=0.2 MC=4 foca", "F=1 W=4 R=0.2 MC=4 dmd=6", "F=2 B=1 W=4 R=0.2 MC=4 taylor=1", "F=4 W=4 R=0.2 MC=4",
-    "F=1 mask=medium policy=static taylor=1", "F=1 mask=fast policy=static taylor=1",
-    "F=1 mask=ultra policy=static taylor=1", "F=1 W=3 R=1 MC=1 taylor=1", "F=1 W=3 R=1 MC=2 taylor=1",
-    "F=1 W=3 R=1 MC=4 taylor=1", "F=1 W=2 R=1 MC=6 taylor=1", "F=1 W=2 R=1 MC=6", "F=1 W=1 R=1 MC=8",
+    "F=1 W=4 R=0.08",
+    "F=1 W=4 R=0.12",
+    "F=1 W=4 R=0.2 MC=4",
+    "F=1 W=4 R=0.24 MC=6",
+    "F=1 W=8 I=2 R=0.8 MC=8",
+    "F=1 W=8 I=4 R=0.8 MC=10",
+    "F=1 W=4 R=0.12 taylor=1",
+    "F=1 W=4 R=0.2 MC=4 taylor=1",
+    "F=1 W=4 R=0.24 MC=6 taylor=1",
+    "F=1 W=8 I=4 R=0.8 MC=10 taylor=1",
+    "F=1 W=4 R=0.2 MC=4 taylor=2",
+    "F=1 W=4 R=0.2 MC=4 foca",
+    "F=1 W=4 R=0.2 MC=4 dmd=6",
+    "F=2 B=1 W=4 R=0.2 MC=4 taylor=1",
+    "F=4 W=4 R=0.2 MC=4",
+    "F=1 mask=medium policy=static taylor=1",
+    "F=1 mask=fast policy=static taylor=1",
+    "F=1 mask=ultra policy=static taylor=1",
+    "F=1 W=3 R=1 MC=1 taylor=1",
+    "F=1 W=3 R=1 MC=2 taylor=1",
+    "F=1 W=3 R=1 MC=4 taylor=1",
+    "F=1 W=2 R=1 MC=6 taylor=1",
+    "F=1 W=2 R=1 MC=6",
+    "F=1 W=1 R=1 MC=8",
     "F=1 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
     "F=1 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
-)  # fmt: skip
+)
 """What both engines are given: the published settings for 57 blocks, and our best ones as far as both have them."""
 
 OWN = (
-    "F=0 W=4 R=1 MC=1 taylor=1", "F=0 W=3 R=1 MC=1 taylor=1", "F=0 W=3 R=1 MC=2 taylor=1", "F=0 W=2 R=1 MC=3 taylor=1",
-    "F=0 W=2 R=1 MC=4 taylor=1", "F=0 W=2 R=1 MC=6 taylor=1", "F=0 W=3 R=1 MC=2", "F=0 W=2 R=1 MC=4",
-    "F=0 W=2 R=1 MC=6", "F=0 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
-    "F=0 mask=2,1,1,1,1,1/2,2,3,3,3 policy=static taylor=1", "F=0 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
-)  # fmt: skip
+    "F=0 W=4 R=1 MC=1 taylor=1",
+    "F=0 W=3 R=1 MC=1 taylor=1",
+    "F=0 W=3 R=1 MC=2 taylor=1",
+    "F=0 W=2 R=1 MC=3 taylor=1",
+    "F=0 W=2 R=1 MC=4 taylor=1",
+    "F=0 W=2 R=1 MC=6 taylor=1",
+    "F=0 W=3 R=1 MC=2",
+    "F=0 W=2 R=1 MC=4",
+    "F=0 W=2 R=1 MC=6",
+    "F=0 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
+    "F=0 mask=2,1,1,1,1,1/2,2,3,3,3 policy=static taylor=1",
+    "F=0 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
+)
 """What only ours has: no block runs to decide."""
 
 

@@ -29,7 +29,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -63,10 +63,15 @@ def autoencoder(job: DecodeJob) -> Any:
     """FLUX's layout with random weights, the same on every rank; the decoder only."""
     torch.manual_seed(0)
     vae: Any = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, latent_channels=16,
-        block_out_channels=tuple(job.channels * k for k in (1, 2, 4, 4)), layers_per_block=2, norm_num_groups=32,
-        use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        latent_channels=16,
+        block_out_channels=tuple(job.channels * k for k in (1, 2, 4, 4)),
+        layers_per_block=2,
+        norm_num_groups=32,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
     vae.encoder = None
     return vae.eval()
 
@@ -145,10 +150,17 @@ def main() -> None:
             ratio = statistics.median(a / b for a, b in zip(whole.seconds, mine.seconds, strict=True))
             busy = max(statistics.median(f.busy) for f in each)
             cells = (
-                ranks, name, f"{statistics.median(mine.seconds):.1f}", f"{ratio:.2f}x", f"{busy:.1f}",
-                f"{busy / statistics.median(whole.busy):.3f}", f"{live / 2**20:.0f}", f"{live / whole.live:.3f}",
-                f"{process / 2**20:.0f}", f"{sent / 2**20:.1f}",
-            )  # fmt: skip
+                ranks,
+                name,
+                f"{statistics.median(mine.seconds):.1f}",
+                f"{ratio:.2f}x",
+                f"{busy:.1f}",
+                f"{busy / statistics.median(whole.busy):.3f}",
+                f"{live / 2**20:.0f}",
+                f"{live / whole.live:.3f}",
+                f"{process / 2**20:.0f}",
+                f"{sent / 2**20:.1f}",
+            )
             print("|", " | ".join(map(str, cells)), "|", flush=True)
         if job.check:
             print(

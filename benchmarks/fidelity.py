@@ -127,10 +127,15 @@ def measure_fidelity_rows(
         reference = pictures if reference is None else reference
         decibels = compute_psnr(pictures, reference)
         yield {
-            "model": model, **_describe_fidelity_job(captions, job), "plan": name, "synchronous": synchronous,
-            "psnr": float(decibels.mean()), "psnr_min": float(decibels.min()),
-            "ssim": float(compute_ssim(pictures, reference).mean()), **score_pictures(pictures, captions),
-        }  # fmt: skip
+            "model": model,
+            **_describe_fidelity_job(captions, job),
+            "plan": name,
+            "synchronous": synchronous,
+            "psnr": float(decibels.mean()),
+            "psnr_min": float(decibels.min()),
+            "ssim": float(compute_ssim(pictures, reference).mean()),
+            **score_pictures(pictures, captions),
+        }
 
 
 def _describe_fidelity_job(captions: Sequence[str], job: FidelityJob) -> dict[str, int]:

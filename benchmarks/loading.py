@@ -121,9 +121,13 @@ def measured(folder: str, text: str, dtype: str) -> dict[str, Any]:
     share = sum(_count_module_bytes(module) for module in modules)
     loaded = TransformerHooks(pipe.transformer, FLUX).loaded_blocks
     return {
-        "share": share, **peaks.bytes, "limit": compute_peak_limit(share), "seconds": round(seconds, 2),
-        "transformer": _count_module_bytes(pipe.transformer), "transformer_read": loaded.bytes_read if loaded else None,
-    }  # fmt: skip
+        "share": share,
+        **peaks.bytes,
+        "limit": compute_peak_limit(share),
+        "seconds": round(seconds, 2),
+        "transformer": _count_module_bytes(pipe.transformer),
+        "transformer_read": loaded.bytes_read if loaded else None,
+    }
 
 
 def _count_started_ranks() -> int:

@@ -39,9 +39,12 @@ def pipeline() -> Any:
     torch.manual_seed(0)
     transformer: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
     vae = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=16,
-    )  # fmt: skip
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=(8, 8, 8, 8),
+        norm_num_groups=4,
+        latent_channels=16,
+    )
     parts = dict.fromkeys(("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"))
     pipe: Any = FluxPipeline(
         vae=vae, transformer=transformer.eval(), scheduler=FlowMatchEulerDiscreteScheduler(), **parts
@@ -108,9 +111,14 @@ def outside() -> dict[str, float]:
     embeds = torch.randn(1, 512, 4096)
     began = time.thread_time()
     runner(
-        prompt_embeds=embeds, pooled_prompt_embeds=embeds[:, 0, :768], height=1024, width=1024, output_type="latent",
-        num_inference_steps=2, generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+        prompt_embeds=embeds,
+        pooled_prompt_embeds=embeds[:, 0, :768],
+        height=1024,
+        width=1024,
+        output_type="latent",
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+    )
     total = time.thread_time() - began
     micro_steps = len(double.seconds)
     beside = (total - sum(double.seconds) - sum(single.seconds)) / micro_steps

@@ -101,36 +101,48 @@ def _make_plans_section(model: str) -> Section:
 
 SECTIONS: dict[str, Section] = {
     "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.make_fidelity_table),
-    "fidelity-warmups": Section(
-        f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
+    "fidelity-warmups": Section(f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup),
+    **_make_sweep_section(
+        "speed",
+        f"{BIG} --sweep methods",
+        methods_latency="seconds of each method",
+        methods_memory="peak memory of each method",
+        methods_exposed="time that each method waits for messages",
     ),
     **_make_sweep_section(
-        "speed", f"{BIG} --sweep methods", methods_latency="seconds of each method",
-        methods_memory="peak memory of each method", methods_exposed="time that each method waits for messages",
+        "links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"
     ),
-    **_make_sweep_section("links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"),
     **_make_sweep_section(
-        "links-flux", f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
+        "links-flux",
+        f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
         links="speed-up over the bandwidth of a link, without guidance",
     ),
     **_make_sweep_section("warmup", f"{SMALL} --sweep warmup"),
     **_make_sweep_section("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
-    **_make_sweep_section("resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"),
+    **_make_sweep_section(
+        "resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"
+    ),
     **_make_sweep_section("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
     **_make_sweep_section("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
-    "predictions": Section("python -m benchmarks.predictions", ("predictions.json",), predictions.make_predictions_table),
+    "predictions": Section(
+        "python -m benchmarks.predictions", ("predictions.json",), predictions.make_predictions_table
+    ),
     "overhead": Section("python -m benchmarks.overhead", ("overhead.json",), overhead.make_outside_blocks_table),
     "cache-pixart": _make_quality_section("shapes-pixart"),
     "cache-flux": _make_quality_section("shapes-flux"),
     "cache-speeds": Section(
         f"python -m benchmarks.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
-        f"{RESULTS}cache-quality.png", ("cache-pixart.jsonl", "cache-flux.jsonl"),
-        lambda rows: cache_quality.at_speeds(cache_quality.average_picture_rows(rows)), {"cache-quality.png": "PSNR over speed-up"},
+        f"{RESULTS}cache-quality.png",
+        ("cache-pixart.jsonl", "cache-flux.jsonl"),
+        lambda rows: cache_quality.at_speeds(cache_quality.average_picture_rows(rows)),
+        {"cache-quality.png": "PSNR over speed-up"},
     ),
-    "cache-overhead": Section("python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.make_cache_overhead_table),
+    "cache-overhead": Section(
+        "python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.make_cache_overhead_table
+    ),
     "cache-plans-pixart": _make_plans_section("shapes-pixart"),
     "cache-plans-flux": _make_plans_section("shapes-flux"),
-}  # fmt: skip
+}
 
 
 def markdown(table: Table) -> str:

@@ -70,10 +70,14 @@ class PredictionJob(NamedTuple):
 
 
 JOBS = (
-    PredictionJob("shapes-flux", 128, 12, BUNDLED, 5), PredictionJob("shapes-flux", 192, 12, BUNDLED, 5),
-    PredictionJob("shapes-pixart", 192, 12, BUNDLED, 5), PredictionJob("shapes-pixart", 256, 12, BUNDLED),
-    PredictionJob(RANDOM_FLUX, 256, 8, RANDOM), PredictionJob(RANDOM_FLUX, 512, 5, RANDOM), PredictionJob("shapes-pixart", 256, 8, HYBRIDS),
-)  # fmt: skip
+    PredictionJob("shapes-flux", 128, 12, BUNDLED, 5),
+    PredictionJob("shapes-flux", 192, 12, BUNDLED, 5),
+    PredictionJob("shapes-pixart", 192, 12, BUNDLED, 5),
+    PredictionJob("shapes-pixart", 256, 12, BUNDLED),
+    PredictionJob(RANDOM_FLUX, 256, 8, RANDOM),
+    PredictionJob(RANDOM_FLUX, 512, 5, RANDOM),
+    PredictionJob("shapes-pixart", 256, 8, HYBRIDS),
+)
 Row = dict[str, Any]
 
 
@@ -91,10 +95,28 @@ def measure(folder: Path) -> list[Row]:
             if not profile.exists():
                 _run_ditile_command("calibrate", "--out", str(profile))
             _run_ditile_command(
-                "bench", "--model", job.model, "--height", size, "--width", size, "--steps", str(job.steps),
-                "--output", "latent", "--rounds", str(job.rounds), "--remeasure", AGAIN, "--profile", str(profile),
-                "--out", str(out), "--plans", job.plans,
-            )  # fmt: skip
+                "bench",
+                "--model",
+                job.model,
+                "--height",
+                size,
+                "--width",
+                size,
+                "--steps",
+                str(job.steps),
+                "--output",
+                "latent",
+                "--rounds",
+                str(job.rounds),
+                "--remeasure",
+                AGAIN,
+                "--profile",
+                str(profile),
+                "--out",
+                str(out),
+                "--plans",
+                job.plans,
+            )
             rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
             if is_calibrated_alike(Profile.from_json_file(profile), rows):
                 break

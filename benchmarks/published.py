@@ -37,12 +37,17 @@ from ditile.planner.subject import CONFIGS, PlanSubject
 from ditile.runner.load import ASSETS
 
 HARDWARE = {
-    ("L40-48GB", "PCIe4x16"): "l40-pcie", ("L20-48GB", "PCIe"): "l20-pcie", ("A100-80GB", "PCIe"): "a100-pcie",
+    ("L40-48GB", "PCIe4x16"): "l40-pcie",
+    ("L20-48GB", "PCIe"): "l20-pcie",
+    ("A100-80GB", "PCIe"): "a100-pcie",
     ("A100-80GB", "NVLink"): "a100-nvlink",
-}  # fmt: skip
+}
 MODELS = {
-    "PixArt": "pixart-alpha", "PixArt-alpha": "pixart-alpha", "SD3-medium": "sd3-medium", "Flux.1-dev": "flux.1-dev",
-}  # fmt: skip
+    "PixArt": "pixart-alpha",
+    "PixArt-alpha": "pixart-alpha",
+    "SD3-medium": "sd3-medium",
+    "Flux.1-dev": "flux.1-dev",
+}
 LEFT_OUT = ASSETS / "left_out.json"
 """Of each hardware, the shares that were fitted without it."""
 RELATIVE, SPEEDUP, SLOWER = "latency relative to fastest", "speedup over ", "slower than"
@@ -53,9 +58,15 @@ PRIOR = 0.03  # of the mean square of how many times shares doubled
 ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right beyond the first, as wrong as can be below
 
 START = Efficiency(
-    matmul=0.6, matmul_half=300e3, attention=0.5, attention_half=150.0, memory=0.6, kernel_s=2e-5, micro_s=1e-3,
+    matmul=0.6,
+    matmul_half=300e3,
+    attention=0.5,
+    attention_half=150.0,
+    memory=0.6,
+    kernel_s=2e-5,
+    micro_s=1e-3,
     wire=LinkEfficiency(latency_s=1e-4, call_s=3e-4, exchange=0.5, crossing=0.5, reduce=0.7, overlap=0.2),
-)  # fmt: skip
+)
 """Where each fit begins, and what it keeps to where rows do not tell: guesses, which saw no hardware."""
 
 _SWAPPED = (
@@ -68,15 +79,18 @@ _BEYOND = (
 )
 _FEWER = "slower than one device, though it is 4x as fast as one at 2048, where it sends 4x the bytes"
 SET_ASIDE: dict[tuple[str, str, str, str], str] = {
-    **{("a100-nvlink", pixels, method, "latency"): _SWAPPED
-       for pixels in ("1024", "2048") for method in ("Ring", "Ulysses")},
+    **{
+        ("a100-nvlink", pixels, method, "latency"): _SWAPPED
+        for pixels in ("1024", "2048")
+        for method in ("Ring", "Ulysses")
+    },
     ("a100-nvlink", "4096", "PipeFusion", "latency"): _BEYOND,
     ("a100-nvlink", "4096", "PipeFusion", RELATIVE): _BEYOND,
     ("a100-nvlink", "4096", "Ring", RELATIVE): "1.6x the slowest of both sequence parallels in the paper's seconds",
     ("l20-pcie", "4096", "Ring", RELATIVE): "as slow as one device, though it is 4x as fast as one at 2048",
     ("l20-pcie", "1024", "Ring", RELATIVE): _FEWER,
     ("l20-pcie", "1024", "DistriFusion", RELATIVE): _FEWER,
-}  # fmt: skip
+}
 """(hardware, pixels, method, metric) -> why a row contradicts others."""
 
 
@@ -136,11 +150,17 @@ def read_rows_except(set_aside: Collection[tuple[str, str, str, str]]) -> Iterat
         devices = int(line["devices"])
         words, _, other = line["plan"].partition(" vs ")
         yield PublishedRow(
-            hardware, devices, MODELS[line["model"]], int(line["px"]), int(line["steps"]), line["method"],
-            plan_of(line["method"], words, devices), math.nan if metric == SLOWER else float(line["value"]),
+            hardware,
+            devices,
+            MODELS[line["model"]],
+            int(line["px"]),
+            int(line["steps"]),
+            line["method"],
+            plan_of(line["method"], words, devices),
+            math.nan if metric == SLOWER else float(line["value"]),
             f"{hardware} {line['px']}" if metric == RELATIVE else "",
             Plan.parse(other) if metric.startswith((SPEEDUP, SLOWER)) else None,
-        )  # fmt: skip
+        )
 
 
 def plan_of(method: str, words: str, devices: int) -> Plan:
@@ -148,10 +168,13 @@ def plan_of(method: str, words: str, devices: int) -> Plan:
     named = dict(word.split("=") for word in words.split() if "=" in word)
     warmup, cfg = int(named.get("warmup", 1)), int(named.get("cfg", 1))
     plans: dict[str, Callable[[], Plan]] = {
-        "Single": Plan, "Tensor": lambda: Plan(tensor=devices), "Ulysses": lambda: Plan(ulysses=devices),
-        "Ring": lambda: Plan(ring=devices), "DistriFusion": lambda: Plan(distrifusion=devices, warmup=warmup),
+        "Single": Plan,
+        "Tensor": lambda: Plan(tensor=devices),
+        "Ulysses": lambda: Plan(ulysses=devices),
+        "Ring": lambda: Plan(ring=devices),
+        "DistriFusion": lambda: Plan(distrifusion=devices, warmup=warmup),
         "PipeFusion": lambda: Plan(cfg=cfg, pipefusion=devices // cfg, warmup=warmup),
-    }  # fmt: skip
+    }
     return plans[method.removesuffix("+CFG")]()
 
 

@@ -91,14 +91,16 @@ def make_wan_task() -> ScalingTask:
 
 _CUT = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
 _WAN = replace(
-    WAN.spec, constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
+    WAN.spec,
+    constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
     per_step=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
     tensor={
         **{f"blocks.*.{attn}.{name}": how for attn in ("attn1", "attn2") for name, how in _CUT.items()},
-        "blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise",
+        "blocks.*.ffn.net.0.proj": "colwise",
+        "blocks.*.ffn.net.2": "rowwise",
     },
     tensor_tokens={f"blocks.*.{to}": {"return": "image"} for to in ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")},
-)  # fmt: skip
+)
 """As if Wan had a `ModelSpec`: with what it could be cut by, and what would be remembered."""
 
 
@@ -176,10 +178,14 @@ def main() -> None:
     from benchmarks.plots import scaling
 
     scaling(
-        {f"{task}\n{cluster}": {name: {d: groups[name].seconds for d, groups in by_devices.items() if name in groups}
-                                for name in GROUPS} for (task, cluster), by_devices in found.items()},
+        {
+            f"{task}\n{cluster}": {
+                name: {d: groups[name].seconds for d, groups in by_devices.items() if name in groups} for name in GROUPS
+            }
+            for (task, cluster), by_devices in found.items()
+        },
         figure,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

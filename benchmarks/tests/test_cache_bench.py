@@ -17,7 +17,7 @@ from benchmarks.cache_quality import (
 )
 from benchmarks.cache_settings import COMMON, OWN, CacheSetting, parse_cache_settings
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.line import parse_cache_line
+from ditile.cache.config_text import parse_cache_line
 from ditile.errors import ModelError
 
 
@@ -79,9 +79,11 @@ def test_settings_of_both_engines() -> None:
     assert [s.text for s in made if s.engine == "ditile"] == [*COMMON, *OWN]
     assert [s.text for s in made if s.engine == "cache-dit"] == list(COMMON), "F=0 is ours alone"
     for engines, line, message in (
-        ("ditile,peer", "F=1", "'peer' is not known"), ("ditile", "F=1 G=2", "'G=2' is no word"),
-        ("ditile", "F=1 foca dmd", "2 calibrators"), ("ditile", "mask=quick", "is not known"),
-    ):  # fmt: skip
+        ("ditile,peer", "F=1", "'peer' is not known"),
+        ("ditile", "F=1 G=2", "'G=2' is no word"),
+        ("ditile", "F=1 foca dmd", "2 calibrators"),
+        ("ditile", "mask=quick", "is not known"),
+    ):
         with pytest.raises(ModelError, match=message):
             parse_cache_settings(engines, line)
 
@@ -89,10 +91,19 @@ def test_settings_of_both_engines() -> None:
 def test_means_over_captions(tmp_path: Path) -> None:
     """Ratios are taken caption by caption. A failure means that the table says something else than was measured."""
     row: dict[str, Any] = {
-        "model": "m", "steps": 20, "engine": "ditile", "setting": "F=1", "ssim": 0.9, "all_right": True,
-        "plain_outside_cpu_s": 1.0, "outside_cpu_s": 1.0, "plain_wall_s": 9.0, "wall_s": 3.0, "steps_left_out": 4.0,
+        "model": "m",
+        "steps": 20,
+        "engine": "ditile",
+        "setting": "F=1",
+        "ssim": 0.9,
+        "all_right": True,
+        "plain_outside_cpu_s": 1.0,
+        "outside_cpu_s": 1.0,
+        "plain_wall_s": 9.0,
+        "wall_s": 3.0,
+        "steps_left_out": 4.0,
         "blocks_left_out": 0.25,
-    }  # fmt: skip
+    }
     found = [
         row | {"caption": k, "plain_cpu_s": plain, "cpu_s": cpu, "psnr": psnr}
         for k, (plain, cpu, psnr) in enumerate([(4.0, 2.0, 30.0), (9.0, 3.0, 40.0), (16.0, 4.0, 50.0)])

@@ -39,9 +39,14 @@ def test_plans_by_hand() -> None:
 def test_a_method_that_is_worse_is_said_to_be() -> None:
     """Pairs of equal ranks and warmup alone. A failure means that a bad result is not seen."""
     measured = {
-        "pipefusion=1": 100.0, "pipefusion=2": 44.0, "distrifusion=2": 40.0, "pipefusion=4 warmup=0": 30.0,
-        "distrifusion=4 warmup=0": 31.0, "pipefusion=8": 20.0, "patches=4 (control: own patch only)": 10.0,
-    }  # fmt: skip
+        "pipefusion=1": 100.0,
+        "pipefusion=2": 44.0,
+        "distrifusion=2": 40.0,
+        "pipefusion=4 warmup=0": 30.0,
+        "distrifusion=4 warmup=0": 31.0,
+        "pipefusion=8": 20.0,
+        "patches=4 (control: own patch only)": 10.0,
+    }
     lines = compared([{"model": "m", "plan": plan, "psnr": value} for plan, value in measured.items()])
     assert len(lines) == 2
     assert lines[0].startswith("m, pipefusion=2: 44.0 dB") and lines[0].endswith("PipeFusion comes closer")
@@ -85,9 +90,13 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_column_for_each_warmup() -> None:
     """A failure means that the table of warmups names other rows than were measured."""
     measured = [
-        ("pipefusion=1", 20.0, 100.0), ("pipefusion=2 warmup=0", 0.0, 43.61), ("distrifusion=2 warmup=0", 0.0, 39.4),
-        ("pipefusion=2 warmup=auto", 3.2, 48.6), ("pipefusion=2", 1.0, 47.0), (f"patches=4{fidelity.CONTROL}", 1.0, 9),
-    ]  # fmt: skip
+        ("pipefusion=1", 20.0, 100.0),
+        ("pipefusion=2 warmup=0", 0.0, 43.61),
+        ("distrifusion=2 warmup=0", 0.0, 39.4),
+        ("pipefusion=2 warmup=auto", 3.2, 48.6),
+        ("pipefusion=2", 1.0, 47.0),
+        (f"patches=4{fidelity.CONTROL}", 1.0, 9),
+    ]
     found = [{"model": "m", "plan": plan, "synchronous": w, "psnr": psnr} for plan, w, psnr in measured]
     assert markdown(by_warmup(found)).splitlines()[2:] == [
         "| m | pipefusion=2 | 43.6 | 47.0 | 48.6 | 3.2 |",

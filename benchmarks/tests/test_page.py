@@ -13,9 +13,7 @@ from rich.table import Table
 from benchmarks import page
 from ditile.cli.evaluate.caption_check import VERDICT_ITEMS
 
-ROW = {
-    "engine": "ditile", "state": "off", "total_us": {"1": 2.0}, "added_us": {"1": 1.25}, "per_block_us": 0.5,
-}  # fmt: skip
+ROW = {"engine": "ditile", "state": "off", "total_us": {"1": 2.0}, "added_us": {"1": 1.25}, "per_block_us": 0.5}
 
 
 def test_every_table_has_its_place_in_the_page() -> None:
@@ -81,9 +79,14 @@ def test_what_cannot_be_measured_keeps_the_page(tmp_path: Path, monkeypatch: pyt
 def test_tables_of_every_kind() -> None:
     """Each section's table takes the rows that its command writes; numbers stay right, bars do not end a cell."""
     quality = {
-        "model": "m", "plan": "pipefusion=2", "synchronous": 1.0, "psnr": 30.0, "psnr_min": 20.0, "ssim": 0.5,
+        "model": "m",
+        "plan": "pipefusion=2",
+        "synchronous": 1.0,
+        "psnr": 30.0,
+        "psnr_min": 20.0,
+        "ssim": 0.5,
         **dict.fromkeys(VERDICT_ITEMS, 99.0),
-    }  # fmt: skip
+    }
     assert "| m | pipefusion=2 | 1.0 | 30.0 | 20.0 | 0.5000 | 99 |" in page.markdown(
         page.SECTIONS["fidelity"].table([quality])
     )

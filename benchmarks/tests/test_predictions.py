@@ -18,9 +18,14 @@ from ditile.planner.hardware import load_profile
 
 def row(plan: str, world: int, loop: float, predicted: float, cache: str = "") -> dict[str, Any]:
     return {
-        "plan": plan, "cache": cache, "world": world, "loop_s": loop, "predicted_loop_s": predicted,
-        "predicted_error": predicted / loop - 1, "predicted_memory_error": None if cache else 0.04,
-    }  # fmt: skip
+        "plan": plan,
+        "cache": cache,
+        "world": world,
+        "loop_s": loop,
+        "predicted_loop_s": predicted,
+        "predicted_error": predicted / loop - 1,
+        "predicted_memory_error": None if cache else 0.04,
+    }
 
 
 ROWS = [row("", 1, 2.0, 1.8), row("ring=2", 2, 1.0, 1.1), row("cfg=2", 2, 1.25, 1.0), row("cfg=2", 2, 0.1, 0.1, "F=1")]

@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     )
     from ditile.cache.config_text import load_configs
     from ditile.cache.step_mask import steps_mask
-    from ditile.hooks.compile_configs import set_compile_configs
-    from ditile.models.adapter import BlockAdapter, PatchFunctor
+    from ditile.hooks.compile import set_compile_configs
+    from ditile.models.adapter import BlockAdapter, ForwardPattern, PatchFunctor
     from ditile.models.block_lists import supported_pipelines
-    from ditile.models.patterns import ForwardPattern
     from ditile.models.registry import ModelSpec, register
     from ditile.planner.answer import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.lora import load_lora
-    from ditile.runner.quantization import quantize
+    from ditile.runner.quantize import quantize
     from ditile.runner.report import Report
     from ditile.runner.runner import Runner, parallelize
 
@@ -90,7 +89,7 @@ _LAZY = {
     "DBPruneConfig": "ditile.cache.config",
     "DMDCalibratorConfig": "ditile.cache.config",
     "FoCaCalibratorConfig": "ditile.cache.config",
-    "ForwardPattern": "ditile.models.patterns",
+    "ForwardPattern": "ditile.models.adapter",
     "IdleCacheWarning": "ditile.cache.cached",
     "ModelSpec": "ditile.models.registry",
     "ParallelismConfig": "ditile.cache.cache_dit",
@@ -105,10 +104,10 @@ _LAZY = {
     "load_lora": "ditile.runner.lora",
     "parallelize": "ditile.runner.runner",
     "plan_for": "ditile.planner.answer",
-    "quantize": "ditile.runner.quantization",
+    "quantize": "ditile.runner.quantize",
     "refresh_context": "ditile.runner.caching",
     "register": "ditile.models.registry",
-    "set_compile_configs": "ditile.hooks.compile_configs",
+    "set_compile_configs": "ditile.hooks.compile",
     "steps_mask": "ditile.cache.step_mask",
     "strify": "ditile.runner.caching",
     "summary": "ditile.runner.caching",

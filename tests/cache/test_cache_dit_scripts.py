@@ -25,7 +25,7 @@ from ditile import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.cached import IdleCacheWarning
-from ditile.hooks.quantized import list_quantized_parameters
+from ditile.hooks.placeholders import list_quantized_parameters
 from tests import tiny
 from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
 from tests.runner.cases import same

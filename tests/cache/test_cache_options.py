@@ -20,12 +20,10 @@ from ditile.cache.config import (
     ParamsModifier,
     TaylorSeerCalibratorConfig,
 )
-from ditile.cache.dmd import DMD
-from ditile.cache.forecast import FoCa, Reuse, TaylorSeer
+from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
 from ditile.errors import ModelError, StateError
-from ditile.models.adapter import BlockAdapter
+from ditile.models.adapter import BlockAdapter, ForwardPattern
 from ditile.models.block_lists import find_block_lists
-from ditile.models.patterns import ForwardPattern
 from ditile.plan.spec import BlockList
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune, mean

@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.cached import SingleRankAgreement
-from ditile.cache.difference import Difference, compute_relative_difference
-from ditile.cache.judge import WHOLE_BATCH, CacheCall, SkipJudge, Unit, split_into_units
+from ditile.cache.judge import (
+    WHOLE_BATCH,
+    CacheCall,
+    Difference,
+    SkipJudge,
+    Unit,
+    compute_relative_difference,
+    split_into_units,
+)
 from ditile.cache.rules import CacheLimits, DecisionRecord, RuleVerdict, SkipRules, relax_threshold
 from ditile.hooks.protocols import CallPosition
 

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.config import DMDCalibratorConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.dmd import DMD, compute_gram_matrix, count_even_steps
-from ditile.cache.forecast import FoCa, Forecaster, Reuse, TaylorSeer, build_forecaster
+from ditile.cache.forecast import (
+    DMD,
+    FoCa,
+    Forecaster,
+    Reuse,
+    TaylorSeer,
+    build_forecaster,
+    compute_gram_matrix,
+    count_even_steps,
+)
 from ditile.errors import StateError
 
 SHAPE = (2, 3, 5)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ditile.cache.forecast import Reuse
 from ditile.cache.judge import WHOLE_BATCH, CacheCall
-from ditile.cache.residuals import Residuals
+from ditile.cache.segment import Residuals
 from ditile.hooks.protocols import CallPosition
 
 

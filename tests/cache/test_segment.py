@@ -14,8 +14,7 @@ from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.forecast import Reuse
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
-from ditile.cache.residuals import Residuals
-from ditile.cache.segment import Segment
+from ditile.cache.segment import Residuals, Segment
 from ditile.hooks.protocols import CallPosition
 from ditile.plan.spec import Flow
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditile.cli import generate, main, png
+from ditile.cli import files, generate, main
 from tests import tiny
 from tests.cli.test_cli import ditile, opened
 
@@ -138,13 +138,13 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
             raise OSError("no space")
 
     image = Image.new("RGB", (8, 8))
-    png.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
+    files.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
-        png.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
-    assert png.read_png_texts(Path("a.png"))["prompt"] == "first"
+        files.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
+    assert files.read_png_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
-    assert png.read_png_texts(Path("nothing.png")) == png.read_png_texts(Path("prompts.txt")) == {}
+    assert files.read_png_texts(Path("nothing.png")) == files.read_png_texts(Path("prompts.txt")) == {}
 
 
 def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:

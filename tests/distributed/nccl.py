@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import ditile.distributed.backend
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ditile.distributed.gloo
 import ditile.distributed.mesh
 import ditile.distributed.transport
 
-NEW_GROUP = ditile.distributed.gloo.new_group
+NEW_GROUP = ditile.distributed.backend.new_group
 SINGLE, BATCHED, TAKEN = 1, 2, 10
 """Tags, by which gloo tells messages apart as NCCL does by communicators; `TAKEN` more says that one was received."""
 
@@ -208,7 +208,7 @@ def in_order(*, eager: bool) -> Iterator[Order]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (ditile.distributed.mesh, ditile.distributed.transport):
             patch.setattr(module, "dist", order)
-        patch.setattr(ditile.distributed.gloo, "make_group_on_one_loop", order.new_group)
+        patch.setattr(ditile.distributed.backend, "make_group_on_one_loop", order.new_group)
         patch.setattr(ditile.distributed.mesh, "has_one_queue", lambda: eager)
         yield order
     order.end()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.distributed import gloo
+from ditile.distributed import backend
 from ditile.distributed.mesh import build_mesh
 from ditile.plan.plan import Plan
 from tests.pool import Pool
@@ -42,8 +42,8 @@ def test_all_groups_share_one_event_loop(pool: Pool) -> None:
 def without_devices() -> list[object]:
     """The backend of a group made where nothing is known of that of all ranks, and a sum over it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_find_world_devices", list)
-        group = gloo.make_group_on_one_loop([0, 1], None, "gloo")
+        patch.setattr(backend, "_find_world_devices", list)
+        group = backend.make_group_on_one_loop([0, 1], None, "gloo")
     one = torch.ones(1)
     dist.all_reduce(one, group=group)
     return [dist.get_backend(group), one.item()]
@@ -66,7 +66,7 @@ def connects(late: float) -> tuple[float, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", slow)
-        gloo.make_group_on_one_loop([0, 1], None, "gloo")
+        backend.make_group_on_one_loop([0, 1], None, "gloo")
     return connected[0], time.monotonic()
 
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from ditile.cache import agreement
 from ditile.cli.main import main
+from ditile.distributed import backend as gloo
 from ditile.distributed import backend as gpus
-from ditile.distributed import env, gloo, transport
+from ditile.distributed import env, transport
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.launch import _set_up_process_group as join_launched
 from ditile.distributed.mesh import Communicators, build_mesh, join_process_group, make_subgroup, pick_device

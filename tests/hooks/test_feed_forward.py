@@ -13,7 +13,7 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.hooks.feed_forward import fuse_linear_gelu
+from ditile.hooks.fused import fuse_linear_gelu
 from ditile.plan.plan import Plan
 from ditile.planner.profile import FUSED, Curve
 from ditile.planner.search import make_pricer

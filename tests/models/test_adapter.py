@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
-from ditile.models.adapter import BlockAdapter, PatchFunctor, find_pipeline_block_lists, resolve_adapter
+from ditile.models.adapter import (
+    BlockAdapter,
+    ForwardPattern,
+    PatchFunctor,
+    find_flow_pattern,
+    find_pipeline_block_lists,
+    resolve_adapter,
+)
 from ditile.models.block_lists import find_block_lists
-from ditile.models.patterns import ForwardPattern, find_flow_pattern
 from ditile.plan.spec import Flow
 from tests import tiny
 from tests.more_families import EVERY

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.embeddings import PatchEmbed
 from torch import Tensor, nn
 
-from ditile.models import embeds
+from ditile.models import tokens
 
 
 def _patch_embed(**also: object) -> PatchEmbed:
@@ -33,13 +33,13 @@ def _with_a_lora() -> PatchEmbed:
 
 
 CASES = {
-    "linear": (embeds.linear_embed, nn.Linear(4, 24).double(), (2, 48, 4)),
-    "its own size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 16)),
-    "another size": (embeds.patch_embed, _patch_embed(), (2, 4, 16, 12)),
-    "cropped positions": (embeds.patch_embed, _patch_embed(pos_embed_max_size=12), (1, 4, 16, 12)),
-    "layer norm": (embeds.patch_embed, _patch_embed(layer_norm=True), (1, 4, 16, 12)),
-    "a LoRA": (embeds.patch_embed, _with_a_lora(), (2, 4, 16, 12)),
-    "no positions": (embeds.patch_embed, _patch_embed(pos_embed_type=None), (1, 4, 16, 12)),
+    "linear": (tokens.linear_embed, nn.Linear(4, 24).double(), (2, 48, 4)),
+    "its own size": (tokens.patch_embed, _patch_embed(), (2, 4, 16, 16)),
+    "another size": (tokens.patch_embed, _patch_embed(), (2, 4, 16, 12)),
+    "cropped positions": (tokens.patch_embed, _patch_embed(pos_embed_max_size=12), (1, 4, 16, 12)),
+    "layer norm": (tokens.patch_embed, _patch_embed(layer_norm=True), (1, 4, 16, 12)),
+    "a LoRA": (tokens.patch_embed, _with_a_lora(), (2, 4, 16, 12)),
+    "no positions": (tokens.patch_embed, _patch_embed(pos_embed_type=None), (1, 4, 16, 12)),
 }
 
 
@@ -62,7 +62,7 @@ def test_positions_are_asked_for_once() -> None:
         calls.append(latents.shape)
         return PatchEmbed.forward(module, latents)
 
-    some = embeds.patch_embed(module, forward)
+    some = tokens.patch_embed(module, forward)
     for start in (0, 12, 24):
         some(torch.zeros(2, 4, 16, 12, dtype=torch.float64), range(start, start + 12))
     assert calls == [(1, 4, 16, 12)]

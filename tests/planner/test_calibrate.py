@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditile.cli import calibrate as calls
 from ditile.cli import calibrate as command
-from ditile.cli import calibrate_calls as calls
 from ditile.cli.main import main
 from ditile.cli.options import CalibrateOptions
 from ditile.errors import PlanError
 from ditile.planner import calibrate
-from ditile.planner.calibrate import MESSAGES, Bench
-from ditile.planner.fit import SharedCall, fit_collectives, fit_kernel_costs
+from ditile.planner.calibrate import MESSAGES, Bench, SharedCall, fit_collectives, fit_kernel_costs
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Link, Profile
 from tests.pool import Pool

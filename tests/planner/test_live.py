@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 
 
 def test_live_bytes_by_hand() -> None:

@@ -13,10 +13,10 @@ from ditile.cli.bench.cells import BenchCell
 from ditile.cli.bench.options import Workload
 from ditile.cli.bench.session import count_weight_bytes
 from ditile.cli.bench.subjects import RandomSubject
-from ditile.hooks.feed_forward import can_fuse_gelu
+from ditile.hooks.fused import can_fuse_gelu
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.profile import FUSED
 from ditile.planner.search import make_pricer

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ditile.cache.line import parse_cache_line
+from ditile.cache.config_text import parse_cache_line
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
 from ditile.plan import cost
@@ -23,14 +23,19 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.answer import answer_question, plan_for
-from ditile.planner.caches import predict_skipped_steps
-from ditile.planner.links import WarmupBlock, compute_warmup_seconds
 from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile, is_strictly_rising
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import ABOVE, SearchRequest, iterate_plans, make_pricer, search_plans
-from ditile.planner.seconds import RankTokens, compute_work_seconds, count_work_flops, merge_work
+from ditile.planner.search import ABOVE, SearchRequest, iterate_plans, make_pricer, predict_skipped_steps, search_plans
+from ditile.planner.seconds import (
+    RankTokens,
+    WarmupBlock,
+    compute_warmup_seconds,
+    compute_work_seconds,
+    count_work_flops,
+    merge_work,
+)
 from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
 from ditile.runner.load import find_model_source, read_generation_options
 

@@ -17,7 +17,7 @@ from ditile.errors import ModelError, PlanError
 from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.plan import cost
 from ditile.plan.plan import Plan
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 from ditile.planner.seconds import RankTokens, count_work_flops, merge_work
 from ditile.planner.subject import CONFIGS, PlanSubject
 from ditile.planner.tables import TABLES, find_family_table

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ditile
 from ditile.errors import ModelError
-from ditile.hooks.quantized import count_parameter_bytes, list_quantized_parameters
+from ditile.hooks.placeholders import count_parameter_bytes, list_quantized_parameters
 from ditile.runner.quantize import ALIASES, EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY

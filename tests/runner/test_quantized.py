@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ditile
 from ditile.errors import ModelError, StateError
-from ditile.hooks.quantized import list_quantized_parameters
+from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool

@@ -19,7 +19,7 @@ from torch import nn
 
 from ditile.distributed.launch import launch
 from ditile.errors import RankError
-from ditile.runner import hub
+from ditile.runner import load as hub
 from ditile.runner.checkpoint import Checkpoint
 from ditile.runner.load import load
 

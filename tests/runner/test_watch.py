@@ -9,7 +9,7 @@ import torch
 
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import Traffic
-from ditile.runner.watch import CallMeter
+from ditile.runner.report import CallMeter
 
 
 class Machine:

@@ -36,9 +36,14 @@ class LoopClock:
     """
 
     def __init__(
-        self, current: Callable[[], Generation], steps: Callable[[], int], plan: Plan,
-        images: Callable[[], int | None], begin: Callable[[int], None], end: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        current: Callable[[], Generation],
+        steps: Callable[[], int],
+        plan: Plan,
+        images: Callable[[], int | None],
+        begin: Callable[[int], None],
+        end: Callable[[], None],
+    ) -> None:
         self._current, self._steps, self._images, self._begin, self._end = current, steps, images, begin, end
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
@@ -57,9 +62,14 @@ class LoopClock:
             return None
         patches = range(self._patches) if patch is None else (patch,)
         return CallPosition(
-            step, now.branch, patches, lambda: [now.get_own_part(k).image_tokens for k in patches], lambda: _has_real_text(now),
-            self._images(), whole and now.keeps_keys(step) and not now.is_stale(step),
-        )  # fmt: skip
+            step,
+            now.branch,
+            patches,
+            lambda: [now.get_own_part(k).image_tokens for k in patches],
+            lambda: _has_real_text(now),
+            self._images(),
+            whole and now.keeps_keys(step) and not now.is_stale(step),
+        )
 
     def end_model_call(self, model: object) -> None:
         """The runner counts the calls."""
@@ -118,9 +128,14 @@ class StageAgreement:
     """
 
     def __init__(
-        self, groups: AgreementGroups, mesh: Mesh, current: Callable[[], Generation], by_calls: Callable[[], bool],
-        names: Mapping[nn.Module, str], stages: Mapping[nn.Module, int],
-    ) -> None:  # fmt: skip
+        self,
+        groups: AgreementGroups,
+        mesh: Mesh,
+        current: Callable[[], Generation],
+        by_calls: Callable[[], bool],
+        names: Mapping[nn.Module, str],
+        stages: Mapping[nn.Module, int],
+    ) -> None:
         self._groups, self._mesh, self._current, self._by_calls = groups, mesh, current, by_calls
         self._names, self._stages = names, stages
         self.owned: Collection[nn.Module] | None = None

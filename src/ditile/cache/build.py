@@ -18,12 +18,11 @@ from ditile.cache.config import (
 )
 from ditile.cache.dbcache import DBCache
 from ditile.cache.dbprune import DBPrune, DynamicThreshold
-from ditile.cache.difference import Difference
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import SkipJudge
-from ditile.cache.residuals import Residuals
+from ditile.cache.judge import Difference, SkipJudge
 from ditile.cache.rules import CacheLimits, SkipRules
+from ditile.cache.segment import Residuals
 from ditile.cache.step_mask import resolve_step_mask
 from ditile.errors import ModelError
 from ditile.hooks.protocols import SkipAgreement
@@ -31,9 +30,14 @@ from ditile.plan.spec import BlockList
 
 
 def build_transformer_cache(
-    transformer: torch.nn.Module, lists: Sequence[BlockList], config: DBCacheConfig,
-    calibrator: Calibration | None = None, modifiers: Sequence[ParamsModifier] = (), *, has_rows: bool = True,
-) -> TransformerCache:  # fmt: skip
+    transformer: torch.nn.Module,
+    lists: Sequence[BlockList],
+    config: DBCacheConfig,
+    calibrator: Calibration | None = None,
+    modifiers: Sequence[ParamsModifier] = (),
+    *,
+    has_rows: bool = True,
+) -> TransformerCache:
     """A transformer with slots around the blocks of some lists, not installed yet.
 
     Args:
@@ -155,9 +159,12 @@ def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:
     hidden_limit = config.l1_hidden_states_diff_threshold
     limits = CacheLimits(
         threshold=config.residual_diff_threshold if hidden_limit is None else hidden_limit,
-        max_warmup_steps=config.max_warmup_steps, warmup_interval=config.warmup_interval,
-        max_cached_steps=config.max_cached_steps, max_continuous_cached_steps=config.max_continuous_cached_steps,
-        budget=config.max_accumulated_residual_diff_threshold, budget_resets=config.accumulated_resets,
+        max_warmup_steps=config.max_warmup_steps,
+        warmup_interval=config.warmup_interval,
+        max_cached_steps=config.max_cached_steps,
+        max_continuous_cached_steps=config.max_continuous_cached_steps,
+        budget=config.max_accumulated_residual_diff_threshold,
+        budget_resets=config.accumulated_resets,
         static=config.steps_computation_policy == "static",
-    )  # fmt: skip
+    )
     return SkipRules(limits, resolve_step_mask(config.steps_computation_mask, steps))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ditile.cache.fields import Fields, check_known, check_one_of, is_whole_number
+from ditile.cache.config import Fields, check_known, check_one_of, is_whole_number
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan

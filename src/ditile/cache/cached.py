@@ -19,8 +19,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.rules import DecisionRecord
 from ditile.errors import StateError
-from ditile.hooks.compile import CompileFunction
-from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.hooks.overrides import find_forward_attribute, locate_override, override_attribute
 from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 
@@ -151,9 +150,12 @@ class TransformerCache:
     """
 
     def __init__(
-        self, transformer: nn.Module, hooks: Sequence[CacheHook], contexts: Callable[[DBCacheConfig], list[CacheContext]],
+        self,
+        transformer: nn.Module,
+        hooks: Sequence[CacheHook],
+        contexts: Callable[[DBCacheConfig], list[CacheContext]],
         config: DBCacheConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.transformer, self._hooks, self._make, self._config = transformer, hooks, contexts, config
         self.contexts = contexts(config)
         self.traces: list[ContextTrace] = []

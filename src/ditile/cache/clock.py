@@ -202,9 +202,13 @@ class CallClock:
     """
 
     def __init__(
-        self, on_begin: Callable[[int], None], on_end: Callable[[], None], steps: int | None = None, *,
+        self,
+        on_begin: Callable[[int], None],
+        on_end: Callable[[], None],
+        steps: int | None = None,
+        *,
         separate_cfg: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._begun, self._ended, self._of_step = on_begin, on_end, 2 if separate_cfg else 1
         self._count, self._steps, self._live = 0, steps, False
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, SkipJudge
-from ditile.cache.residuals import Residuals
 from ditile.cache.rules import DecisionRecord
-from ditile.cache.segment import Segment
+from ditile.cache.segment import Residuals, Segment
 from ditile.hooks.protocols import SkipAgreement
 
 
@@ -38,9 +37,15 @@ class DBCache:
     """
 
     def __init__(
-        self, hooks: Sequence[CacheHook], judge: SkipJudge, residuals: Callable[[], Residuals], first: int, last: int, *,
+        self,
+        hooks: Sequence[CacheHook],
+        judge: SkipJudge,
+        residuals: Callable[[], Residuals],
+        first: int,
+        last: int,
+        *,
         hidden: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hooks, self.judge, self._make, self._hidden = hooks, judge, residuals, hidden
         self.middle = range(first, max(first, len(hooks) - last))
         self._looks = first == 0

@@ -13,9 +13,8 @@ from torch import nn
 
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, SkipJudge
-from ditile.cache.residuals import Residuals
 from ditile.cache.rules import DecisionRecord, relax_threshold
-from ditile.cache.segment import Segment
+from ditile.cache.segment import Residuals, Segment
 from ditile.hooks.protocols import SkipAgreement
 
 
@@ -49,9 +48,16 @@ class DBPrune:
     """
 
     def __init__(
-        self, hooks: Sequence[CacheHook], judge: Callable[[], SkipJudge], residuals: Callable[[], Residuals], first: int,
-        last: int, *, never: Sequence[int] = (), dynamic: DynamicThreshold | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hooks: Sequence[CacheHook],
+        judge: Callable[[], SkipJudge],
+        residuals: Callable[[], Residuals],
+        first: int,
+        last: int,
+        *,
+        never: Sequence[int] = (),
+        dynamic: DynamicThreshold | None = None,
+    ) -> None:
         self._dynamic = dynamic
         self.middle = [k for k in range(first, max(first, len(hooks) - last)) if k not in never]
         self._all = {hooks[k].index: PrunableBlock(judge(), Segment([hooks[k]], residuals())) for k in self.middle}

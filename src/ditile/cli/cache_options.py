@@ -14,13 +14,12 @@ from ditile.cache.config import (
     DBCacheConfig,
     DBPruneConfig,
     DMDCalibratorConfig,
+    Fields,
     FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
     merge_configs,
 )
-from ditile.cache.config_text import load_configs
-from ditile.cache.fields import Fields
-from ditile.cache.line import parse_cache_line
+from ditile.cache.config_text import load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.distributed import env
@@ -29,10 +28,22 @@ from ditile.plan.flags import define_option, format_flag, iter_field_readers
 from ditile.plan.plan import AXES, Plan
 
 QUANTIZE_TYPES = (
-    "float8", "float8_weight_only", "int8", "int8_weight_only", "int4", "int4_weight_only", "int4_w4a4",
-    "bitsandbytes_4bit", "fp8_w8a8_dq", "fp8_w8a16_wo", "int8_w8a8_dq", "int8_w8a16_wo", "int4_w4a8_dq",
-    "int4_w4a16_wo", "int4_w4a4_dq",
-)  # fmt: skip
+    "float8",
+    "float8_weight_only",
+    "int8",
+    "int8_weight_only",
+    "int4",
+    "int4_weight_only",
+    "int4_w4a4",
+    "bitsandbytes_4bit",
+    "fp8_w8a8_dq",
+    "fp8_w8a16_wo",
+    "int8_w8a8_dq",
+    "int8_w8a16_wo",
+    "int4_w4a8_dq",
+    "int4_w4a16_wo",
+    "int4_w4a4_dq",
+)
 """What --quantize-type takes; whether it runs here is known when weights are there."""
 
 CACHE_CONFIG_FIELDS = {
@@ -85,17 +96,17 @@ class CacheOptions(Fields):
         None, "steps that compute: slow, medium, fast, ultra, or bins such as 6,1,1,1,1/1,2,5,5,5", metavar="MASK"
     )
     steps_policy: Literal["dynamic", "static"] = define_option(
-        "dynamic", "steps that the mask lets go are left out where little changes, or always",
+        "dynamic",
+        "steps that the mask lets go are left out where little changes, or always",
         choices=("dynamic", "static"),
-    )  # fmt: skip
+    )
     cache_line: str | None = define_option(
-        None, "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
+        None,
+        "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
         metavar="LINE",
-    )  # fmt: skip
+    )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
-    quantize_type: str = define_option(
-        "float8_weight_only", f"how: {', '.join(QUANTIZE_TYPES)}", metavar="TYPE"
-    )  # fmt: skip
+    quantize_type: str = define_option("float8_weight_only", f"how: {', '.join(QUANTIZE_TYPES)}", metavar="TYPE")
     parallel_type: Literal["tp", "ulysses", "ring"] | None = define_option(
         None, "divide over all ranks that torchrun started", choices=("tp", "ulysses", "ring"), aliases=("--parallel",)
     )
@@ -203,8 +214,10 @@ class CacheOptions(Fields):
             )
         others = math.prod(values.get(other, 1) for other in AXES)
         if place.world % others:
-            raise PlanError(f"--parallel-type {self.parallel_type}: {others} of the other degrees do not divide "
-                            f"{place.world} rank(s); start a multiple of {others}")  # fmt: skip
+            raise PlanError(
+                f"--parallel-type {self.parallel_type}: {others} of the other degrees do not divide "
+                f"{place.world} rank(s); start a multiple of {others}"
+            )
         return values | {degree: place.world // others}
 
     def _load_config_file(self) -> dict[str, Any]:

@@ -9,14 +9,13 @@ from torch import nn
 
 from ditile.cache.build import build_transformer_cache
 from ditile.cli.generate import build_dry_run_call, merge_call_arguments
-from ditile.cli.image_to_image import find_image_to_image_class
 from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import check_returns_pictures
+from ditile.cli.pipelines import check_returns_pictures, find_image_to_image_class
 from ditile.errors import ModelError
 from ditile.models.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
-from ditile.plan.gantt import render_gantt_chart
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import find_model_source, read_generation_options
 from ditile.runner.table import describe_plan

@@ -1,13 +1,21 @@
-"""Files that get their names when they are whole: nobody ever sees half of one, and none is left where that failed."""
+"""Files that get their names when they are whole: nobody ever sees half of one, and none is left where that failed.
+
+PNG files that say how they were made, in their text chunks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -42,3 +50,29 @@ def write_json_file(path: Path, value: Any) -> None:
         OSError: if it cannot be written.
     """
     write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
+def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+    """Writes a picture with its texts.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_text(key, text)
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG", pnginfo=info)
+    write_atomically(path, encoded.getvalue())
+
+
+def read_png_texts(path: Path) -> dict[str, str]:
+    """The texts of a whole PNG; empty if there is none, or its data or checksums are not right."""
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            image.verify()
+        with Image.open(path, formats=["PNG"]) as image:
+            image.load()
+            return dict(image.text) if isinstance(image, PngImageFile) else {}
+    except (OSError, SyntaxError, ValueError, EOFError):
+        return {}

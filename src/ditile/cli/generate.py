@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile.cli.cache_options import CacheOptions
-from ditile.cli.image_to_image import convert_to_image_to_image
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports, summarize_cache_reports
-from ditile.cli.pipelines import check_returns_pictures, convert_value_errors, find_pipeline_class
+from ditile.cli.pipelines import (
+    check_returns_pictures,
+    convert_to_image_to_image,
+    convert_value_errors,
+    find_pipeline_class,
+)
 from ditile.cli.prompts import PromptLine, describe_request
 from ditile.cli.prompts import list_prompt_lines as all_lines
 from ditile.distributed import env
@@ -62,10 +66,16 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         for k, (image, path) in enumerate(zip(call_result.result.images, files, strict=True)):
             _write_picture(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
         return Outcome(
-            plan=str(plan), model=wanted.model, seed=seed, images=files, reports=call_result.reports,
-            settings=cache.describe_settings(), left_out=summarize_cache_reports([call_result.saved]), totals=call_result.totals,
+            plan=str(plan),
+            model=wanted.model,
+            seed=seed,
+            images=files,
+            reports=call_result.reports,
+            settings=cache.describe_settings(),
+            left_out=summarize_cache_reports([call_result.saved]),
+            totals=call_result.totals,
             tracks_memory=cache.track_memory,
-        )  # fmt: skip
+        )
 
 
 def draw_prompt_lines(
@@ -124,11 +134,17 @@ def build_lines_outcome(
     """The outcome of a file of prompts of which some pictures were made now."""
     files = [line.path for line in all_lines(wanted, run)]
     return Outcome(
-        plan=str(plan), model=wanted.model, seed=wanted.seed or 0, images=files,
-        reports=sum_reports([call_result.reports for call_result in call_results]), skipped=len(files) - num_pictures_made, settings=cache.describe_settings(),
-        left_out=summarize_cache_reports([call_result.saved for call_result in call_results]), totals=[t for call_result in call_results for t in call_result.totals],
+        plan=str(plan),
+        model=wanted.model,
+        seed=wanted.seed or 0,
+        images=files,
+        reports=sum_reports([call_result.reports for call_result in call_results]),
+        skipped=len(files) - num_pictures_made,
+        settings=cache.describe_settings(),
+        left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
+        totals=[t for call_result in call_results for t in call_result.totals],
         tracks_memory=cache.track_memory,
-    )  # fmt: skip
+    )
 
 
 class RunnerCallResult(NamedTuple):
@@ -170,9 +186,14 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     join_torchrun(run.stall_timeout)
     runner = ditile.parallelize(
-        pipe, plan, device=run.device, text_after=run.text_after, attention=run.attention, cp_plan=cache.cp_plan,
+        pipe,
+        plan,
+        device=run.device,
+        text_after=run.text_after,
+        attention=run.attention,
+        cp_plan=cache.cp_plan,
         compile=run.compile,
-    )  # fmt: skip
+    )
     runner.trace = run.trace is not None
     _enable_cache_and_quantization(runner, cache)
     return pipe, runner
@@ -354,13 +375,15 @@ def _build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, c
     """What a picture says about how it was made, its prompt and seed apart."""
     settings = cache.describe_settings()
     return {
-        "Software": f"ditile {ditile.__version__}", "model": wanted.model, "plan": str(plan),
+        "Software": f"ditile {ditile.__version__}",
+        "model": wanted.model,
+        "plan": str(plan),
         "settings": json.dumps(call),
-    } | ({"cache": json.dumps(settings)} if settings else {})  # fmt: skip
+    } | ({"cache": json.dumps(settings)} if settings else {})
 
 
 def _write_picture(image: Image.Image, path: str, texts: dict[str, str]) -> None:
-    from ditile.cli import png
+    from ditile.cli import files as png
 
     try:
         Path(path).parent.mkdir(exist_ok=True)

@@ -1,6 +1,8 @@
 """The command line. Help, the version and refused flags are answered without importing torch.
 
 Bad input is one line on the standard error and exit code 2; a rank that failed is its traceback, one line and 1.
+
+The commands that measure and foretell: bench, evaluate, plan, calibrate. torch comes once options are checked.
 """
 
 from __future__ import annotations
@@ -21,13 +23,6 @@ from ditile.cli import cache_options, xdit_flags
 from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
-from ditile.cli.measuring import (
-    leave_torchrun,
-    run_bench_command,
-    run_calibrate_command,
-    run_evaluate_command,
-    run_plan_command,
-)
 from ditile.cli.options import (
     CalibrateOptions,
     GenerateOptions,
@@ -49,6 +44,7 @@ from ditile.runner.load import find_model_source, list_bundled_models, read_gene
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome
 
+
 OPTION_CLASSES: dict[str, tuple[type, ...]] = {
     "generate": (GenerateOptions, Plan, RunOptions, CacheOptions, Budget),
     "verify": (Plan, VerifyOptions),
@@ -63,9 +59,14 @@ OPTION_CLASSES: dict[str, tuple[type, ...]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     commands = {
-        "generate": _run_generate_command, "verify": _run_verify_command, "bench": run_bench_command, "evaluate": run_evaluate_command, "plan": run_plan_command,
-        "calibrate": run_calibrate_command, "models": _run_models_command,
-    }  # fmt: skip
+        "generate": _run_generate_command,
+        "verify": _run_verify_command,
+        "bench": run_bench_command,
+        "evaluate": run_evaluate_command,
+        "plan": run_plan_command,
+        "calibrate": run_calibrate_command,
+        "models": _run_models_command,
+    }
     env.silence_library_imports()
     try:
         arguments = _parse_arguments(normalise_flags(list(sys.argv[1:] if argv is None else argv)))
@@ -92,10 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     titles: dict[type, str] = {
-        GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", VerifyOptions: "proof", Budget: "budget",
-        Comparison: "comparison", Workload: "workload", EvaluateOptions: "pictures", JudgeOptions: "judging", SessionOptions: "run",
-        PlanQuestion: "question", CalibrateOptions: "measurement",
-    }  # fmt: skip
+        GenerateOptions: "picture",
+        Plan: "plan",
+        RunOptions: "run",
+        CacheOptions: "cache",
+        VerifyOptions: "proof",
+        Budget: "budget",
+        Comparison: "comparison",
+        Workload: "workload",
+        EvaluateOptions: "pictures",
+        JudgeOptions: "judging",
+        SessionOptions: "run",
+        PlanQuestion: "question",
+        CalibrateOptions: "measurement",
+    }
     for name, short, long in (
         ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
         (
@@ -342,7 +353,7 @@ def _call_dry_run(name: str, wanted: GenerateOptions, plan: Plan, cache: CacheOp
 
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.verdict import build_verdict_table
+    from ditile.cli.verify import build_verdict_table
     from ditile.errors import JoinError, StateError
 
     plan, proof = _build_plan(arguments), VerifyOptions(**collect_arguments(VerifyOptions, arguments))
@@ -359,7 +370,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 
 
 def _print_outcome(outcome: Outcome, run: RunOptions) -> None:
-    from ditile.cli.results import build_outcome_table, summarize_outcome
+    from ditile.cli.outcome import build_outcome_table, summarize_outcome
 
     print_table_and_json(build_outcome_table(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
 
@@ -383,3 +394,96 @@ def _run_models_command(arguments: argparse.Namespace) -> int:
 def _print_error(message: str, code: int) -> int:
     print(f"ditile: {message}", file=sys.stderr)
     return code
+
+
+def run_bench_command(arguments: argparse.Namespace) -> int:
+    """`ditile bench`."""
+    compared, work = (
+        Comparison(**collect_arguments(Comparison, arguments)),
+        Workload(**collect_arguments(Workload, arguments)),
+    )
+    if is_writing_process():
+        compared.check_output_folder()
+    if not work.has_random_weights:
+        find_model_source(work.model)
+    from ditile.cli.bench import command
+
+    measured = command.run_benchmark(compared, work)
+    leave_torchrun()
+    if measured is not None:
+        from ditile.cli.bench.tables import make_bench_table
+
+        shown = make_console()
+        shown.print(make_bench_table(measured.rows))
+        for line in measured.remarks:
+            shown.print(f"- {line}", soft_wrap=True)
+    return 0
+
+
+def run_evaluate_command(arguments: argparse.Namespace) -> int:
+    """`ditile evaluate`."""
+    wanted = EvaluateOptions(**collect_arguments(EvaluateOptions, arguments))
+    judge, session = (
+        JudgeOptions(**collect_arguments(JudgeOptions, arguments)),
+        SessionOptions(**collect_arguments(SessionOptions, arguments)),
+    )
+    find_model_source(wanted.model)
+    from ditile.cli.generate import silence_libraries
+
+    silence_libraries()  # before what follows imports diffusers
+    from ditile.cli.evaluate import evaluate
+
+    evaluation = evaluate.run_evaluation(wanted, judge, session)
+    if evaluation is not None:
+        shown = make_console()
+        shown.print(evaluate.build_evaluation_table(evaluation))
+        for line in evaluate.list_table_remarks(evaluation):
+            shown.print(f"- {line}", soft_wrap=True)
+        shown.print(f"written: {session.out}")
+    return 0
+
+
+def run_plan_command(arguments: argparse.Namespace) -> int:
+    """`ditile plan`."""
+    from ditile.cli.generate import silence_libraries
+
+    ask = PlanQuestion(**collect_arguments(PlanQuestion, arguments))
+    silence_libraries()
+    from ditile.planner.answer import answer_question
+
+    plan_answer = answer_question(ask)
+    print_table_and_json(plan_answer.render_table(), plan_answer.to_json(), ask.json)
+    return 0
+
+
+def run_calibrate_command(arguments: argparse.Namespace) -> int:
+    """`ditile calibrate`."""
+    wanted = CalibrateOptions(**collect_arguments(CalibrateOptions, arguments))
+    if is_writing_process():
+        wanted.check_profile_path()
+    from ditile.cli.generate import silence_libraries
+
+    silence_libraries()
+    from ditile.cli import calibrate
+
+    path = calibrate.calibrate_machine(wanted)
+    leave_torchrun()
+    if path is not None:
+        print(path)
+        from ditile.planner.disturbance import BUSY
+        from ditile.planner.profile import Profile
+
+        if (share := Profile.from_json_file(path).disturbed) > BUSY:
+            print(
+                f"note: others slowed the cores in {share:.0%} of what was timed; do it again when they are gone",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def leave_torchrun() -> None:
+    """Under torchrun the ranks leave their group together."""
+    if env.read_torchrun_place() is not None:
+        from ditile.distributed.mesh import leave_process_group
+
+        leave_process_group()

@@ -66,9 +66,14 @@ class GenerateOptions:
     def to_call_arguments(self) -> dict[str, Any]:
         """The given values under the names that diffusers uses, guidance and the picture apart."""
         values = {
-            "prompt": self.prompt, "num_inference_steps": self.steps, "negative_prompt": self.negative_prompt,
-            "height": self.height, "width": self.width, "strength": self.strength, "true_cfg_scale": self.true_cfg,
-        }  # fmt: skip
+            "prompt": self.prompt,
+            "num_inference_steps": self.steps,
+            "negative_prompt": self.negative_prompt,
+            "height": self.height,
+            "width": self.width,
+            "strength": self.strength,
+            "true_cfg_scale": self.true_cfg,
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli import png
+from ditile.cli import files
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.errors import ModelError
@@ -104,5 +104,5 @@ def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[P
 
 
 def _has_matching_picture(line: PromptLine, wanted: str) -> bool:
-    texts = png.read_png_texts(Path(line.path))
+    texts = files.read_png_texts(Path(line.path))
     return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

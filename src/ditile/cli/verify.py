@@ -8,6 +8,8 @@
     memory      what a call took is free again when it is over
 
 Rank 0 alone needs the whole model, for the first. The tests run the same functions on tiny models.
+
+What `ditile verify` has to say: a line for each check, and whether all of them hold.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
 import ditile
 from ditile.cli.generate import build_call_arguments, silence_libraries
 from ditile.cli.options import GenerateOptions, VerifyOptions
 from ditile.cli.pipelines import convert_value_errors
-from ditile.cli.verdict import Check, PlanVerdict
-from ditile.distributed import env, gloo
+from ditile.distributed import backend, env
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.mesh import join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
@@ -272,9 +274,14 @@ class _HostSyncCounter:
 
 def _convert_to_generate_options(proof: VerifyOptions) -> GenerateOptions:
     return GenerateOptions(
-        prompt=proof.prompt, model=proof.model, steps=proof.steps, guidance=proof.guidance, true_cfg=proof.true_cfg,
-        height=proof.height, width=proof.width,
-    )  # fmt: skip
+        prompt=proof.prompt,
+        model=proof.model,
+        steps=proof.steps,
+        guidance=proof.guidance,
+        true_cfg=proof.true_cfg,
+        height=proof.height,
+        width=proof.width,
+    )
 
 
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
@@ -294,7 +301,7 @@ def _wait_for_slowest_rank() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    everyone = gloo.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
+    everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:
         yield
     finally:  # of one that fails too, so that the others find out what it did
@@ -351,3 +358,36 @@ def _describe_environment(runner: Runner) -> str:
         f"ditile {ditile.__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
         f"Python {platform.python_version()}, {len(runner.devices)} rank(s) on {devices}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the verdict: true, false, or None where there is nothing to check."""
+
+    name: str
+    ok: bool | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """What came out, the same on every rank."""
+
+    title: str
+    checks: list[Check]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing is false."""
+        return all(check.ok is not False for check in self.checks)
+
+
+def build_verdict_table(verdict: PlanVerdict) -> Table:
+    """The verdict with a tick or a cross for every check."""
+    table = Table(title=verdict.title, title_justify="left")
+    for title in ("", "check", "found"):
+        table.add_column(title, overflow="fold")
+    for check in verdict.checks:
+        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
+    table.add_row("✓" if verdict.is_proven else "✗", "proven" if verdict.is_proven else "not proven", "")
+    return table

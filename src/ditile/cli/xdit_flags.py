@@ -54,9 +54,14 @@ def add_xdit_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(format_flag(name), spelt, action="store_true", default=argparse.SUPPRESS, help=doc)
         elif name == _MULTI_VALUE_FLAG:
             group.add_argument(
-                format_flag(name), spelt, type=read[field], nargs="+", default=argparse.SUPPRESS, metavar="N",
+                format_flag(name),
+                spelt,
+                type=read[field],
+                nargs="+",
+                default=argparse.SUPPRESS,
+                metavar="N",
                 help=f"{doc}, with spaces: 7 7 8; what is no flag, such as a prompt, stands before it",
-            )  # fmt: skip
+            )
         else:
             group.add_argument(
                 format_flag(name), spelt, type=read[field], default=argparse.SUPPRESS, metavar="N", help=doc

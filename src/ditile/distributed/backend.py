@@ -2,10 +2,17 @@
 
 What a rank sees of its machine does not say it. Some see all GPUs, others only theirs, as number 0 (Slurm with
 `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each). So each says in the store where they meet which GPU it takes.
+
+Gloo groups on the event loop of the group of all ranks.
+
+torch gives each gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the group
+is there. A mesh has up to ten groups, and ranks that compute on the same cores are interrupted by every one of them.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import json
 import logging
 import socket
@@ -14,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ditile.distributed.transport import connect_group
 
 LOG = logging.getLogger("ditile")
 NCCL = "cpu:gloo,cuda:nccl"
@@ -55,3 +64,65 @@ def _describe_gpu_shortage(everyone: Sequence[str | None]) -> str | None:
             return f"ranks {owners[gpu]} and {rank} have one GPU, {gpu}"
         owners[gpu] = rank
     return None
+
+
+BACKEND_NAME = "gloo_on_one_loop"
+
+
+def make_group_on_one_loop(
+    ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None
+) -> dist.ProcessGroup:
+    """A group of some ranks; all ranks must call it.
+
+    Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own. Gloo's ranks have all
+    connected when it returns: one that gave the group back at once would else close it on those that still connect.
+
+    Args:
+        ranks: in order.
+        timeout: how long they wait for each other; None for torch's own.
+        backend: None for that of the group of all ranks.
+    """
+    backend_options: dict[str, Any] = {"backend": backend}
+    if _is_gloo_only(backend) and (devices := _find_world_devices()):
+        backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
+    if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
+        connect_group(group, torch.device("cpu"))
+    return group
+
+
+def _is_gloo_only(backend: str | None) -> bool:
+    """Whether groups of a backend are gloo's on all devices."""
+    if backend is not None:
+        return backend == "gloo"
+    config = dist.get_backend_config(dist.group.WORLD)
+    return {entry.partition(":")[2] for entry in config.split(",")} == {"gloo"}
+
+
+def _find_world_devices() -> list[Any]:
+    """Those of the group of all ranks; none where it is not gloo's, or lies in torch's wrapper for debugging."""
+    everyone: Any = dist.group.WORLD
+    try:
+        return list(everyone._get_backend(torch.device("cpu")).options._devices)
+    except (RuntimeError, AttributeError):
+        return []
+
+
+def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices, options._threads = devices, 2 * len(devices)  # so many threads as torch has
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+@functools.cache
+def _register_backend() -> str:
+    """The name of the backend that makes them, known to torch."""
+
+    def make_gloo_group(what: Any, options: Any) -> Any:
+        return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)
+
+    dist.Backend.register_backend(BACKEND_NAME, make_gloo_group, extended_api=True, devices=["cpu", "cuda"])
+    return BACKEND_NAME

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditile.distributed import backend as gloo
 from ditile.distributed import backend as gpus
-from ditile.distributed import env, gloo
+from ditile.distributed import env
 from ditile.distributed.transport import Traffic, connect_group
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
@@ -198,13 +199,18 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         return several[0] if len(several) == 1 else _make_subgroup_axis(name, names, plan, rank, communicators)
 
     return Mesh(
-        rank, world, axes,
-        sequence=merge_axes("sequence", SEQUENCE), image=merge_axes("image", IMAGE),
+        rank,
+        world,
+        axes,
+        sequence=merge_axes("sequence", SEQUENCE),
+        image=merge_axes("image", IMAGE),
         pipeline_groups=_make_pipeline_groups(plan, rank, axes["pipefusion"], communicators),
         latents=_make_subgroup_axis("latents", ("pipefusion",), plan, rank, communicators).group,
         control=_make_subgroup_axis("control", IMAGE, plan, rank, communicators, backend="gloo").group,
-        everyone=communicators.get_or_make_group("everyone", range(world), "gloo"), groups=communicators, shared=groups is not None,
-    )  # fmt: skip
+        everyone=communicators.get_or_make_group("everyone", range(world), "gloo"),
+        groups=communicators,
+        shared=groups is not None,
+    )
 
 
 def find_local_rank() -> int:

@@ -132,8 +132,10 @@ class RankProcess:
         self.last_sign_of_life = self.last_progress = time.monotonic()
         self._unsent_bytes, self._received_bytes = memoryview(job), bytearray()
         (theirs_in, self._control), (self._report, theirs_out), (self._pulse, theirs_pulse) = (
-            os.pipe(), os.pipe(), os.pipe(),
-        )  # fmt: skip
+            os.pipe(),
+            os.pipe(),
+            os.pipe(),
+        )
         theirs = (theirs_in, theirs_out, theirs_pulse)
         try:
             self.process = subprocess.Popen(

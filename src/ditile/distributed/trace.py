@@ -177,13 +177,17 @@ def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]])
     slices = [
         {
             "name": event.kind if event.patch is None else f"{event.kind} p{event.patch}",
-            "cat": event.kind, "ph": "X", "pid": 0, "tid": rank,
-            "ts": round((event.start - origin) * 1e6, 3), "dur": round((event.end - event.start) * 1e6, 3),
+            "cat": event.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": round((event.start - origin) * 1e6, 3),
+            "dur": round((event.end - event.start) * 1e6, 3),
             "args": {"step": event.step, "patch": event.patch, "branch": event.branch},
         }
         for rank, events in enumerate(events_of_rank)
         for event in events
-    ]  # fmt: skip
+    ]
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
         for rank in range(len(events_of_rank))

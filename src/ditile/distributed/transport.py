@@ -3,6 +3,8 @@
 A `Wire` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout and are
 never exchanged. CUDA tensors over gloo (several ranks on one GPU) are staged through the CPU. A sent tensor is kept
 until its work is done; each receive has a buffer of its own.
+
+A small tensor on its way from a device to the host, for decisions that depend on a number.
 """
 
 from __future__ import annotations
@@ -185,9 +187,14 @@ class PendingMessages:
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], received: list[Tensor], device: torch.device, sent: Any, traffic: Traffic,
+        self,
+        works: Sequence[dist.Work],
+        received: list[Tensor],
+        device: torch.device,
+        sent: Any,
+        traffic: Traffic,
         kind: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._works, self._received, self._device, self._sent = works, received, device, sent
         self._traffic, self._kind = traffic, kind
 
@@ -214,9 +221,13 @@ def start_all_to_all(
 
 
 def start_exchange(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
-    group: dist.ProcessGroup | None, traffic: Traffic, kind: str,
-) -> PendingMessages:  # fmt: skip
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    like: Tensor,
+    group: dist.ProcessGroup | None,
+    traffic: Traffic,
+    kind: str,
+) -> PendingMessages:
     """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
     if group is None:
         return PendingMessages([], [], like.device, None, traffic, kind)
@@ -272,9 +283,13 @@ def start_shift(
 
 
 def _start_messages(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor,
-    group: dist.ProcessGroup, traffic: Traffic, kind: str,
-) -> PendingMessages:  # fmt: skip
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    like: Tensor,
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    kind: str,
+) -> PendingMessages:
     """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
     staged = [(peer, _move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
     received = [
@@ -336,9 +351,14 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_named_tensors(
-    tensors: dict[str, Tensor], source: int, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None,
-    device: torch.device, traffic: Traffic, kind: str,
-) -> dict[str, Tensor]:  # fmt: skip
+    tensors: dict[str, Tensor],
+    source: int,
+    group: dist.ProcessGroup | None,
+    control: dist.ProcessGroup | None,
+    device: torch.device,
+    traffic: Traffic,
+    kind: str,
+) -> dict[str, Tensor]:
     """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
     if group is None:
         return tensors
@@ -375,3 +395,31 @@ def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> t
 
 def _move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     return message.to(_choose_transfer_device(message.device, group))
+
+
+class HostCopy:
+    """From a GPU by one asynchronous copy: whoever reads it waits for that alone, and not for what was launched since.
+
+    Args:
+        numbers: on any device.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._done: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(numbers.device))
+
+    @property
+    def needs_no_wait(self) -> bool:
+        """Whether nobody has to wait."""
+        return self._done is None
+
+    def wait_for_numbers(self) -> Tensor:
+        """The numbers, on the CPU."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._numbers

@@ -22,9 +22,8 @@ from ditile.errors import StateError
 from ditile.hooks.attention_processors import cache_signatures, replace_cross_processors
 from ditile.hooks.batch_rows import join_batch_results, slice_batch_arguments
 from ditile.hooks.compile import CompileFunction, bypass_compiled_model, find_compiler, wrap_block_call, wrap_model_call
-from ditile.hooks.embedding import embed_patches
 from ditile.hooks.generation import Generation
-from ditile.hooks.memoize import OutputMemoizer
+from ditile.hooks.memoize import OutputMemoizer, embed_patches
 from ditile.hooks.overrides import match_modules, override_attribute
 from ditile.hooks.placeholders import (
     ModuleContents,
@@ -234,9 +233,17 @@ class TransformerHooks:
 
     @contextmanager
     def install_hooks(
-        self, policy: BlockPolicy, owned: range, current: Callable[[], Generation], core: Callable[..., LayerAttention],
-        dispatch: Callable[[Any], Any], *, fuse: FuseBlock, pipe: Any = None, compile_: CompileFunction | None = None,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        policy: BlockPolicy,
+        owned: range,
+        current: Callable[[], Generation],
+        core: Callable[..., LayerAttention],
+        dispatch: Callable[[Any], Any],
+        *,
+        fuse: FuseBlock,
+        pipe: Any = None,
+        compile_: CompileFunction | None = None,
+    ) -> Iterator[None]:
         """Seats the policy for the length of a call.
 
         Args:
@@ -360,9 +367,17 @@ class CallCountHooks(TransformerHooks):
 
     @contextmanager
     def install_hooks(
-        self, policy: BlockPolicy, owned: range, current: Callable[[], Generation], core: Callable[..., LayerAttention], dispatch: Any,
-        *, fuse: FuseBlock, pipe: Any = None, compile_: CompileFunction | None = None,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        policy: BlockPolicy,
+        owned: range,
+        current: Callable[[], Generation],
+        core: Callable[..., LayerAttention],
+        dispatch: Any,
+        *,
+        fuse: FuseBlock,
+        pipe: Any = None,
+        compile_: CompileFunction | None = None,
+    ) -> Iterator[None]:
         """Seats nothing but the count; what the family declares constant is remembered."""
 
         def count_calls(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,20 +2,36 @@
 
 Under a plan a model is no one graph: tokens are cut, sent and kept between its blocks. For the length of a call the
 pipeline has the module itself, and whatever was to compile the whole compiles the forward of each block.
+
+What `torch.compile` sees of us: nothing. Where the pipeline is, and what travels, is never traced and never guarded.
+
+Two ways, for two places.
+
+- `opaque(fn)`: dynamo runs it as it is and breaks the graph around it. For what lies between blocks.
+- `Hidden(fn)`: tensors in, one tensor out, within a compiled block. It is an operator in the graph, which so stays
+  whole: a break inside attention makes four graphs of a block, each with guards to check at every call.
+
+An operator takes tensors and numbers. That of `Hidden` finds its function by a number that is itself a tensor: its
+value is data, so one graph serves all layers. The table of functions is the one thing here that belongs to the process.
+
+What `torch.compile` is told for this kind of work. It belongs to the process, as torch has it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ditile.hooks.opaque import unwrap_compiled
+from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 
 ForwardCall = Callable[..., Any]
@@ -71,9 +87,12 @@ def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callabl
 
 
 def wrap_block_call(
-    stack: ExitStack, block: nn.Module, compile_: CompileFunction | None, wrap: Callable[[ForwardCall], ForwardCall],
+    stack: ExitStack,
+    block: nn.Module,
+    compile_: CompileFunction | None,
+    wrap: Callable[[ForwardCall], ForwardCall],
     varying: Callable[[], Collection[str]] = tuple,
-) -> bool:  # fmt: skip
+) -> bool:
     """Puts something around a block's call until the stack is closed.
 
     Args:
@@ -140,3 +159,122 @@ def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]
     """What `torch.compile` made around a model, by the name that the pipeline has for it."""
     modules = [(name, part) for name, part in vars(pipe).items() if isinstance(part, nn.Module)]
     return [(name, part) for name, part in modules if part is not model and unwrap_compiled(part) is model]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_COUNT = itertools.count()
+_CUSTOM_OPS: WeakValueDictionary[int, CustomOp] = WeakValueDictionary()
+_LIBRARY = torch.library.Library("ditile", "DEF")
+# `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator in it eagerly:
+# messages and keys are other ones at the next call, and may not be replayed. That `number` and `turn` are on the CPU
+# does not see to it: partitions end at operators whose results are.
+_LIBRARY.define(
+    "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
+)
+
+
+def exclude_from_compile(fn: F) -> F:
+    """A function that is not compiled, nor what it calls, unless that is compiled by itself."""
+    excluded_fn: F = torch.compiler.disable(fn)
+    return excluded_fn
+
+
+class CustomOp:
+    """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
+
+    Args:
+        fn: `(*tensors, scale) -> tensor`.
+        turn: an integer that hidden calls add 1 to; those that share one keep their order when compiled.
+    """
+
+    def __init__(self, fn: Callable[..., Tensor], turn: Tensor) -> None:
+        self.fn, self.turn = fn, turn
+        number = next(_COUNT)
+        self.number = torch.tensor(number)
+        _CUSTOM_OPS[number] = self
+
+    def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
+        """Calls the function: as an operator where it is compiled."""
+        if not torch.compiler.is_compiling():
+            return self.fn(*tensors, scale=scale)
+        out: Tensor = torch.ops.ditile.hidden(tensors, self.number, self.turn, scale)
+        return out
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """The module itself, where `torch.compile` made another around it."""
+    inner = vars(module)["_modules"].get("_orig_mod")
+    return module if inner is None else unwrap_compiled(inner)
+
+
+def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    out = _CUSTOM_OPS[int(number)].fn(*tensors, scale=scale).contiguous()
+    turn.add_(1)
+    input_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    return out.clone() if out.untyped_storage().data_ptr() in input_addresses else out
+
+
+def _make_fake_output(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
+    first_tensor = tensors[0]
+    assert first_tensor is not None
+    return first_tensor.new_empty(first_tensor.shape)
+
+
+_LIBRARY.impl("hidden", _run_custom_op, "CompositeExplicitAutograd")
+torch.library.register_fake("ditile::hidden", _make_fake_output, lib=_LIBRARY)
+
+
+LOG = logging.getLogger("ditile")
+
+
+def set_compile_configs(
+    *,
+    recompile_limit: int = 1024,
+    compute_comm_overlap: bool = True,
+    descent_tuning: bool = False,
+    cuda_graphs: bool = False,
+    force_disable_compile_caches: bool = False,
+) -> dict[str, Any]:
+    """Sets dynamo's limits and inductor's flags; call it before the first compiled call. Calling it again is harmless.
+
+    Args:
+        recompile_limit: graphs of one function after which dynamo gives up on it; a higher one that is set stays.
+        compute_comm_overlap: inductor moves collectives that are in a graph away from what waits for them.
+        descent_tuning: tunes tiles by descent, and leaves epilogues apart: long to compile.
+        cuda_graphs: replays graphs, but not those of blocks under a plan: attention writes one of their inputs, and
+            inductor runs such ones eagerly.
+        force_disable_compile_caches: compiles anew what was compiled in an earlier process.
+
+    Returns:
+        What is set now, by name; it is logged too.
+
+    Raises:
+        ModelError: if `recompile_limit` is not a whole number of at least 1.
+    """
+    if not isinstance(recompile_limit, int) or isinstance(recompile_limit, bool) or recompile_limit < 1:
+        raise ModelError(
+            f"recompile_limit={recompile_limit!r} is not a whole number of at least 1; try recompile_limit=1024"
+        )
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    settings: dict[str, Any] = {
+        "recompile_limit": max(dynamo.recompile_limit, recompile_limit),
+        "accumulated_recompile_limit": max(dynamo.accumulated_recompile_limit, 8 * recompile_limit),
+    }
+    for name, value in settings.items():
+        setattr(dynamo, name, value)
+    flags = {
+        "reorder_for_compute_comm_overlap": compute_comm_overlap,
+        "coordinate_descent_tuning": descent_tuning,
+        "coordinate_descent_check_all_directions": descent_tuning,
+        "epilogue_fusion": not descent_tuning,
+        "force_disable_caches": force_disable_compile_caches,
+    }
+    for name, value in flags.items():
+        setattr(inductor, name, value)
+    inductor.triton.cudagraphs = cuda_graphs
+    settings |= flags | {"triton.cudagraphs": cuda_graphs}
+    LOG.info("torch.compile: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
+    return settings

@@ -1,4 +1,7 @@
-"""Outputs that do not change during a picture, or during a step, are computed once in it."""
+"""Outputs that do not change during a picture, or during a step, are computed once in it.
+
+Of a patch only its own tokens are embedded.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,25 @@ class OutputMemoizer:
             return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
 
         return forward_once_per_step
+
+
+def embed_patches(stack: ExitStack, spec: ModelSpec, transformer: nn.Module, current: Callable[[], Generation]) -> None:
+    """Until the stack is closed, the family's embedding makes the tokens that are computed; others hold nothing."""
+    if spec.embed is None:
+        return
+    module = transformer.get_submodule(spec.image_tokens)
+    forward: Callable[[Tensor], Tensor] = module.forward
+    embed_run = spec.embed(module, forward)
+
+    def embed_own_tokens(latents: Tensor) -> Tensor:
+        now = current()
+        if now.micro_step.patch is None or now.branch not in now.layouts:
+            return forward(latents)
+        runs = now.get_own_part(now.micro_step.patch).image
+        tokens = [embed_run(latents, run) for run in runs]
+        whole = tokens[0].new_empty((latents.shape[0], now.branch_layout.image_tokens, tokens[0].shape[2]))
+        for run, run_tokens in zip(runs, tokens, strict=True):
+            whole[:, run.start : run.stop] = run_tokens
+        return whole
+
+    override_attribute(stack, module, "forward", embed_own_tokens)

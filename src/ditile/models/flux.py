@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.protocols import DeferredTensor
-from ditile.models import embeds
+from ditile.models import tokens as embeds
 from ditile.models.tokens import (
     TEXT_STREAM,
     defer_concatenation,
@@ -42,9 +42,13 @@ class FluxOverlappedProcessor:
         self._core = core
 
     def __call__(
-        self, attn: FluxAttention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None, image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        attn: FluxAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
         if attn.fused_projections:
             raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
@@ -101,9 +105,11 @@ def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[s
         "hidden_states": torch.empty(1, tokens, config["in_channels"]),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
         "pooled_projections": torch.empty(1, config["pooled_projection_dim"]),
-        "timestep": torch.empty(1), "guidance": torch.empty(1) if config["guidance_embeds"] else None,
-        "img_ids": torch.empty(tokens, 3), "txt_ids": torch.empty(text, 3),
-    }  # fmt: skip
+        "timestep": torch.empty(1),
+        "guidance": torch.empty(1) if config["guidance_embeds"] else None,
+        "img_ids": torch.empty(tokens, 3),
+        "txt_ids": torch.empty(text, 3),
+    }
 
 
 TENSOR_TOKENS = {
@@ -125,7 +131,9 @@ FLUX = ModelSpec(
         "transformer_blocks": BlockIO(
             returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}, text=TEXT_STREAM
         ),
-        "single_transformer_blocks": BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}),
+        "single_transformer_blocks": BlockIO(
+            returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}
+        ),
     },
     joint="text_first",
     latent_dim=1,
@@ -137,8 +145,11 @@ FLUX = ModelSpec(
     embed=embeds.linear_embed,
     constant=("context_embedder", "pos_embed"),
     per_step=(
-        "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
-        "single_transformer_blocks.*.norm.linear", "norm_out.linear",
+        "time_text_embed",
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
+        "single_transformer_blocks.*.norm.linear",
+        "norm_out.linear",
     ),
     overlapped=FluxOverlappedProcessor,
     stock=(FluxAttnProcessor,),
@@ -146,4 +157,4 @@ FLUX = ModelSpec(
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
     refuse=explain_flux_refusal,
-)  # fmt: skip
+)

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.models import embeds
+from ditile.models import tokens
 from ditile.models.tokens import defer_projections, image_grid, make_empty_latents
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
@@ -45,9 +45,13 @@ class PixArtCrossAttention:
         self._constant = constant
 
     def __call__(
-        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None, **also: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        **also: Any,
+    ) -> Tensor:
         """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
         pairs = ((attn.to_q, hidden_states), (attn.to_k, encoder_hidden_states), (attn.to_v, encoder_hidden_states))
         q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for linear, x in pairs)
@@ -88,9 +92,10 @@ def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict
     return {
         "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
-        "encoder_attention_mask": torch.empty(1, text), "timestep": torch.empty(1),
+        "encoder_attention_mask": torch.empty(1, text),
+        "timestep": torch.empty(1),
         "added_cond_kwargs": {"resolution": torch.empty(1, 2), "aspect_ratio": torch.empty(1, 1)},
-    }  # fmt: skip
+    }
 
 
 PIXART_TENSOR_PLAN = {
@@ -128,7 +133,7 @@ PIXART = ModelSpec(
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
-    embed=embeds.patch_embed,
+    embed=tokens.patch_embed,
     processor=PixArtSelfAttention,
     cross={"attn2": PixArtCrossAttention},
     stock=(AttnProcessor2_0,),

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Trans
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.compile import unwrap_compiled
 from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models import embeds
+from ditile.models import tokens
 from ditile.models.tokens import (
     TEXT_STREAM,
     defer_concatenation,
@@ -73,8 +73,9 @@ def make_sd3_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[st
     return {
         "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
-        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]), "timestep": torch.empty(1),
-    }  # fmt: skip
+        "pooled_projections": torch.empty(1, config["pooled_projection_dim"]),
+        "timestep": torch.empty(1),
+    }
 
 
 SD3_TENSOR_PLAN = {
@@ -118,10 +119,12 @@ SD3 = ModelSpec(
     latent_per_token=lambda config: int(config["patch_size"]),
     conditioning=read_sd3_conditioning,
     example=make_sd3_inputs,
-    embed=embeds.patch_embed,
+    embed=tokens.patch_embed,
     constant=("context_embedder",),
     per_step=(
-        "time_text_embed", "transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear",
+        "time_text_embed",
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
         "norm_out.linear",
     ),
     processor=SD3Attention,
@@ -129,4 +132,4 @@ SD3 = ModelSpec(
     tensor=SD3_TENSOR_PLAN,
     tensor_tokens=TENSOR_TOKENS,
     refuse=explain_sd3_refusal,
-)  # fmt: skip
+)

@@ -38,9 +38,19 @@ ALIGNMENT = 16  # bytes; where each tensor begins in a buffer
 
 
 KINDS = (
-    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",
-    "data", "result",
-)  # fmt: skip
+    "activations",
+    "tensor",
+    "ulysses",
+    "ring",
+    "distrifusion",
+    "prediction",
+    "cfg",
+    "latents",
+    "weights",
+    "keys",
+    "data",
+    "result",
+)
 """The kinds of traffic that have a formula here."""
 
 

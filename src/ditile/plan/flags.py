@@ -115,18 +115,25 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
         flags = (format_flag(field.name), *field.metadata["aliases"])
         if field.metadata["positional"]:
             group.add_argument(
-                field.name, type=read, help=doc, metavar=metavar or field.name.upper(), nargs="?",
+                field.name,
+                type=read,
+                help=doc,
+                metavar=metavar or field.name.upper(),
+                nargs="?",
                 default=argparse.SUPPRESS,
-            )  # fmt: skip
+            )
         elif read is BOOLEAN:
             action = "store_true" if field.default is False else argparse.BooleanOptionalAction
             group.add_argument(*flags, action=action, help=doc, default=argparse.SUPPRESS)
         else:
             group.add_argument(
-                *flags, type=read, choices=choices, default=argparse.SUPPRESS,
+                *flags,
+                type=read,
+                choices=choices,
+                default=argparse.SUPPRESS,
                 help=doc + ("" if field.default is None else f" (default {field.default})"),
                 metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
-            )  # fmt: skip
+            )
 
 
 def collect_arguments(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -132,9 +132,13 @@ class Plan:
                 also = f" or warmup={AUTO}" if name == "warmup" else ""
                 raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}{also}")
         for name, known in (
-            ("warmup_mode", WARMUP_MODES), ("split_scheme", SPLIT_SCHEMES), ("text", TEXT_PLACES), ("vae", VAE_PLACES),
-            ("uaa", (None, True, False)), ("async_ulysses", (True, False)),
-        ):  # fmt: skip
+            ("warmup_mode", WARMUP_MODES),
+            ("split_scheme", SPLIT_SCHEMES),
+            ("text", TEXT_PLACES),
+            ("vae", VAE_PLACES),
+            ("uaa", (None, True, False)),
+            ("async_ulysses", (True, False)),
+        ):
             value = getattr(self, name)
             if not any(value is word or (isinstance(word, str) and value == word) for word in known):
                 raise PlanError(f"{name}={value!r} is not known; try one of {', '.join(map(str, known))}")

@@ -9,10 +9,13 @@ The wire carries the same messages whether a step is synchronous or not: M patch
 (The branches come one after the other in a synchronous step, and take turns in an asynchronous one.)
 Where a synchronous step is `pipelined`, it does so for each piece of the batch; where its tokens are shared out
 (`sequence`, `separate`), a crew of stages computes it without the wire, and the last stage gets their predictions.
+
+The schedule as a picture of text: one row per stage, one column per micro-step's time, with unit costs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,9 +51,12 @@ class OpKind(Enum):
 
 
 SEND_OF_RECEIVE = {
-    OpKind.RECEIVE: OpKind.SEND, OpKind.RECEIVE_STEPPED_PATCH: OpKind.SEND_STEPPED_PATCH, OpKind.RECEIVE_WHOLE_LATENTS: OpKind.SEND_WHOLE_LATENTS, OpKind.RECEIVE_PREDICTION: OpKind.SEND_PREDICTION,
+    OpKind.RECEIVE: OpKind.SEND,
+    OpKind.RECEIVE_STEPPED_PATCH: OpKind.SEND_STEPPED_PATCH,
+    OpKind.RECEIVE_WHOLE_LATENTS: OpKind.SEND_WHOLE_LATENTS,
+    OpKind.RECEIVE_PREDICTION: OpKind.SEND_PREDICTION,
     OpKind.RECEIVE_KEYS: OpKind.SEND_KEYS,
-}  # fmt: skip
+}
 """What waits for a message, and what sends it."""
 
 
@@ -99,9 +105,16 @@ class Schedule:
         n = plan.pipefusion
         warmup_group_size = n if plan.warmup_mode == "sequence" else plan.crew
         return cls(
-            n, plan.num_patches, steps, min(plan.least_warmup, steps), plan.distrifusion, plan.warmup_mode, warmup_group_size, batch,
+            n,
+            plan.num_patches,
+            steps,
+            min(plan.least_warmup, steps),
+            plan.distrifusion,
+            plan.warmup_mode,
+            warmup_group_size,
+            batch,
             plan.warmup == AUTO,
-        )  # fmt: skip
+        )
 
     def is_synchronous(self, step: int) -> bool:
         """Whether nothing is stale in a step. With one patch nothing can be."""
@@ -274,9 +287,11 @@ class Span(NamedTuple):
 
 
 def simulate_schedule(
-    schedule: Schedule, cost: Callable[[int, Op], float] | None = None, calls: int | Callable[[int], int] = 1,
+    schedule: Schedule,
+    cost: Callable[[int, Op], float] | None = None,
+    calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
-) -> list[Span]:  # fmt: skip
+) -> list[Span]:
     """Runs the programs of all stages against each other, each message as early as it can be.
 
     Args:
@@ -323,3 +338,25 @@ def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
         return 1 / (schedule.stages * calls * schedule.patches)
     ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
     return len(schedule.split_micro_batches(micro)[op.micro_batch]) / schedule.batch / (ranks * calls)
+
+
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
+    """The first `steps` steps. Each cell is the patch that a stage computes; `=` is a whole synchronous step."""
+    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
+    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
+    spans = [s for s in simulate_schedule(schedule, calls=calls) if s.op.kind is OpKind.COMPUTE and s.op.step < steps]
+    width = max(round(span.end / cell) for span in spans)
+    lines = []
+    for stage in range(schedule.stages):
+        row = ["."] * width
+        for span in spans:
+            if span.stage == stage:
+                patch = span.op.patch
+                mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
+                row[round(span.start / cell) : round(span.end / cell)] = mark * round((span.end - span.start) / cell)
+        lines.append(f"stage {stage:<2} |{''.join(row)}|")
+    legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
+    return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])

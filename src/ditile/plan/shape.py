@@ -99,13 +99,19 @@ class Shape:
         packed = spec.latent_dim == 1
         channels = int(config["in_channels"])
         return cls(
-            height=height, width=width, steps=int(call["num_inference_steps"]),
+            height=height,
+            width=width,
+            steps=int(call["num_inference_steps"]),
             grid=Grid(rows, columns, columns if packed else side),
-            text=0 if spec.joint == "none" else conditioning.text, batch=images * conditioning.rows, images=images,
-            calls=conditioning.calls, heads=int(config["num_attention_heads"]),
+            text=0 if spec.joint == "none" else conditioning.text,
+            batch=images * conditioning.rows,
+            images=images,
+            calls=conditioning.calls,
+            heads=int(config["num_attention_heads"]),
             head_dim=int(config["attention_head_dim"]),
-            latent_elements=rows * columns * channels * (1 if packed else side * side), element_size=element_size,
-        )  # fmt: skip
+            latent_elements=rows * columns * channels * (1 if packed else side * side),
+            element_size=element_size,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -139,9 +145,14 @@ class Shape:
     def collect_facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
         """What a plan must fit."""
         return Facts(
-            model=model, blocks=blocks, heads=self.heads, rows=self.grid.rows, tokens_per_row=self.grid.tokens_per_row,
-            text=self.text, branches=self.branches_per_call * self.calls,
-        )  # fmt: skip
+            model=model,
+            blocks=blocks,
+            heads=self.heads,
+            rows=self.grid.rows,
+            tokens_per_row=self.grid.tokens_per_row,
+            text=self.text,
+            branches=self.branches_per_call * self.calls,
+        )
 
 
 _look_up_layout = lru_cache(maxsize=1024)(Layout.cut_into_patches)

@@ -7,9 +7,12 @@ from itertools import accumulate
 
 
 def cut_stages(
-    costs: Sequence[float], stages: int, by_hand: Sequence[int] | None = None, speeds: Sequence[float] | None = None,
+    costs: Sequence[float],
+    stages: int,
+    by_hand: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
-) -> list[range]:  # fmt: skip
+) -> list[range]:
     """The blocks of each stage.
 
     Args:
@@ -31,9 +34,11 @@ def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: 
 
 
 def compute_stage_loads(
-    costs: Sequence[float], stages: Sequence[range], speeds: Sequence[float] | None = None,
+    costs: Sequence[float],
+    stages: Sequence[range],
+    speeds: Sequence[float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """The time of each stage, in the unit of cost over speed."""
     stage_loads = [sum(costs[block] for block in stage) for stage in stages]
     stage_loads[0] += ends[0]

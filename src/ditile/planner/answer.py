@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from ditile.cache.line import parse_cache_line
+from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console
 from ditile.errors import ModelError, PlanError
@@ -19,11 +19,17 @@ from ditile.plan.plan import Plan
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
 from ditile.planner.budget import choose, describe_setting, load_evaluation
-from ditile.planner.caches import predict_skipped_steps
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import NearMiss, SearchRequest, SearchResult, price_single_plan, search_plans
+from ditile.planner.search import (
+    NearMiss,
+    SearchRequest,
+    SearchResult,
+    predict_skipped_steps,
+    price_single_plan,
+    search_plans,
+)
 from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
 from ditile.runner.load import find_model_source, read_generation_options
 
@@ -65,9 +71,12 @@ def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
         _read_published_call(ask.model) if ask.model in list_published_models() else read_generation_options(ask.model)
     )
     given = {
-        "height": ask.height, "width": ask.width or ask.height, "num_inference_steps": ask.steps,
-        "guidance_scale": ask.guidance, "num_frames": ask.frames,
-    }  # fmt: skip
+        "height": ask.height,
+        "width": ask.width or ask.height,
+        "num_inference_steps": ask.steps,
+        "guidance_scale": ask.guidance,
+        "num_frames": ask.frames,
+    }
     prompt = {"prompt": "a prompt", "num_images_per_prompt": ask.num_images}
     return own | prompt | {name: value for name, value in given.items() if value is not None}
 
@@ -85,25 +94,37 @@ class Answer:
     def to_json_dict(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "model": self.model, "hardware": self.hardware, "devices": self.devices, "legal": self.result.legal,
-            "uncounted": list(self.uncounted), "too_large": self._near_miss_to_dict(),
+            "model": self.model,
+            "hardware": self.hardware,
+            "devices": self.devices,
+            "legal": self.result.legal,
+            "uncounted": list(self.uncounted),
+            "too_large": self._near_miss_to_dict(),
             "plans": [
                 {
-                    "plan": str(price.plan), "latency_s": price.latency_s, "memory_bytes": price.memory_bytes,
-                    "bytes_per_step": price.bytes_per_step, "exposed_comm_s": price.exposed_s,
-                    "bubble_s": price.bubble_s, "compute_s": price.compute_s, "why": why,
+                    "plan": str(price.plan),
+                    "latency_s": price.latency_s,
+                    "memory_bytes": price.memory_bytes,
+                    "bytes_per_step": price.bytes_per_step,
+                    "exposed_comm_s": price.exposed_s,
+                    "bubble_s": price.bubble_s,
+                    "compute_s": price.compute_s,
+                    "why": why,
                 }
                 for price, why in zip(self.result.prices, explain_prices(self.result.prices), strict=True)
             ],
-        }  # fmt: skip
+        }
 
     def _near_miss_to_dict(self) -> dict[str, Any] | None:
         """The plan that is missed most for want of memory."""
         missed = self.result.missed
         return missed and {
-            "plan": str(missed.price.plan), "latency_s": missed.price.latency_s, "lacks_bytes": missed.lacks,
-            "memory_bytes": missed.price.memory_bytes, "why": describe_near_miss(missed, self.result.prices[0]),
-        }  # fmt: skip
+            "plan": str(missed.price.plan),
+            "latency_s": missed.price.latency_s,
+            "lacks_bytes": missed.lacks,
+            "memory_bytes": missed.price.memory_bytes,
+            "why": describe_near_miss(missed, self.result.prices[0]),
+        }
 
     def describe_choice(self) -> str:
         """The first plan, on one line."""
@@ -134,9 +155,15 @@ class Answer:
         prices = self.result.prices[:SHOWN]
         for price, why in zip(prices, explain_prices(prices), strict=True):
             shown.add_row(
-                str(price.plan), format_number(price.latency_s), format_number(price.compute_s), format_number(price.exposed_s, 2),
-                format_number(price.bubble_s, 2), format_bytes(price.memory_bytes), format_bytes(price.bytes_per_step), why,
-            )  # fmt: skip
+                str(price.plan),
+                format_number(price.latency_s),
+                format_number(price.compute_s),
+                format_number(price.exposed_s, 2),
+                format_number(price.bubble_s, 2),
+                format_bytes(price.memory_bytes),
+                format_bytes(price.bytes_per_step),
+                why,
+            )
         return shown
 
 
@@ -162,9 +189,13 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
     if devices % ask.hosts:
         raise PlanError(f"devices={devices} are not shared out evenly by hosts={ask.hosts}; give --devices")
     wanted = SearchRequest(
-        devices=devices, hosts=ask.hosts, memory_bytes=None if ask.memory is None else hardware.parse_byte_amount(ask.memory),
-        max_latency_s=ask.max_latency, warmup=1 if ask.warmup is None else ask.warmup, all_devices=all_devices,
-    )  # fmt: skip
+        devices=devices,
+        hosts=ask.hosts,
+        memory_bytes=None if ask.memory is None else hardware.parse_byte_amount(ask.memory),
+        max_latency_s=ask.max_latency,
+        warmup=1 if ask.warmup is None else ask.warmup,
+        all_devices=all_devices,
+    )
     cache = None if ask.cache is None else parse_cache_line(ask.cache)["cache_config"]
     skips = predict_skipped_steps(cache, subject.make_call_shape(call, profile.element_size).steps, ask.hit_rate)
     if plan is None:

@@ -2,10 +2,17 @@
 
 The moment that holds most depends on the call: a block's feed-forward with many image tokens, the text's with few. So
 all moments are kept that no other exceeds in every kind, and a call's peak is the largest of them at its own lengths.
+
+Live bytes: what the tensors that exist at one time occupy, exactly; what kernels use inside is not seen.
+
+with LiveBytes() as live:
+    vae.decode(latents)
+live.peak, live.largest
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ditile.hooks.placeholders import init_on_meta_device
-from ditile.planner.live import StorageTracker
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
@@ -79,6 +87,47 @@ class Footprint:
         return Footprint(moments, fused, attending, kept)
 
 
+class StorageTracker(TorchDispatchMode):
+    """Follows the storages that operators make within it, until they are freed.
+
+    Args:
+        made: told of each one, by the tensor that came with it; what it returns is called when the storage is freed.
+    """
+
+    def __init__(self, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_create, self._known = on_create, dict[int, weakref.ref[Any]]()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._follow_storage(leaf, lambda _: lambda: None)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow_storage(leaf, self._on_create)
+        return out
+
+    def _follow_storage(self, tensor: Tensor, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        on_free = on_create(tensor)
+
+        def forget_storage(_: Any) -> None:
+            del self._known[key]
+            on_free()
+
+        self._known[key] = weakref.ref(storage, forget_storage)
+
+
 class FootprintTracker(StorageTracker):
     """Notes the moments of what is run within it.
 
@@ -92,9 +141,12 @@ class FootprintTracker(StorageTracker):
         self._fused, self._gelu, self._attending = set[LiveNumbers](), set[LiveNumbers](), set[LiveNumbers]()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         self._is_gelu = func is torch.ops.aten.gelu.default
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -165,3 +217,27 @@ def find_pareto_front(moments: Iterable[LiveNumbers]) -> Sequence[LiveNumbers]:
         if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in front):
             front.append(one)
     return front
+
+
+class LiveBytes(StorageTracker):
+    """Bytes of the storages that operators make within it.
+
+    Attributes:
+        now: bytes of the storages that were made and are still there.
+        peak: the most that there were at one time.
+        largest: bytes of the largest one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._count_storage)
+        self.now = self.peak = self.largest = 0
+
+    def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
+        size = tensor.untyped_storage().nbytes()
+        self.now += size
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+
+        def subtract_storage() -> None:
+            self.now -= size
+
+        return subtract_storage

@@ -90,10 +90,15 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency(
-    matmul=0.638, matmul_half=317e3, attention=0.496, attention_half=133.0, memory=0.526, kernel_s=2.59e-5,
+    matmul=0.638,
+    matmul_half=317e3,
+    attention=0.496,
+    attention_half=133.0,
+    memory=0.526,
+    kernel_s=2.59e-5,
     micro_s=9.93e-4,
     wire=LinkEfficiency(latency_s=1.59e-4, call_s=4.23e-4, exchange=0.393, crossing=0.174, reduce=1.0, overlap=0.168),
-)  # fmt: skip
+)
 
 _NVIDIA = "NVIDIA's datasheet"
 SHEETS = {
@@ -104,7 +109,7 @@ SHEETS = {
     "h100-nvlink": Datasheet(flops=989e12, bandwidth=3350e9, memory_gb=80, link="nvlink", p2p=402e9, source=_NVIDIA),
     "h200-nvlink": Datasheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
     "rtx-4090": Datasheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
-}  # fmt: skip
+}
 """P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
 26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link."""
 
@@ -147,20 +152,32 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
     )
     numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
     return Profile(
-        name=name, source=f"{sheet.source}; shares fitted by benchmarks.published",
-        memory_bytes=sheet.memory_gb * 10**9, element_size=2, matmul=Curve(SIZES, matmul, WIDTHS),
-        attention=Curve(SIZES, attention, SIZES), pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
-        kernel_s=gets.kernel_s, runs_ahead=True, micro_s=gets.micro_s,
+        name=name,
+        source=f"{sheet.source}; shares fitted by benchmarks.published",
+        memory_bytes=sheet.memory_gb * 10**9,
+        element_size=2,
+        matmul=Curve(SIZES, matmul, WIDTHS),
+        attention=Curve(SIZES, attention, SIZES),
+        pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
+        kernel_s=gets.kernel_s,
+        runs_ahead=True,
+        micro_s=gets.micro_s,
         link=_make_datasheet_link(sheet, gets.wire),
-    )  # fmt: skip
+    )
 
 
 def _make_datasheet_link(sheet: Datasheet, efficiency: LinkEfficiency) -> Link:
     return Link(
-        latency_s=efficiency.latency_s, bandwidth=sheet.p2p, collective=efficiency.exchange, call_s=efficiency.call_s,
-        neighbours=efficiency.exchange, reduce=efficiency.reduce, overlap=efficiency.overlap,
-        socket=SOCKET if sheet.link == "pcie" else 0, crossing=efficiency.crossing,
-    )  # fmt: skip
+        latency_s=efficiency.latency_s,
+        bandwidth=sheet.p2p,
+        collective=efficiency.exchange,
+        call_s=efficiency.call_s,
+        neighbours=efficiency.exchange,
+        reduce=efficiency.reduce,
+        overlap=efficiency.overlap,
+        socket=SOCKET if sheet.link == "pcie" else 0,
+        crossing=efficiency.crossing,
+    )
 
 
 def add_interlink(profile: Profile, interlink: str) -> Profile:

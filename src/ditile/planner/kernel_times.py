@@ -35,9 +35,13 @@ MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
 JOINING = {"aten.cat.default", "aten.stack.default"}
 FREE = {
-    "aten::detach", "aten::alias", "aten::_unsafe_view", "aten::empty.memory_format", "aten::empty_like",
+    "aten::detach",
+    "aten::alias",
+    "aten::_unsafe_view",
+    "aten::empty.memory_format",
+    "aten::empty_like",
     "aten::lift_fresh",
-}  # fmt: skip
+}
 """What moves no number."""
 
 
@@ -144,8 +148,12 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
             for name in ("block step", "block once"):
                 recorder.work.setdefault((name, first), Counter())
             stack.enter_context(recorder.record_module(hook.block, ("block", first)))
-        for place, paths in (("first", (spec.image_tokens,)), ("last", (spec.out,)), ("step", spec.per_step),
-                             ("once", spec.constant)):  # fmt: skip
+        for place, paths in (
+            ("first", (spec.image_tokens,)),
+            ("last", (spec.out,)),
+            ("step", spec.per_step),
+            ("once", spec.constant),
+        ):
             for path in paths:
                 for _, module in match_modules(transformer, path):
                     stack.enter_context(recorder.record_module(module, (place, 0)))
@@ -164,11 +172,17 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
         return tuple(recorder.work[name, k] for k in kinds_in_order)
 
     return TransformerWork(
-        blocks=collect_work("block"), block_steps=collect_work("block step"), block_once=collect_work("block once"), first=recorder.work["first", 0],
-        last=recorder.work["last", 0], every=recorder.work["every", 0], step=recorder.work["step", 0], once=recorder.work["once", 0],
+        blocks=collect_work("block"),
+        block_steps=collect_work("block step"),
+        block_once=collect_work("block once"),
+        first=recorder.work["first", 0],
+        last=recorder.work["last", 0],
+        every=recorder.work["every", 0],
+        step=recorder.work["step", 0],
+        once=recorder.work["once", 0],
         footprint=tracker.make_footprint([recorder.kept.get(k, LiveNumbers()) for k in kinds_in_order]),
         before=tuple(recorder.before.get(k, Counter()) for k in kinds_in_order),
-    )  # fmt: skip
+    )
 
 
 class _KernelRecorder(TorchDispatchMode):

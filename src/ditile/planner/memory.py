@@ -63,10 +63,14 @@ def count_rank_memory(
         )
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return RankMemory(
-        weights=weights * size, text=text[plan.text] * size, vae=subject.vae * size, keys=cost.count_key_store_bytes(job, rank),
-        activations=_count_activation_bytes(subject, job, profile, rank, text_tokens), decode=_count_decode_bytes(subject, job, place, rank),
+        weights=weights * size,
+        text=text[plan.text] * size,
+        vae=subject.vae * size,
+        keys=cost.count_key_store_bytes(job, rank),
+        activations=_count_activation_bytes(subject, job, profile, rank, text_tokens),
+        decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,
-    )  # fmt: skip
+    )
 
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:

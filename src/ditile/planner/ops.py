@@ -18,16 +18,19 @@ from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
-from ditile.planner.links import (
+from ditile.planner.profile import FUSED, Link, Profile
+from ditile.planner.seconds import (
+    DeviceLoad,
+    RankTokens,
+    RooflineDevice,
     WarmupBlock,
     compute_exposed_seconds,
     compute_slowdown,
     compute_warmup_seconds,
     find_crossed_link,
     get_bandwidth_share,
+    merge_work,
 )
-from ditile.planner.profile import FUSED, Link, Profile
-from ditile.planner.seconds import DeviceLoad, RankTokens, RooflineDevice, merge_work
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
@@ -285,11 +288,16 @@ class OpPricer:
         keys = job.image_layout
         subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
         return RankTokens(
-            batch=batch, image=image, text=text or self._text_tokens_per_rank, image_keys=keys.image_tokens,
-            text_keys=keys.text or self._basis.text_tokens, heads=job.count_heads(place) / job.shape.heads, split=plan.tensor,
+            batch=batch,
+            image=image,
+            text=text or self._text_tokens_per_rank,
+            image_keys=keys.image_tokens,
+            text_keys=keys.text or self._basis.text_tokens,
+            heads=job.count_heads(place) / job.shape.heads,
+            split=plan.tensor,
             share=subgroup_tokens / (image + text) if subgroup_tokens else 1.0,
             fused=self._fuses and (plan.rounds_otherwise or self.op_schedule.reads_stale_keys(micro.step)),
-        )  # fmt: skip
+        )
 
     @property
     def _text_tokens_per_rank(self) -> int:

@@ -60,9 +60,14 @@ class Pricer(Basis):
         free, compute = run.simulate_loop(free=True)
         bubble = free - compute if free - compute > ROUNDED * free else 0.0
         return Price(
-            plan=job.plan, latency_s=latency, compute_s=compute, exposed_s=latency - free,
-            bubble_s=bubble, bytes_per_step=run.count_sent_bytes() / job.shape.steps, memory_bytes=memory_bytes,
-        )  # fmt: skip
+            plan=job.plan,
+            latency_s=latency,
+            compute_s=compute,
+            exposed_s=latency - free,
+            bubble_s=bubble,
+            bytes_per_step=run.count_sent_bytes() / job.shape.steps,
+            memory_bytes=memory_bytes,
+        )
 
     def predict_latency(self, job: PlannedCall) -> float:
         """The latency of a price, without the rest of it."""
@@ -95,9 +100,11 @@ class _Run:
         schedule, steps = self._schedule, self._job.shape.steps
         shown = steps if self._ops.skips.steps else min(steps, schedule.warmup + STEADY)
         spans = simulate_schedule(
-            replace(schedule, steps=shown), lambda stage, op: self._ops.get_op_seconds(stage, op, free=free), self._job.count_calls_in_step,
+            replace(schedule, steps=shown),
+            lambda stage, op: self._ops.get_op_seconds(stage, op, free=free),
+            self._job.count_calls_in_step,
             lambda stage, op: 0.0 if free else self._ops.get_travel_seconds(stage, op),
-        )  # fmt: skip
+        )
         ends = _find_step_ends(spans, shown)
         tail = ends[-1] - ends[-2] if shown > 1 else ends[-1]
         busy = [0.0] * schedule.stages
@@ -210,8 +217,10 @@ class _Run:
         )
         sends = [calls * hop.seconds for hop in hops] + [stepped + back.seconds]
         busy = [calls * (one + (patches - 1) * each) for one, each in zip(first, other, strict=True)]
-        ways = [sum(each) + sum(hop.seconds + hop.travel for hop in of_patch) + (calls - 1) * max(each)
-                for each, of_patch in ((first, self._list_patch_hops(step, 0)[0]), (other, hops))]  # fmt: skip
+        ways = [
+            sum(each) + sum(hop.seconds + hop.travel for hop in of_patch) + (calls - 1) * max(each)
+            for each, of_patch in ((first, self._list_patch_hops(step, 0)[0]), (other, hops))
+        ]
         round_trip = max(ways) + stepped + back.seconds + back.travel
         return max(*(work + patches * send for work, send in zip(busy, sends, strict=True)), round_trip)
 

@@ -109,10 +109,20 @@ class PlanSubject:
         other_parts = _count_other_parts(source, index, kind, vae)
         second = (index.get("transformer_2") or [None])[0] is not None
         return cls(
-            name, pipeline, transformer_model, scale.side, other_parts.text, other_parts.vae, decoder=vae, uncounted=other_parts.uncounted,
-            table=table, frames_of_latent=scale.frames, coder=kind, others=_count_module_parameters(transformer_model) if second else 0,
+            name,
+            pipeline,
+            transformer_model,
+            scale.side,
+            other_parts.text,
+            other_parts.vae,
+            decoder=vae,
+            uncounted=other_parts.uncounted,
+            table=table,
+            frames_of_latent=scale.frames,
+            coder=kind,
+            others=_count_module_parameters(transformer_model) if second else 0,
             decodes=other_parts.decodes,
-        )  # fmt: skip
+        )
 
     @cached_property
     def model_spec(self) -> ModelSpec:

@@ -70,9 +70,12 @@ class FamilyTable:
             raise ModelError(f"frames={frames} are not a multiple of {of_latent} and one more; try frames={near}")
         times = (frames - 1) // of_latent + 1 if self.is_video else 1
         return replace(
-            shape, grid=shape.grid._replace(rows=shape.grid.rows * times), frames=times,
-            latent_elements=shape.latent_elements * times, cross_text_tokens=text_tokens if self.splits_text_tokens else 0,
-        )  # fmt: skip
+            shape,
+            grid=shape.grid._replace(rows=shape.grid.rows * times),
+            frames=times,
+            latent_elements=shape.latent_elements * times,
+            cross_text_tokens=text_tokens if self.splits_text_tokens else 0,
+        )
 
 
 def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
@@ -133,24 +136,29 @@ def _make_wan_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[s
     side = config["patch_size"][1]
     return {
         "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
-        "timestep": torch.empty(1), "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
-    }  # fmt: skip
+        "timestep": torch.empty(1),
+        "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
+    }
 
 
 def _make_ltx_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
         "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
-        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]), "timestep": torch.empty(1),
-        "encoder_attention_mask": torch.empty(1, text), "num_frames": 1, "height": grid.rows,
+        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
+        "timestep": torch.empty(1),
+        "encoder_attention_mask": torch.empty(1, text),
+        "num_frames": 1,
+        "height": grid.rows,
         "width": grid.tokens_per_row,
-    }  # fmt: skip
+    }
 
 
 def _make_packed_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
         "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
-        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]), "timestep": torch.empty(1),
-    }  # fmt: skip
+        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
+        "timestep": torch.empty(1),
+    }
 
 
 def _make_qwen_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
@@ -159,9 +167,11 @@ def _make_qwen_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[
 
 def _make_flux2_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
-        **_make_packed_inputs(config, grid, text), "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
-        "img_ids": torch.empty(grid.rows * grid.tokens_per_row, 4), "txt_ids": torch.empty(text, 4),
-    }  # fmt: skip
+        **_make_packed_inputs(config, grid, text),
+        "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
+        "img_ids": torch.empty(grid.rows * grid.tokens_per_row, 4),
+        "txt_ids": torch.empty(text, 4),
+    }
 
 
 def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -181,41 +191,75 @@ STREAMS = BlockIO(returns=("text", "image"))
 
 WAN = FamilyTable(
     spec=ModelSpec(
-        name="Wan", pipelines=("WanPipeline",), blocks={"blocks": BlockIO(attn=("attn1",))}, joint="none", latent_dim=3,
-        grid=image_grid, latent_per_token=lambda config: int(config["patch_size"][1]), example=_make_wan_inputs,
-        conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)), image_tokens="patch_embedding",
+        name="Wan",
+        pipelines=("WanPipeline",),
+        blocks={"blocks": BlockIO(attn=("attn1",))},
+        joint="none",
+        latent_dim=3,
+        grid=image_grid,
+        latent_per_token=lambda config: int(config["patch_size"][1]),
+        example=_make_wan_inputs,
+        conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)),
+        image_tokens="patch_embedding",
     ),
-    scale=lambda vae: VaeScale(vae.config.scale_factor_spatial, vae.config.scale_factor_temporal), text_tokens=512,
+    scale=lambda vae: VaeScale(vae.config.scale_factor_spatial, vae.config.scale_factor_temporal),
+    text_tokens=512,
     is_video=True,
-)  # fmt: skip
+)
 LTX = FamilyTable(
     spec=ModelSpec(
-        name="LTX-Video", pipelines=("LTXPipeline",), blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
-        joint="none", latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 1, example=_make_ltx_inputs,
-        conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)), image_tokens="proj_in",
+        name="LTX-Video",
+        pipelines=("LTXPipeline",),
+        blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
+        joint="none",
+        latent_dim=1,
+        grid=_make_unit_grid,
+        latent_per_token=lambda config: 1,
+        example=_make_ltx_inputs,
+        conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)),
+        image_tokens="proj_in",
     ),
     scale=lambda vae: VaeScale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
-    channels="latent_channels", text_tokens=128, splits_text_tokens=True, is_video=True,
-)  # fmt: skip
+    channels="latent_channels",
+    text_tokens=128,
+    splits_text_tokens=True,
+    is_video=True,
+)
 QWEN = FamilyTable(
     spec=ModelSpec(
-        name="Qwen-Image", pipelines=("QwenImagePipeline",), blocks={"transformer_blocks": STREAMS},
-        joint="text_first", latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 2, example=_make_qwen_inputs,
-        conditioning=_get_qwen_conditioning, image_tokens="img_in",
+        name="Qwen-Image",
+        pipelines=("QwenImagePipeline",),
+        blocks={"transformer_blocks": STREAMS},
+        joint="text_first",
+        latent_dim=1,
+        grid=_make_unit_grid,
+        latent_per_token=lambda config: 2,
+        example=_make_qwen_inputs,
+        conditioning=_get_qwen_conditioning,
+        image_tokens="img_in",
     ),
     scale=lambda vae: VaeScale(2 ** len(vae.config.temperal_downsample)),
-)  # fmt: skip
+)
 FLUX2 = FamilyTable(
     spec=ModelSpec(
-        name="FLUX.2", pipelines=("Flux2Pipeline",),
-        blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()}, joint="text_first",
-        latent_dim=1, grid=_make_unit_grid, latent_per_token=lambda config: 2, example=_make_flux2_inputs,
-        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", NUM_TEXT_TOKENS)), image_tokens="x_embedder",
+        name="FLUX.2",
+        pipelines=("Flux2Pipeline",),
+        blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()},
+        joint="text_first",
+        latent_dim=1,
+        grid=_make_unit_grid,
+        latent_per_token=lambda config: 2,
+        example=_make_flux2_inputs,
+        conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", NUM_TEXT_TOKENS)),
+        image_tokens="x_embedder",
     ),
-    scale=lambda vae: VaeScale(2 ** (len(vae.config.block_out_channels) - 1)), channels="latent_channels",
+    scale=lambda vae: VaeScale(2 ** (len(vae.config.block_out_channels) - 1)),
+    channels="latent_channels",
     decodes_frames=False,
-)  # fmt: skip
+)
 TABLES: dict[Any, FamilyTable] = {
-    WanTransformer3DModel: WAN, LTXVideoTransformer3DModel: LTX, QwenImageTransformer2DModel: QWEN,
+    WanTransformer3DModel: WAN,
+    LTXVideoTransformer3DModel: LTX,
+    QwenImageTransformer2DModel: QWEN,
     Flux2Transformer2DModel: FLUX2,
-}  # fmt: skip
+}

@@ -230,9 +230,11 @@ def _require_caches(target: Any) -> list[TransformerCache]:
 
 
 def _build_model_cache(
-    adapted: TransformerBlockLists, config: DBCacheConfig | None, calibrator: Calibration | None,
+    adapted: TransformerBlockLists,
+    config: DBCacheConfig | None,
+    calibrator: Calibration | None,
     modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
-) -> TransformerCache:  # fmt: skip
+) -> TransformerCache:
     given = [modifiers] if isinstance(modifiers, ParamsModifier) else list(modifiers or adapted.params_modifiers)
     config = config or build_default_config(sum(len(block_list.blocks) for block_list in adapted.lists))
     row = find_model_entry(adapted.transformer)

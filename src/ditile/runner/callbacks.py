@@ -20,7 +20,7 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.hooks.overrides import override_attribute
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
-from ditile.runner.watch import CallMeter
+from ditile.runner.report import CallMeter
 
 
 class _SilentBar:

@@ -17,15 +17,14 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError, StateError
 from ditile.hooks.block_hooks import BlockHook, CallCountHooks, LayerAttention, TransformerHooks
-from ditile.hooks.feed_forward import fuse_linear_gelu
-from ditile.hooks.fused import fuse_projections
+from ditile.hooks.compile import unwrap_compiled
+from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource, WholeTokenStreams
-from ditile.hooks.quantized import list_quantized_parameters
 from ditile.models import registry
-from ditile.parallel.attention import dispatch, intercept
+from ditile.parallel.attention import intercept
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
@@ -42,11 +41,10 @@ from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
-from ditile.parallel.sequence.cp_hooks import CP_PLAN_SPEC, ContextParallelHooks
+from ditile.parallel.sequence.cp_hooks import CP_PLAN_SPEC, ContextParallelAttention, ContextParallelHooks, MaskOrigins
 from ditile.parallel.sequence.cp_plan import ContextParallelSplits
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
-from ditile.parallel.sequence.planned import ContextParallelAttention, MaskOrigins
 from ditile.parallel.sequence.ring import RingGather, RingKeys
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -143,9 +141,15 @@ class Composition:
         dim, never = self.spec.latent_dim, self.spec.batch
         batch = DataCfgBatch(self.mesh, self.model, images=count_images(call), latent_dim=dim, never=never)
         loop = Loop(
-            self.pipe.scheduler, self.pipefusion, self.mesh, self.plan, build_token_split(self.plan), batch,
-            latent_dim=dim, trace=self.trace,
-        )  # fmt: skip
+            self.pipe.scheduler,
+            self.pipefusion,
+            self.mesh,
+            self.plan,
+            build_token_split(self.plan),
+            batch,
+            latent_dim=dim,
+            trace=self.trace,
+        )
         sequence, traffic, turn = self.mesh.sequence, self.mesh.traffic, torch.tensor(0)
 
         def build_attention_core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
@@ -167,7 +171,7 @@ class Composition:
             return AttentionCore(loop.get_generation, exchange, keys, masks, joint=joint, turn=turn)
 
         def choose_dispatch_backend(backend: Any) -> Any:
-            return dispatch.register_backend(backend if self.kernel is None else self.kernel.backend)
+            return intercept.register_backend(backend if self.kernel is None else self.kernel.backend)
 
         for cache in self.model_caches:
             cache.update_compilation()  # before the seats, which lie around the slots
@@ -177,9 +181,15 @@ class Composition:
                 stack.enter_context(self.parallel_vae.install_forwards())
             fuse = functools.partial(self._fuse_small_products, loop.get_generation)
             hooks_context = self.block_hooks.install_hooks(
-                self.pipefusion, self.resident_blocks, loop.get_generation, build_attention_core, choose_dispatch_backend, pipe=self.pipe,
-                compile_=torch.compile if self.compile else None, fuse=fuse,
-            )  # fmt: skip
+                self.pipefusion,
+                self.resident_blocks,
+                loop.get_generation,
+                build_attention_core,
+                choose_dispatch_backend,
+                pipe=self.pipe,
+                compile_=torch.compile if self.compile else None,
+                fuse=fuse,
+            )
             stack.enter_context(hooks_context)
             batch.install_batch_hooks(
                 stack, self.pipe, loop.get_generation, first=first
@@ -314,9 +324,17 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def compose_strategies(
-    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, *, keep_weights: bool, text_after: After = "keep",
-    attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
-) -> Composition:  # fmt: skip
+    pipe: Any,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    keep_weights: bool,
+    text_after: After = "keep",
+    attention: str | None = None,
+    cp_plan: Mapping[str, Any] | None = None,
+    compile: bool = False,
+) -> Composition:
     """Cuts the pipeline's model into stages and keeps this rank's; or splits its calls as a table says.
 
     Raises:
@@ -353,9 +371,23 @@ def compose_strategies(
     trace = mesh.traffic.trace
     pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, spec.joint, trace, sharded.streams, warmup_group)
     return Composition(
-        pipe, plan, mesh, device, model, spec, block_hooks, stages, weights, pipefusion, sharded, parallel_vae, trace,
-        encoders, kernel, compile=compile,
-    )  # fmt: skip
+        pipe,
+        plan,
+        mesh,
+        device,
+        model,
+        spec,
+        block_hooks,
+        stages,
+        weights,
+        pipefusion,
+        sharded,
+        parallel_vae,
+        trace,
+        encoders,
+        kernel,
+        compile=compile,
+    )
 
 
 def _check_model_divisible(
@@ -386,9 +418,16 @@ def _check_model_divisible(
 
 
 def _compose_from_split_tables(
-    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, planned: dict[str, Mapping[str, Any]],
-    attention: str | None, keep: bool, text_after: After, compile: bool,
-) -> Composition:  # fmt: skip
+    pipe: Any,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    planned: dict[str, Mapping[str, Any]],
+    attention: str | None,
+    keep: bool,
+    text_after: After,
+    compile: bool,
+) -> Composition:
     """For models that have a table of splits: all weights on every rank, one stage, one patch."""
     transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in planned}
     model = registry.find_loop_model(pipe) if plan.cfg * plan.data > 1 else unwrap_compiled(pipe.transformer)
@@ -415,9 +454,23 @@ def _compose_from_split_tables(
     pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeTokenStreams())
     whole = ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
     return Composition(
-        pipe, plan, mesh, device, model, CP_PLAN_SPEC, block_hooks, [range(0)], weights, pipefusion, whole, parallel_vae, trace,
-        encoders, kernel, splits,
-    )  # fmt: skip
+        pipe,
+        plan,
+        mesh,
+        device,
+        model,
+        CP_PLAN_SPEC,
+        block_hooks,
+        [range(0)],
+        weights,
+        pipefusion,
+        whole,
+        parallel_vae,
+        trace,
+        encoders,
+        kernel,
+        splits,
+    )
 
 
 def _build_warmup_group(

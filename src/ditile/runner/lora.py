@@ -15,10 +15,10 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
-from ditile.hooks.opaque import unwrap_compiled
+from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import is_placeholder
-from ditile.parallel.text.encoder_place import FREED, read_placement
+from ditile.parallel.text.parts import FREED, read_placement
 
 LOG = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models import registry
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
-from ditile.parallel.text.encoder_place import WHOLE, EncoderPlacement, install_call_guard
-from ditile.parallel.text.parts import read_partial_encoder
+from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
@@ -80,9 +79,15 @@ def load_partial_components(
 
 
 def load_partial_transformer(
-    cls: type[Any], locate: LocateFile, config: Path, plan: Plan, rank: int, dtype: torch.dtype, *,
+    cls: type[Any],
+    locate: LocateFile,
+    config: Path,
+    plan: Plan,
+    rank: int,
+    dtype: torch.dtype,
+    *,
     variant: str | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """A transformer with the weights of a rank's blocks, and of what every rank holds, on the CPU.
 
     Args:

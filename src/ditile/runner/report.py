@@ -1,9 +1,19 @@
-"""What one call of a runner took, as numbers."""
+"""What one call of a runner took, as numbers.
+
+The watch: what one call of a runner took on this rank, by its device's own clock.
+"""
 
 from __future__ import annotations
 
+import resource
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
+
+from ditile.distributed.trace import DeviceClock, GenerationTrace
+from ditile.distributed.transport import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +53,72 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""
         return asdict(self) | {"bytes_sent": self.bytes_sent}
+
+
+class CallMeter:
+    """Times and counts one call, and never waits for the device before its end.
+
+    Args:
+        device: of this rank.
+        trace: the trace of the call.
+        traffic: what is sent in it.
+        traced: whether to record a trace.
+    """
+
+    def __init__(self, device: torch.device, trace: GenerationTrace, traffic: Traffic, *, traced: bool) -> None:
+        self._device, self._trace, self._traffic = device, trace, traffic
+        self._steps = self._key_bytes = 0
+        self._text: int | None = None
+        traffic.reset_counts()
+        trace.clear_records()
+        trace.on, trace.device = traced, device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._clock = DeviceClock(device)
+        self._began = self._loop_began = self._ended = self._clock.mark_point()
+
+    def mark_loop_begin(self) -> None:
+        """The loop begins."""
+        self._loop_began = self._ended = self._clock.mark_point()
+        self._trace.mark_step()
+
+    def record_step_end(self, key_bytes: int, text: int | None) -> None:
+        """A step ended."""
+        self._ended = self._clock.mark_point()
+        self._trace.mark_step()
+        self._steps += 1
+        self._key_bytes, self._text = key_bytes, text
+
+    def build_report(self, synchronous: list[int], cache_bytes: int) -> Report:
+        """The call is over.
+
+        Args:
+            synchronous: the steps that were.
+            cache_bytes: that caches hold.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        now = time.perf_counter()
+        began, loop_began, ended = map(self._clock.convert_to_seconds, (self._began, self._loop_began, self._ended))
+        seconds = {
+            "total": now - began,
+            "text": loop_began - began,
+            "denoise": ended - loop_began,
+            "decode": now - ended,
+        }
+        step_seconds, waited = self._trace.measure_waits()
+        return Report(
+            seconds,
+            self._steps,
+            synchronous,
+            dict(self._traffic.bytes),
+            peak,
+            self._key_bytes,
+            cache_bytes,
+            self._text,
+            step_seconds,
+            waited,
+        )

@@ -23,18 +23,17 @@ from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, 
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
+from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.opaque import unwrap_compiled
-from ditile.hooks.quantized import list_quantized_parameters
+from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, fill_call_defaults
 from ditile.runner.callbacks import StepEndCallbacks
 from ditile.runner.compose import DENOISER_NAMES, Composition, check_pipeline, compose_strategies, move_pipeline
-from ditile.runner.report import Report
+from ditile.runner.report import CallMeter, Report
 from ditile.runner.table import describe_plan, describe_whole_model
-from ditile.runner.watch import CallMeter
 
 LOG = logging.getLogger("ditile")
 
@@ -268,11 +267,18 @@ class Runner:
 
 
 def parallelize(
-    pipe: Any, plan: Plan | None = None, device: str | torch.device | None = None, keep_weights: bool = False,
+    pipe: Any,
+    plan: Plan | None = None,
+    device: str | torch.device | None = None,
+    keep_weights: bool = False,
     text_after: Literal["keep", "offload", "free"] = "keep",
-    *, attention: str | None = None, cp_plan: Mapping[str, Any] | None = None, compile: bool = False,
-    checks: AgeChecks | None = None, groups: Communicators | None = None,
-) -> Runner:  # fmt: skip
+    *,
+    attention: str | None = None,
+    cp_plan: Mapping[str, Any] | None = None,
+    compile: bool = False,
+    checks: AgeChecks | None = None,
+    groups: Communicators | None = None,
+) -> Runner:
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
     Args:
@@ -302,9 +308,16 @@ def parallelize(
     mesh = build_mesh(plan, groups, chosen)
     origin = torch.device(pipe.device)
     composition = compose_strategies(
-        pipe, plan, mesh, chosen, keep_weights=keep_weights, text_after=text_after, attention=attention,
-        cp_plan=cp_plan, compile=compile,
-    )  # fmt: skip
+        pipe,
+        plan,
+        mesh,
+        chosen,
+        keep_weights=keep_weights,
+        text_after=text_after,
+        attention=attention,
+        cp_plan=cp_plan,
+        compile=compile,
+    )
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     if checks is None and env.should_check_key_ages():

@@ -33,9 +33,13 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     for rank, device in enumerate(devices):
         num_parameters = count_expected_parameters(job, rank) if parameters is None else parameters[rank]
         cells = (
-            format_rank_place(plan, rank), format_rank_blocks(job, rank), format_rank_tokens(job, rank), f"{num_parameters / 1e6:,.2f} M",
-            format_bytes(count_key_store_bytes(job, rank)), format_traffic(count_traffic_in_step(job, rank, max(0, shape.steps - 2))),
-        )  # fmt: skip
+            format_rank_place(plan, rank),
+            format_rank_blocks(job, rank),
+            format_rank_tokens(job, rank),
+            f"{num_parameters / 1e6:,.2f} M",
+            format_bytes(count_key_store_bytes(job, rank)),
+            format_traffic(count_traffic_in_step(job, rank, max(0, shape.steps - 2))),
+        )
         table.add_row(str(rank), device, *cells)
     return _render_as_text(
         f"{model}: {job.spec.name}, {len(weights.blocks)} blocks, "

@@ -9,8 +9,7 @@ import pytest
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from ditile.parallel.vae.halo import Halo, RowWindow
-from ditile.parallel.vae.strip import Strip
+from ditile.parallel.vae.halo import Halo, RowWindow, Strip
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import divided

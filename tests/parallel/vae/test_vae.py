@@ -17,9 +17,8 @@ import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
-from ditile.parallel.vae.halo import PictureRows
-from ditile.parallel.vae.norm import normalize_strip
-from ditile.parallel.vae.strip import Strip
+from ditile.parallel.vae.halo import PictureRows, Strip
+from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.vae import ParallelVAE
 from tests import tiny
 from tests.pool import Pool

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.vae import ParallelVAE
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 from tests.parallel.vae.test_vae import autoencoder, axis
 from tests.pool import Pool
 

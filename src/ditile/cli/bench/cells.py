@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ditile.cache.line import NO_CACHE, parse_cache_line
+from ditile.cache.config_text import NO_CACHE, parse_cache_line
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 

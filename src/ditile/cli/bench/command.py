@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ditile.cli.bench import machine, runs, sweeps
+from ditile.cli.bench import runs, sweeps, turns
 from ditile.cli.bench.across import RANKS, measure_across_link
 from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile.cli.bench.links import check_namespace_rights
@@ -91,9 +91,12 @@ def _collect_remarks(task: BenchTask, left_out: Sequence[str], profile: Profile 
 
 
 def _write_results(
-    compared: Comparison, wanted: Mapping[str, Sequence[BenchCell]], task: BenchTask, predictions: Mapping[BenchCell, runs.Prediction],
+    compared: Comparison,
+    wanted: Mapping[str, Sequence[BenchCell]],
+    task: BenchTask,
+    predictions: Mapping[BenchCell, runs.Prediction],
     remarks: list[str],
-) -> BenchResult:  # fmt: skip
+) -> BenchResult:
     """Rows and figures of all that was measured."""
     rows = runs.summarize_runs(
         runs.read_runs(compared.out), {task.keys[cell]: one for cell, one in predictions.items()}
@@ -181,15 +184,27 @@ def _build_bench_task(
     compared: Comparison, work: Workload, subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None]
 ) -> BenchTask:
     job = {
-        "model": subject.name, "prompt": work.prompt, "steps": subject.get_num_steps(), "output": work.output,
-        "dtype": work.dtype, "device": work.device, "threads": work.threads, "machine": machine.collect_machine_facts(work.device),
-    }  # fmt: skip
+        "model": subject.name,
+        "prompt": work.prompt,
+        "steps": subject.get_num_steps(),
+        "output": work.output,
+        "dtype": work.dtype,
+        "device": work.device,
+        "threads": work.threads,
+        "machine": turns.collect_machine_facts(work.device),
+    }
     known = {cell: cell_job for cell, cell_job in jobs.items() if cell_job is not None and not cell.cache}
     return BenchTask(
-        work=work, todo=[], keys={cell: runs.make_run_key(job, cell) for cell in jobs},
+        work=work,
+        todo=[],
+        keys={cell: runs.make_run_key(job, cell) for cell in jobs},
         bounds={cell: math.prod(compute_axis_bounds(cell_job).values()) for cell, cell_job in known.items()},
-        out=compared.out, threads=work.threads or 1, cores=list_allowed_cores(), load=machine.read_load_average(), remeasure=compared.remeasure,
-    )  # fmt: skip
+        out=compared.out,
+        threads=work.threads or 1,
+        cores=list_allowed_cores(),
+        load=turns.read_load_average(),
+        remeasure=compared.remeasure,
+    )
 
 
 def _choose_threads_per_rank(work: Workload, most: int) -> int:

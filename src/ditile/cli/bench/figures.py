@@ -4,6 +4,8 @@
 
 A whisker is from the fastest counted round to the slowest; a diamond is what was predicted of the denoising loop, the
 dark part of a bar.
+
+What rows of `ditile bench` are called in figures: methods by their names, sizes and machines on one line.
 """
 
 from __future__ import annotations
@@ -13,40 +15,48 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.links import parse_link_rate
-from ditile.cli.bench.naming import (
-    COLOURS,
-    choose_plan_colour,
-    describe_row_method,
-    make_rows_title,
-    name_plan_methods,
-    tabulate_warmups,
-)
 from ditile.cli.bench.runs import Row
-from ditile.plan.plan import Plan
+from ditile.plan.plan import WARMUP_MODES, Plan
+
+matplotlib.use("Agg")
+
 
 WIDTH = 7.2
 """Inches: a page."""
 STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "grid.alpha": 0.3, "legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "ditile", "hatch.linewidth": 0.6,
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "ditile",
+    "hatch.linewidth": 0.6,
+}
 MARKERS = "osD^vP*X"
 DIAMOND: Any = {
-    "color": "#333333", "marker": "D", "mfc": "w", "ms": 4, "ls": "none", "label": "loop, predicted", "zorder": 3,
-}  # fmt: skip
+    "color": "#333333",
+    "marker": "D",
+    "mfc": "w",
+    "ms": 4,
+    "ls": "none",
+    "label": "loop, predicted",
+    "zorder": 3,
+}
 PARTS = (
-    ("parameters", "weights, text encoders included", "#4477aa"), ("activations", "activations", "#ee6677"),
-    ("keys", "stale keys and values", "#ccbb44"), ("cache", "caches", "#228833"),
-)  # fmt: skip
+    ("parameters", "weights, text encoders included", "#4477aa"),
+    ("activations", "activations", "#ee6677"),
+    ("keys", "stale keys and values", "#ccbb44"),
+    ("cache", "caches", "#228833"),
+)
 
 
 def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
@@ -225,9 +235,12 @@ def draw_warmup_table(rows: Sequence[Row]) -> Any:
     axes.axis("off")
     rest = 0.94 / (len(header) - 1)
     drawn_table = axes.table(
-        cellText=lines, colLabels=header, cellLoc="center", colWidths=[0.06] + [rest] * (len(header) - 1),
+        cellText=lines,
+        colLabels=header,
+        cellLoc="center",
+        colWidths=[0.06] + [rest] * (len(header) - 1),
         bbox=Bbox.unit(),
-    )  # fmt: skip
+    )
     drawn_table.auto_set_font_size(False)
     drawn_table.set_fontsize(8)
     for (place, _), cell in drawn_table.get_celld().items():
@@ -241,11 +254,19 @@ def draw_warmup_table(rows: Sequence[Row]) -> Any:
 
 
 FIGURES_OF_SWEEP: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
-    "methods": {"methods-latency": draw_latency_bars, "methods-memory": draw_memory_bars, "methods-exposed": draw_exposed_bars},
+    "methods": {
+        "methods-latency": draw_latency_bars,
+        "methods-memory": draw_memory_bars,
+        "methods-exposed": draw_exposed_bars,
+    },
     "plans": {"plans-latency": draw_latency_bars, "plans-memory": draw_memory_bars, "plans-exposed": draw_exposed_bars},
-    "scaling": {"scalability": draw_scalability_lines}, "patches": {"patches": draw_patch_count_lines}, "warmup": {"warmup": draw_warmup_table},
-    "resolution": {"resolution": draw_resolution_panels}, "links": {"links": draw_link_lines}, "cache": {"cache-latency": draw_latency_bars},
-}  # fmt: skip
+    "scaling": {"scalability": draw_scalability_lines},
+    "patches": {"patches": draw_patch_count_lines},
+    "warmup": {"warmup": draw_warmup_table},
+    "resolution": {"resolution": draw_resolution_panels},
+    "links": {"links": draw_link_lines},
+    "cache": {"cache-latency": draw_latency_bars},
+}
 """What is drawn for a sweep, by the name of the file."""
 
 
@@ -331,9 +352,13 @@ def _place_legend_below(axes: Any, columns: int = 3, below: float = -0.48) -> No
     of_label = dict(zip(labels, handles, strict=True))
     if of_label:
         axes.legend(
-            of_label.values(), of_label.keys(), loc="upper left", bbox_to_anchor=(0, below / axes.bbox.height * 100),
-            ncols=columns, borderaxespad=0,
-        )  # fmt: skip
+            of_label.values(),
+            of_label.keys(),
+            loc="upper left",
+            bbox_to_anchor=(0, below / axes.bbox.height * 100),
+            ncols=columns,
+            borderaxespad=0,
+        )
 
 
 def _parse_num_patches(row: Row) -> int:
@@ -350,3 +375,96 @@ def set_logarithmic_scale(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+NAMES = {
+    "data": "data",
+    "cfg": "cfg",
+    "pipefusion": "PipeFusion",
+    "ring": "ring",
+    "distrifusion": "DistriFusion",
+    "ulysses": "Ulysses",
+    "tensor": "tensor",
+}
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#777777")
+_COLOUR_INDEX_OF_AXIS = {"pipefusion": 0, "distrifusion": 1, "ulysses": 2, "ring": 3, "tensor": 4, "cfg": 5, "data": 6}
+"""Of several methods the first here gives its colour."""
+
+
+def name_plan_methods(plan: str) -> str:
+    """The methods of a plan: `cfg x PipeFusion`."""
+    plan_object = Plan.parse(plan)
+    return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
+
+
+def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -> str:
+    """A row's plan and cache, in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
+
+    Args:
+        patches: say M and W where they are the plan's own.
+        size: say how many pixels.
+    """
+    if row["plan"] == ONE_RANK:
+        return "one rank"
+    plan = Plan.parse(row["plan"])
+    degrees = [(name, getattr(plan, axis)) for axis, name in NAMES.items() if getattr(plan, axis) > 1]
+    several = len(degrees) > 1 and patches
+    words = [" x ".join(f"{name} {n}" if several else name for name, n in degrees) or "one rank"]
+    if patches and plan.num_patches > 1:
+        words.append(f"M = {plan.num_patches}")
+    if patches and plan.warmup != 1:
+        words.append(f"W = {plan.warmup}")
+    if plan.warmup_mode != "serial":
+        words.append(f"{plan.warmup_mode} warmup")
+    if plan.async_ulysses:
+        words.append("overlapped")
+    if plan.split_scheme != "row":
+        words.append("tokens split")
+    if plan.vae != "whole":
+        words.append("VAE by rows" + (f" in blocks of {plan.vae_block_size}" if plan.vae_block_size else ""))
+    if plan.data > 1 and patches:
+        words.append(f"{plan.data} pictures")
+    text = ", ".join(words) + (f" | {row['cache']}" if row["cache"] else "")
+    return text + (f" | {row['width']}x{row['height']}" if size else "")
+
+
+def choose_plan_colour(plan: str) -> str:
+    """A colour for each method; of several, that of the one that divides most."""
+    plan_object = Plan.parse(plan)
+    return COLOURS[next((index for axis, index in _COLOUR_INDEX_OF_AXIS.items() if getattr(plan_object, axis) > 1), 7)]
+
+
+def make_rows_title(rows: Sequence[Row]) -> str:
+    """Model, size, steps and machine: what the rows have in common."""
+    first = rows[0]
+    sizes = {(row["width"], row["height"]) for row in rows}
+    size = [] if len(sizes) > 1 or first["height"] is None else [f"{first['width']} x {first['height']} px"]
+    steps = [] if first["steps"] is None else [f"{first['steps']} steps"]
+    machine = first["machine"]
+    gpus = machine["gpus"]
+    device = gpus[0] if gpus else f"{first['threads']} thread{'s' * (first['threads'] > 1)} a rank"
+    return ", ".join([first["model"], *size, *steps, device])
+
+
+def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The header and the lines of the table over W: seconds, and how much more than the same without warmup.
+
+    Without warmup all ways are one, which stands where they are serial.
+    """
+    plans = [(Plan.parse(row["plan"]), row) for row in rows if row["plan"] != ONE_RANK]
+    kinds = dict.fromkeys((name_plan_methods(str(plan)), plan.cfg, mode) for plan, _ in plans for mode in WARMUP_MODES)
+    seconds: dict[tuple[Any, ...], float] = {
+        (name_plan_methods(str(plan)), plan.cfg, plan.warmup_mode, plan.warmup): row["median_s"] for plan, row in plans
+    }
+    columns = [column for column in kinds if any(key[:3] == column and key[3] != 0 for key in seconds)]
+    header = ["W"] + [f"{kind}\n{mode}" for kind, _, mode in columns]
+    lines = []
+    for w in sorted({plan.warmup for plan, _ in plans}, key=str):
+        cells = [str(w)]
+        for kind, cfg, mode in columns:
+            base = seconds.get((kind, cfg, "serial", 0))
+            took = seconds.get((kind, cfg, mode, w))
+            more = "" if took is None or base is None or w == 0 else f" ({took / base - 1:+.0%})"
+            cells.append("" if took is None else f"{took:.3f} s{more}")
+        lines.append(cells)
+    return header, lines

@@ -35,17 +35,20 @@ class Comparison:
         None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2", metavar="N"
     )
     sizes: tuple[int, ...] | None = define_option(
-        None, "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
-        metavar="N,N,..", example="256,512",
-    )  # fmt: skip
+        None,
+        "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
+        metavar="N,N,..",
+        example="256,512",
+    )
     links: str | None = define_option(
         None, "two hosts joined by a link of each of these rates, such as 100Mbit,1Gbit (needs root)", metavar="RATES"
     )
     rounds: int = define_option(3, "interleaved rounds that count", metavar="N")
     remeasure: int = define_option(
-        0, "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
+        0,
+        "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
         metavar="N",
-    )  # fmt: skip
+    )
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
@@ -107,9 +110,10 @@ class Workload:
     """
 
     model: str = define_option(
-        "shapes-pixart", "a bundled model, a folder, a hub id, or one of random weights: 'random-flux blocks=57'",
+        "shapes-pixart",
+        "a bundled model, a folder, a hub id, or one of random weights: 'random-flux blocks=57'",
         metavar="NAME",
-    )  # fmt: skip
+    )
     prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
     steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
     height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")

@@ -14,12 +14,11 @@ from ditile.errors import PlanError
 from ditile.plan.cost import PlannedCall
 from ditile.planner import hardware
 from ditile.planner.answer import load_machine_profile
-from ditile.planner.caches import predict_skipped_steps
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
-from ditile.planner.search import make_pricer
+from ditile.planner.search import make_pricer, predict_skipped_steps
 
 HOST = 1
 """Ranks of a host where a link joins two."""

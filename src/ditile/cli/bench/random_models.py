@@ -82,26 +82,39 @@ class RandomModel:
         width = self.heads * self.head_dim
         if self.family == "pixart":
             pixart: Any = PixArtTransformer2DModel(
-                num_attention_heads=self.heads, attention_head_dim=self.head_dim, num_layers=self.blocks,
-                cross_attention_dim=width, caption_channels=TEXT, sample_size=size // VAE_SCALE,
-            )  # fmt: skip
+                num_attention_heads=self.heads,
+                attention_head_dim=self.head_dim,
+                num_layers=self.blocks,
+                cross_attention_dim=width,
+                caption_channels=TEXT,
+                sample_size=size // VAE_SCALE,
+            )
             return pixart.eval()
         double, side = self.blocks // 3, self.head_dim // 4 // 2 * 2 * 3 // 2
         side -= side % 2
         flux: Any = FluxTransformer2DModel(
-            in_channels=16, num_layers=double, num_single_layers=self.blocks - double,
-            attention_head_dim=self.head_dim, num_attention_heads=self.heads, joint_attention_dim=TEXT,
-            pooled_projection_dim=TEXT, axes_dims_rope=(self.head_dim - 2 * side, side, side),
-        )  # fmt: skip
+            in_channels=16,
+            num_layers=double,
+            num_single_layers=self.blocks - double,
+            attention_head_dim=self.head_dim,
+            num_attention_heads=self.heads,
+            joint_attention_dim=TEXT,
+            pooled_projection_dim=TEXT,
+            axes_dims_rope=(self.head_dim - 2 * side, side, side),
+        )
         return flux.eval()
 
     def create_pipeline(self, size: int, dtype: torch.dtype = torch.float32) -> Any:
         """The pipeline with random weights, the same on every rank."""
         torch.manual_seed(0)
         vae = AutoencoderKL(
-            down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4, shift_factor=0.0,
-        )  # fmt: skip
+            down_block_types=["DownEncoderBlock2D"] * 4,
+            up_block_types=["UpDecoderBlock2D"] * 4,
+            block_out_channels=(8, 8, 8, 8),
+            norm_num_groups=4,
+            latent_channels=4,
+            shift_factor=0.0,
+        )
         pixart = self.family == "pixart"
         scheduler = DPMSolverMultistepScheduler() if pixart else FlowMatchEulerDiscreteScheduler(shift=3.0)
         absent = ("tokenizer", "text_encoder") + (() if pixart else ("tokenizer_2", "text_encoder_2"))
@@ -116,15 +129,23 @@ class RandomModel:
         """The call: 300 text tokens with PixArt (batched guidance), 512 with FLUX (embedded guidance); latents."""
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {
-            "height": height, "width": width, "num_inference_steps": steps, "output_type": "latent",
+            "height": height,
+            "width": width,
+            "num_inference_steps": steps,
+            "output_type": "latent",
             "generator": torch.Generator().manual_seed(0),
-        }  # fmt: skip
+        }
         if self.family == "flux":
             embeds = torch.randn(1, 512, TEXT, generator=generator).to(dtype)
             return call | {"prompt_embeds": embeds, "pooled_prompt_embeds": embeds[:, 0]}
         embeds, mask = torch.randn(1, 300, TEXT, generator=generator).to(dtype), torch.ones(1, 300)
         return call | {
-            "prompt": None, "negative_prompt": None, "prompt_embeds": embeds, "prompt_attention_mask": mask,
-            "negative_prompt_embeds": embeds.flip(1), "negative_prompt_attention_mask": mask,
-            "use_resolution_binning": False, "guidance_scale": 4.5,
-        }  # fmt: skip
+            "prompt": None,
+            "negative_prompt": None,
+            "prompt_embeds": embeds,
+            "prompt_attention_mask": mask,
+            "negative_prompt_embeds": embeds.flip(1),
+            "negative_prompt_attention_mask": mask,
+            "use_resolution_binning": False,
+            "guidance_scale": 4.5,
+        }

@@ -124,12 +124,21 @@ def write_bench_rows(folder: str, bench_rows: Sequence[Row]) -> Path:
 def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
     timed = [run for run in runs if "seconds" in run]
     seconds = [run["seconds"] for run in timed]
-    row: Row = {"key": key} | json.loads(key) | {
-        "world": timed[-1]["world"], "rounds": len(timed), "when": timed[-1]["when"],
-        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
-        "seconds": seconds, "median_s": statistics.median(seconds), "lowest_s": min(seconds), "highest_s": max(seconds),
-        "loop_s": statistics.median(run["loop"] for run in timed),
-    }  # fmt: skip
+    row: Row = (
+        {"key": key}
+        | json.loads(key)
+        | {
+            "world": timed[-1]["world"],
+            "rounds": len(timed),
+            "when": timed[-1]["when"],
+            "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
+            "seconds": seconds,
+            "median_s": statistics.median(seconds),
+            "lowest_s": min(seconds),
+            "highest_s": max(seconds),
+            "loop_s": statistics.median(run["loop"] for run in timed),
+        }
+    )
     watched = [run for run in timed if "again" in run]
     if watched:
         row["again"] = sum(run["again"] for run in watched)
@@ -156,18 +165,25 @@ def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
     least = row.get("undisturbed_s")
     quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
     return quiet | {
-        "pictures": pictures, "one_rank_seconds": [run["one_rank_s"] for run in timed],
+        "pictures": pictures,
+        "one_rank_seconds": [run["one_rank_s"] for run in timed],
         "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
-        "ratio": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
-        "bound": timed[-1].get("bound"), "steps_run": timed[-1]["steps"], "bytes_sent": timed[-1]["bytes_sent"],
+        "ratio": statistics.median(ratios),
+        "ratio_lowest": min(ratios),
+        "ratio_highest": max(ratios),
+        "bound": timed[-1].get("bound"),
+        "steps_run": timed[-1]["steps"],
+        "bytes_sent": timed[-1]["bytes_sent"],
         "exposed": _compute_mean([_median_of_field(of_rank, "share") for of_rank in shares]),
         "exposed_warmup": _compute_mean([_median_of_field(of_rank, "warmup") for of_rank in shares]),
         "exposed_of_rank": [_median_of_field(of_rank, "share") for of_rank in shares],
         "exposed_kinds": {
-            kind: _compute_mean([statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares])
+            kind: _compute_mean(
+                [statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares]
+            )
             for kind in kinds
         },
-    }  # fmt: skip
+    }
 
 
 def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:

@@ -34,7 +34,7 @@ from ditile.distributed.transport import gather_json
 from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
 from ditile.planner.disturbance import DisturbanceGuard, SlowdownGauge
-from ditile.planner.live import LiveBytes
+from ditile.planner.footprint import LiveBytes
 from ditile.runner.runner import Runner, parallelize
 
 PAUSES = 100
@@ -216,9 +216,11 @@ class _WorldBenchmark:
                 keys, cache = (report.key_bytes, report.cache_bytes) if report is not None else (0, 0)
                 parameters = count_weight_bytes(self.whole if runner is None else runner.pipe)
                 bytes_by_use = {
-                    "parameters": parameters, "keys": keys, "cache": cache,
+                    "parameters": parameters,
+                    "keys": keys,
+                    "cache": cache,
                     "activations": max(0, peak - keys - cache),
-                }  # fmt: skip
+                }
         self.advance(1)
         return [one for one in gather_json(bytes_by_use, dist.group.WORLD) if one is not None]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from ditile.cli.bench.cells import ONE_RANK
-from ditile.cli.bench.naming import make_rows_title
+from ditile.cli.bench.figures import make_rows_title
 from ditile.cli.bench.runs import Row
 from ditile.plan.units import format_bytes
 

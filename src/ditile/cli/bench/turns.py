@@ -1,18 +1,26 @@
-"""What measurements that take turns share: a cache for one call, the loop's seconds, a progress bar."""
+"""What measurements that take turns share: a cache for one call, the loop's seconds, a progress bar.
+
+The facts of a machine that belong to a measurement.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import diffusers
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+import ditile
 from ditile.cache.cached import IdleCacheWarning
-from ditile.distributed import env
+from ditile.distributed import cpus, env
 from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError
 from ditile.runner.caching import disable_cache, enable_cache
@@ -73,3 +81,27 @@ def show_progress_bar(title: str, total: int, *, shown: bool) -> Iterator[Callab
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def collect_machine_facts(device: str | None) -> dict[str, Any]:
+    """What was measured on: processor or GPUs, and versions.
+
+    Args:
+        device: that was asked for.
+    """
+    gpu = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
+    count = torch.cuda.device_count() if gpu else 0
+    return {
+        "processor": cpus.read_cpu_name(),
+        "cores": cpus.count_usable_cores(),
+        "gpus": [torch.cuda.get_device_name(k) for k in range(count)],
+        "system": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "ditile": ditile.__version__,
+    }
+
+
+def read_load_average() -> float | None:
+    """Processes that want a core at a time, mean of the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ditile.cache.line import NO_CACHE
+from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.scores import read_picture
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import ditile
-from ditile.cli import png
+from ditile.cli import files
 from ditile.cli.bench.turns import show_progress_bar, use_cache_within
 from ditile.cli.bench.worlds import allow_all_cores
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr
@@ -99,8 +99,10 @@ def _draw_turns(task: EvaluationTask, turns: Sequence[CaptionTurn], rank: int, d
     if task.with_original and rank == 0:
         pipelines[ORIGINAL.plan] = EvaluationPipeline(task, ORIGINAL.plan, device, groups)
     everyone = dist.group.WORLD if task.world > 1 else None
-    turns = [CaptionTurn(p, text, seed, tuple(EvaluationSetting(*s) for s in every)) for p, text, seed, every in
-             gather_json([list(turn) for turn in turns], everyone)[0]]  # fmt: skip
+    turns = [
+        CaptionTurn(p, text, seed, tuple(EvaluationSetting(*s) for s in every))
+        for p, text, seed, every in gather_json([list(turn) for turn in turns], everyone)[0]
+    ]
     store, total = EvaluationFolder(Path(task.session.out)), sum(len(turn.settings) for turn in turns)
     for turn in turns[:1]:
         for plan in dict.fromkeys((ORIGINAL.plan, *task.plans)):
@@ -226,18 +228,30 @@ def _write_turn_pictures(
         timed_picture = pictures[setting]
         path = store.picture_path(setting, turn.place)
         texts = {
-            "Software": f"ditile {ditile.__version__}", "model": task.wanted.model, "prompt": turn.prompt,
-            "seed": str(turn.seed), "plan": setting.plan, "cache": setting.cache,
-        }  # fmt: skip
+            "Software": f"ditile {ditile.__version__}",
+            "model": task.wanted.model,
+            "prompt": turn.prompt,
+            "seed": str(turn.seed),
+            "plan": setting.plan,
+            "cache": setting.cache,
+        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            png.save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
+            files.save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be written: {error}") from error
-        rows.append({
-            "plan": setting.plan, "cache": setting.cache, "caption": turn.place, "prompt": turn.prompt,
-            "seed": turn.seed, "file": str(path.relative_to(store.out)), "seconds": timed_picture.seconds,
-            "original_s": None if original is None else original.seconds, "original_again_psnr": again,
-            "blocks_saved": timed_picture.saved,
-        })  # fmt: skip
+        rows.append(
+            {
+                "plan": setting.plan,
+                "cache": setting.cache,
+                "caption": turn.place,
+                "prompt": turn.prompt,
+                "seed": turn.seed,
+                "file": str(path.relative_to(store.out)),
+                "seconds": timed_picture.seconds,
+                "original_s": None if original is None else original.seconds,
+                "original_again_psnr": again,
+                "blocks_saved": timed_picture.saved,
+            }
+        )
     store.append_picture_rows(rows)

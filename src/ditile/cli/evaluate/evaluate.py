@@ -21,7 +21,7 @@ import torch
 
 import ditile
 from ditile.cli import files
-from ditile.cli.bench.machine import read_load_average
+from ditile.cli.bench.turns import read_load_average
 from ditile.cli.dry_run import build_dry_run_job
 from ditile.cli.evaluate.captions import Caption, load_captions
 from ditile.cli.evaluate.draw import CaptionTurn, EvaluationTask, draw_session
@@ -106,10 +106,15 @@ def build_evaluation_table(evaluation: Mapping[str, Any]) -> Table:
     for row in evaluation["settings"]:
         plan = "original" if row["setting"] == str(ORIGINAL) else row["plan"]
         shown.add_row(
-            plan, row["cache"], str(row["world"]), f"{row['seconds']:.2f}", f"{100 * row['latency_ratio']:.0f} %",
-            f"{row['speedup']:.2f}x", f"{100 * row['blocks_saved']:.0f}",
+            plan,
+            row["cache"],
+            str(row["world"]),
+            f"{row['seconds']:.2f}",
+            f"{100 * row['latency_ratio']:.0f} %",
+            f"{row['speedup']:.2f}x",
+            f"{100 * row['blocks_saved']:.0f}",
             *(f"{row[name]:.{digits}f}" if name in row else "-" for name, _, digits in columns),
-        )  # fmt: skip
+        )
     return shown
 
 
@@ -153,9 +158,13 @@ def _build_job_record(wanted: EvaluateOptions, session: SessionOptions, threads:
     call = build_dry_run_call(wanted.build_generate_options("a caption"), read_generation_options(wanted.model))
     del call["prompt"], call["num_images_per_prompt"]
     return {
-        "model": wanted.model, "call": call, "dtype": session.dtype, "device": session.device, "threads": threads,
+        "model": wanted.model,
+        "call": call,
+        "dtype": session.dtype,
+        "device": session.device,
+        "threads": threads,
         "together": not session.one_at_a_time,
-    }  # fmt: skip
+    }
 
 
 def _list_session_tasks(
@@ -235,17 +244,26 @@ def _judge_and_write(
     absent = judged.absent | ({} if figure else {PARETO_FILE: "matplotlib is not installed"})
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
     evaluation = {
-        "model": wanted.model, "job": _read_job_file(store), "captions": {
-            "source": wanted.captions, "count": count, "seed": wanted.seed,
+        "model": wanted.model,
+        "job": _read_job_file(store),
+        "captions": {
+            "source": wanted.captions,
+            "count": count,
+            "seed": wanted.seed,
         },
         "measured": {
-            "how": ONE_AT_A_TIME if session.one_at_a_time else INTERLEAVED, "date": f"{datetime.date.today()}",
-            "original_again_psnr": min(again, default=None), **_describe_machine(),
+            "how": ONE_AT_A_TIME if session.one_at_a_time else INTERLEAVED,
+            "date": f"{datetime.date.today()}",
+            "original_again_psnr": min(again, default=None),
+            **_describe_machine(),
         },
-        "metrics": judged.metrics, "absent": absent, "frechet": judged.frechet,
-        "resize": panel.side, "references": judged.references,
+        "metrics": judged.metrics,
+        "absent": absent,
+        "frechet": judged.frechet,
+        "resize": panel.side,
+        "references": judged.references,
         "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
-    }  # fmt: skip
+    }
     files.write_json_file(store.out / FILE, evaluation)
     _write_contact_sheet(store, settings, captions, rows)
     if figure:
@@ -283,10 +301,13 @@ def _describe_machine() -> dict[str, Any]:
     """Where it ran, and with what."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
     return {
-        "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}", "load_average": read_load_average(),
-        "python": platform.python_version(), "ditile": ditile.__version__, "torch": torch.__version__,
+        "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}",
+        "load_average": read_load_average(),
+        "python": platform.python_version(),
+        "ditile": ditile.__version__,
+        "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-    }  # fmt: skip
+    }
 
 
 def _is_first_rank() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ditile.cache.line import NO_CACHE
+from ditile.cache.config_text import NO_CACHE
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.options import GenerateOptions, check_stall_timeout
 from ditile.errors import ModelError, PlanError
@@ -24,7 +24,7 @@ class EvaluationSetting(NamedTuple):
 
     Attributes:
         plan: as `str(Plan)`.
-        cache: in one line (`ditile.cache.line`), or `none`.
+        cache: in one line (`ditile.cache.config_text`), or `none`.
     """
 
     plan: str
@@ -116,9 +116,15 @@ class EvaluateOptions:
             ModelError: if a value is out of its range.
         """
         return GenerateOptions(
-            prompt=prompt, model=self.model, steps=self.steps, guidance=self.guidance, seed=self.seed,
-            negative_prompt=self.negative_prompt, height=self.height, width=self.width,
-        )  # fmt: skip
+            prompt=prompt,
+            model=self.model,
+            steps=self.steps,
+            guidance=self.guidance,
+            seed=self.seed,
+            negative_prompt=self.negative_prompt,
+            height=self.height,
+            width=self.width,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,13 +98,16 @@ class MetricPanel:
             distances[str(setting)] = setting_distances
         return Judgement(
             metrics={metric.name: {"title": metric.title, "digits": metric.digits} for metric in self.metrics},
-            absent=self.absent, distances=distances,
+            absent=self.absent,
+            distances=distances,
             frechet={
-                "space": self.space.name, "is_inception": self.space.is_inception, "why": self.why,
+                "space": self.space.name,
+                "is_inception": self.space.is_inception,
+                "why": self.why,
                 "features": len(moments[ORIGINAL].mean),
             },
             references={"count": len(self.references), "of": self.whose} if self.references else None,
-        )  # fmt: skip
+        )
 
     def _prepare_missing_metrics(self, row: PictureRow) -> list[Metric]:
         """The metrics that a row lacks; those of pictures of another size are taken anew."""
@@ -115,9 +118,14 @@ class MetricPanel:
         return [metric for metric in self.metrics if metric.name not in row["scores"]]
 
     def _score_and_yield_pictures(
-        self, store: EvaluationFolder, rows: Mapping[PictureKey, PictureRow], setting: EvaluationSetting, wanted: Mapping[PictureKey, list[Metric]], count: int,
+        self,
+        store: EvaluationFolder,
+        rows: Mapping[PictureKey, PictureRow],
+        setting: EvaluationSetting,
+        wanted: Mapping[PictureKey, list[Metric]],
+        count: int,
         advance: Callable[[], None],
-    ) -> Iterator[Picture]:  # fmt: skip
+    ) -> Iterator[Picture]:
         """The pictures of a setting as they are judged; on its way past each gets its scores."""
         for place in range(count):
             whole = read_picture(store.picture_path(setting, place))

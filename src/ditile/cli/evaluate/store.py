@@ -148,14 +148,21 @@ def summarize_settings(
         }
         summaries.append(
             {
-                "setting": str(setting), "plan": setting.plan, "cache": setting.cache, "world": setting.world_size,
-                "pictures": count, "seconds": statistics.median(row["seconds"] for row in setting_rows),
-                "latency_ratio": statistics.median(ratios), "latency_lowest": min(ratios),
-                "latency_highest": max(ratios), "speedup": 1 / statistics.median(ratios),
-                "blocks_saved": statistics.fmean(row["blocks_saved"] for row in setting_rows), **scores,
+                "setting": str(setting),
+                "plan": setting.plan,
+                "cache": setting.cache,
+                "world": setting.world_size,
+                "pictures": count,
+                "seconds": statistics.median(row["seconds"] for row in setting_rows),
+                "latency_ratio": statistics.median(ratios),
+                "latency_lowest": min(ratios),
+                "latency_highest": max(ratios),
+                "speedup": 1 / statistics.median(ratios),
+                "blocks_saved": statistics.fmean(row["blocks_saved"] for row in setting_rows),
+                **scores,
                 "psnr_lowest": min(row["scores"]["psnr"] for row in setting_rows),
             }
-        )  # fmt: skip
+        )
     return summaries
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, refuse_key_masks
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.opaque import CustomOp
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
 from ditile.plan.layout import merge_ranges
 
@@ -34,9 +34,15 @@ class AttentionCore:
     """
 
     def __init__(
-        self, current: Callable[[], Generation], exchange: HeadExchange, keys: KeySource, masks: KeyMaskSource, *, joint: bool,
+        self,
+        current: Callable[[], Generation],
+        exchange: HeadExchange,
+        keys: KeySource,
+        masks: KeyMaskSource,
+        *,
+        joint: bool,
         turn: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
         self._joint, self._custom_op = joint, CustomOp(self._attend_in_custom_op, turn)
         self.overlaps = exchange.overlaps
@@ -161,9 +167,15 @@ class StaleKeys:
     """
 
     def __init__(
-        self, current: Callable[[], Generation], layer: str, kernel: AttentionKernel, fresh: KeySource, gather: KeyGather, *,
+        self,
+        current: Callable[[], Generation],
+        layer: str,
+        kernel: AttentionKernel,
+        fresh: KeySource,
+        gather: KeyGather,
+        *,
         check: AgeChecks | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
         self._gather, self._check = gather, check
 

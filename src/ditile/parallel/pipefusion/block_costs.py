@@ -87,11 +87,15 @@ class CostModel:
             sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out)
         )
         return cls(
-            blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain], first=first, last=last,
+            blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain],
+            first=first,
+            last=last,
             side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
-            text=0 if spec.joint == "none" else spec.conditioning({}).text, joint=spec.joint,
-            width=int(config["num_attention_heads"] * config["attention_head_dim"]), itemsize=itemsize,
-        )  # fmt: skip
+            text=0 if spec.joint == "none" else spec.conditioning({}).text,
+            joint=spec.joint,
+            width=int(config["num_attention_heads"] * config["attention_head_dim"]),
+            itemsize=itemsize,
+        )
 
     def count_costs(self, patches: int, ridge: int) -> BlockCosts:
         """As `counted` has them."""

@@ -46,9 +46,15 @@ class PipeFusion:
     """
 
     def __init__(
-        self, mesh: Mesh, owned: range, plan: Plan, joint: Joint, trace: GenerationTrace, streams: TokenStreams,
+        self,
+        mesh: Mesh,
+        owned: range,
+        plan: Plan,
+        joint: Joint,
+        trace: GenerationTrace,
+        streams: TokenStreams,
         warmup_group: WarmupGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams

@@ -20,20 +20,19 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import AsyncMax, broadcast_tensor
 from ditile.errors import StateError
-from ditile.hooks.drift import RelativeChange
 from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import GenerationMemory
+from ditile.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.hooks.overrides import WatchedMethod, override_attribute
 from ditile.hooks.protocols import BatchShare
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.patch_schedulers import (
     PatchSchedulers,
+    StepTimesteps,
     extract_sample,
     find_argument_names,
     replace_latents,
 )
-from ditile.parallel.pipefusion.timesteps import StepTimesteps
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, Schedule
@@ -76,9 +75,17 @@ class Loop:
     """
 
     def __init__(
-        self, scheduler: Any, pipefusion: PipeFusion, mesh: Mesh, plan: Plan, split: Split, batch: BatchShare, *,
-        latent_dim: int, trace: GenerationTrace,
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Any,
+        pipefusion: PipeFusion,
+        mesh: Mesh,
+        plan: Plan,
+        split: Split,
+        batch: BatchShare,
+        *,
+        latent_dim: int,
+        trace: GenerationTrace,
+    ) -> None:
         self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
         self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control  # replicas meet at the end
@@ -169,9 +176,14 @@ class Loop:
         self._batch.begin_generation()
         self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
         generation = Generation(
-            schedule.compute_key_ages, schedule.keeps_keys, schedule.reads_stale_keys, self._split, self._mesh.sequence.index,
-            self._batch.select_branches, GenerationMemory(self._relative_change),
-        )  # fmt: skip
+            schedule.compute_key_ages,
+            schedule.keeps_keys,
+            schedule.reads_stale_keys,
+            self._split,
+            self._mesh.sequence.index,
+            self._batch.select_branches,
+            GenerationMemory(self._relative_change),
+        )
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None:
             generation.warmup_split, generation.warmup_index = (
@@ -415,5 +427,5 @@ class Loop:
             patches = self._plan.num_patches if self._is_stepping_rank else 1
             self._copies = PatchSchedulers(
                 self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps), self._roles
-            )  # fmt: skip
+            )
         return self._copies

@@ -40,9 +40,13 @@ class ReceivePrefetcher:
     """
 
     def __init__(
-        self, channel: PeerChannel, shape: Callable[[MessageKey], tuple[int, ...] | None], can_post: Callable[[MessageKey], bool], *,
+        self,
+        channel: PeerChannel,
+        shape: Callable[[MessageKey], tuple[int, ...] | None],
+        can_post: Callable[[MessageKey], bool],
+        *,
         looks_ahead: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.channel, self._shape, self._can_post = channel, shape, can_post
         self._looks_ahead = looks_ahead
         self._expected: deque[MessageKey] = deque()

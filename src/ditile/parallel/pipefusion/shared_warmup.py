@@ -64,11 +64,13 @@ class WarmupGroup:
         self._channels = {
             (sender, receiver, kind): PeerChannel(
                 mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender),
-                receiver if sender == mesh.stage_index else sender, kind, mesh.traffic,
+                receiver if sender == mesh.stage_index else sender,
+                kind,
+                mesh.traffic,
             )
             for sender, receiver, kind in self._order
             if mesh.stage_index in (sender, receiver)
-        }  # fmt: skip
+        }
 
     def connect_channels(self, device: torch.device) -> None:
         """Uses every wire once, in one order for all stages."""

@@ -21,8 +21,7 @@ from ditile.distributed.transport import PendingMessages, gather_json, start_bro
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.overrides import ACCELERATE_FORWARD
-from ditile.hooks.placeholders import build_meta_model
-from ditile.hooks.quantized import list_quantized_parameters
+from ditile.hooks.placeholders import build_meta_model, list_quantized_parameters
 from ditile.plan.cost import ALIGNMENT
 
 BLOCKS_AHEAD = 2

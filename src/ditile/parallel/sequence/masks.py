@@ -42,9 +42,12 @@ class GatheredKeyMaskSource:
     """
 
     def __init__(
-        self, axis: Axis, ulysses: Axis, traffic: Traffic,
+        self,
+        axis: Axis,
+        ulysses: Axis,
+        traffic: Traffic,
         source: Callable[[Tensor], tuple[object, ...] | None] = identify_mask,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert axis.group is not None
         self._axis, self._group, self._ulysses, self._traffic = axis, axis.group, ulysses, traffic
         self._source = source

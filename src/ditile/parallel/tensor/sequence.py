@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import match_modules
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -67,9 +67,13 @@ class StreamLengths:
 
 
 def install_token_gathers(
-    stack: ExitStack, transformer: nn.Module, cuts: TensorCuts, table: Mapping[str, Mapping[str, str]], tokens: StreamLengths,
+    stack: ExitStack,
+    transformer: nn.Module,
+    cuts: TensorCuts,
+    table: Mapping[str, Mapping[str, str]],
+    tokens: StreamLengths,
     collectives: TensorCollectives,
-) -> dict[str, Callable[[Tensor], Tensor]]:  # fmt: skip
+) -> dict[str, Callable[[Tensor], Tensor]]:
     """Hooks the gathers into a model; what each row-parallel Linear does to its sums.
 
     Raises:

@@ -34,7 +34,7 @@ from torch.nn import functional
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
 from ditile.parallel.tensor.collectives import TensorCollectives
@@ -119,9 +119,15 @@ def find_tensor_table(transformer: nn.Module, spec: ModelSpec | None) -> Mapping
 
 
 def shard_weights(
-    transformer: nn.Module, table: Mapping[str, Any], axis: Axis, traffic: Traffic, *,
-    sequence: Mapping[str, Mapping[str, str]] | None = None, loaded: bool = False, keep: bool = False,
-) -> ShardedTransformer:  # fmt: skip
+    transformer: nn.Module,
+    table: Mapping[str, Any],
+    axis: Axis,
+    traffic: Traffic,
+    *,
+    sequence: Mapping[str, Mapping[str, str]] | None = None,
+    loaded: bool = False,
+    keep: bool = False,
+) -> ShardedTransformer:
     """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
 
     Args:

@@ -21,25 +21,23 @@ from transformers.utils.generic import ModelOutput
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, broadcast_tensor, gather_json
 from ditile.errors import ModelError, StateError
-from ditile.hooks.opaque import exclude_from_compile
+from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import ModuleContents, restore_contents, turn_into_placeholder
-from ditile.parallel.text.encoder_place import (
+from ditile.parallel.text.parts import (
     FREED,
     IN_CALL,
     WHOLE,
     EncoderPlacement,
-    install_call_guard,
-    read_placement,
-    store_placement,
-)
-from ditile.parallel.text.parts import (
     assign_layer_ranks,
     empty_foreign_modules,
     find_encoder_layers,
     find_encoder_modules,
+    install_call_guard,
     list_foreign_modules,
+    read_placement,
     set_placeholder_parameter,
+    store_placement,
 )
 from ditile.plan.plan import TEXT_AFTER
 
@@ -56,9 +54,17 @@ class TextEncoders:
     """The text encoders of a pipeline, of which a rank holds a part."""
 
     def __init__(
-        self, pipe: Any, mode: str, axis: Axis, control: dist.ProcessGroup | None, device: torch.device,
-        traffic: Traffic, *, keep: bool = False, after: After = "keep",
-    ) -> None:  # fmt: skip
+        self,
+        pipe: Any,
+        mode: str,
+        axis: Axis,
+        control: dist.ProcessGroup | None,
+        device: torch.device,
+        traffic: Traffic,
+        *,
+        keep: bool = False,
+        after: After = "keep",
+    ) -> None:
         """Looks, and touches nothing.
 
         Args:

@@ -2,19 +2,36 @@
 
 With a block size it makes that many rows at a time, so that what the kernel copies or unfolds is never larger.
 Nearest up-sampling is done to the rows that a block needs: halo rows travel before they are doubled.
+
+Group normalization of a strip with the statistics of the whole picture.
+
+Mean and variance of the picture follow from those of the strips: the variances average, and so do the squares by which
+the strips' means miss the common one. Leaving out the latter is wrong wherever the top of a picture is brighter than
+its bottom. Each strip's variance is taken about its own mean, so nothing cancels (Chan, Golub and LeVeque, 1983).
+
+The attention in the middle of a coder, of a strip: its own queries, the keys and values of all rows.
+
+A residual block a few rows at a time: what a convolution is given is normalized when it is needed.
+
+diffusers' own forward holds a normalized copy of the whole strip beside what it is made from, and the sum of the two
+branches before and after it is scaled. Here a block of rows is normalized and convolved at once, the second branch is
+added in place, and rows travel as they are before the norm, which every rank does alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor, nn
 
-from ditile.parallel.vae.halo import Halo, RowWindow, intersect_ranges
-from ditile.parallel.vae.strip import Strip
+from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges
+
+# noqa: N812
+
 
 VisibleRows = list[tuple[range, Tensor]]
 """Rows of the input, from top to bottom, and where in the picture they are."""
@@ -56,9 +73,16 @@ def convolve_strip(
 
 
 def _fill_output_rows(
-    out: Tensor, conv: nn.Conv2d, seen: VisibleRows, rows: range, part: Halo, size: int, window: RowWindow,
-    sides: tuple[int, int], prepare: PrepareRows | None,
-) -> None:  # fmt: skip
+    out: Tensor,
+    conv: nn.Conv2d,
+    seen: VisibleRows,
+    rows: range,
+    part: Halo,
+    size: int,
+    window: RowWindow,
+    sides: tuple[int, int],
+    prepare: PrepareRows | None,
+) -> None:
     for first in range(rows.start, rows.stop, size):
         block = range(first, min(first + size, rows.stop))
         at = block.start - part.out.start
@@ -95,3 +119,120 @@ def _convolve_rows(
     else:
         x, padding = F.pad(x, (*sides, above, below)), (0, 0)
     return F.conv2d(x, conv.weight, conv.bias, cast(tuple[int, int], conv.stride), padding, groups=conv.groups)
+
+
+# noqa: N812
+
+
+AT_ONCE = 1 << 22
+"""Numbers that are centred at a time, so that no second copy of the picture is made."""
+
+
+def normalize_strip(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Tensor:
+    """This rank's rows of the output, for rows `[B, C, rows, W]` or tokens `[B, C, rows * W]`."""
+    normalize = build_normalizer(norm, x, strip)
+    return normalize(x) if x.numel() else x
+
+
+def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
+    """What normalizes rows of the picture, those of `x` or of other strips, however many at a time."""
+    batch, channels = x.shape[:2]
+    means, variances, shares = strip.gather_equal_shapes(
+        _compute_moments(x, norm.num_groups, strip.picture_share)
+    ).unbind(1)
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+
+    def expand_to_channels(of_group: Tensor) -> Tensor:
+        return of_group.repeat_interleave(channels // norm.num_groups, dim=1).flatten()
+
+    weight, bias = (None if p is None else p.to(mean.dtype).repeat(batch) for p in (norm.weight, norm.bias))
+    mean, variance = expand_to_channels(mean), expand_to_channels(variance)
+
+    def normalize_rows(rows: Tensor) -> Tensor:
+        # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a
+        # copy; the channels of all pictures stand side by side
+        flat = rows.contiguous().view(1, batch * channels, -1)
+        return F.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
+
+    return normalize_rows
+
+
+def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
+    """Mean and variance of each group of a strip, and its share of the picture, `[3, B, groups]`, in fp32 or better.
+
+    The share travels with them: a list of all shares would have to be copied to the device, which waits for it.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if not x.numel():
+        return x.new_zeros(3, x.shape[0], groups, dtype=wide)
+    flat = x.contiguous().view(x.shape[0], groups, -1)
+    means, variances = [], []
+    for part in flat.split(max(AT_ONCE // (flat.shape[0] * flat.shape[2]), 1), dim=1):
+        mean = part.mean(2, dtype=wide)
+        means.append(mean)
+        variances.append((part - mean[..., None]).square_().mean(2))
+    all_means = torch.cat(means, 1)
+    return torch.stack([all_means, torch.cat(variances, 1), torch.full_like(all_means, share)])
+
+
+# noqa: N812
+
+
+STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
+"""The processors that this one computes the same as."""
+
+
+class RowAttention:
+    """An attention processor for diffusers' `Attention` where it attends to a picture itself, without a mask."""
+
+    def __init__(self, strip: Strip) -> None:
+        self._strip = strip
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: None = None,
+        attention_mask: None = None,
+        temb: None = None,
+    ) -> Tensor:
+        """From this rank's rows `[B, C, rows, W]` to its rows of the output."""
+        batch, _, rows, width = hidden_states.shape
+        x_BCS = hidden_states.flatten(2)  # noqa: N806
+        if attn.group_norm is not None:
+            x_BCS = attn.group_norm(x_BCS)  # noqa: N806
+        x_SBC = x_BCS.permute(2, 0, 1)  # noqa: N806
+        pairs = self._strip.start_strip_gather(torch.cat([attn.to_k(x_SBC), attn.to_v(x_SBC)], dim=-1), units=width)
+        query = attn.to_q(x_SBC)
+        q_BNSH, k_BNSH, v_BNSH = (  # noqa: N806
+            part.unflatten(-1, (attn.heads, -1)).permute(1, 2, 0, 3)
+            for part in (query, *torch.cat(pairs.wait_for_tensors()).chunk(2, -1))
+        )
+        if not rows:
+            return hidden_states
+        out = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH)
+        out = attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
+        out = out.transpose(1, 2).reshape(batch, -1, rows, width)
+        if attn.residual_connection:
+            out = out + hidden_states
+        scaled: Tensor = out / attn.rescale_output_factor
+        return scaled
+
+
+def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
+    """This rank's rows of what a `ResnetBlock2D` makes without a time embedding; its convolutions are divided."""
+
+    def normalize_and_convolve(norm: nn.GroupNorm, conv: nn.Module, x: Tensor) -> Any:
+        normalize = build_normalizer(norm, x, strip)
+        return conv(x, prepare=lambda rows: block.nonlinearity(normalize(rows)))
+
+    out: Tensor = normalize_and_convolve(block.norm2, block.conv2, normalize_and_convolve(block.norm1, block.conv1, x))
+    out += x if block.conv_shortcut is None else block.conv_shortcut(x)
+    return out.div_(block.output_scale_factor) if block.output_scale_factor != 1 else out
+
+
+def is_plain_residual(block: Any) -> bool:
+    """Whether `residual` computes the same as a `ResnetBlock2D` does."""
+    parts = (block.upsample, block.downsample, block.time_emb_proj)
+    return block.time_embedding_norm != "scale_shift" and all(part is None for part in parts) and not block.dropout.p

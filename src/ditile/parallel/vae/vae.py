@@ -26,17 +26,27 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.overrides import override_attribute
-from ditile.parallel.vae.attention import STOCK, RowAttention
-from ditile.parallel.vae.halo import RowWindow
-from ditile.parallel.vae.layers import convolve_strip
-from ditile.parallel.vae.norm import normalize_strip
-from ditile.parallel.vae.residual import is_plain_residual, run_residual_block
-from ditile.parallel.vae.strip import Strip
+from ditile.parallel.vae.halo import RowWindow, Strip
+from ditile.parallel.vae.layers import (
+    STOCK,
+    RowAttention,
+    convolve_strip,
+    is_plain_residual,
+    normalize_strip,
+    run_residual_block,
+)
 
 CONTAINER_TYPES = {
-    Encoder, Decoder, blocks.UNetMidBlock2D, blocks.DownEncoderBlock2D, blocks.AttnDownEncoderBlock2D,
-    blocks.UpDecoderBlock2D, blocks.AttnUpDecoderBlock2D, ResnetBlock2D, nn.ModuleList,
-}  # fmt: skip
+    Encoder,
+    Decoder,
+    blocks.UNetMidBlock2D,
+    blocks.DownEncoderBlock2D,
+    blocks.AttnDownEncoderBlock2D,
+    blocks.UpDecoderBlock2D,
+    blocks.AttnUpDecoderBlock2D,
+    ResnetBlock2D,
+    nn.ModuleList,
+}
 """What only calls its children, and adds."""
 PIXELWISE_TYPES = {nn.Linear, nn.Dropout, nn.SiLU, nn.ReLU, nn.GELU, nn.Mish}
 """What never looks beyond a pixel."""
@@ -62,9 +72,14 @@ class ParallelVAE:
     """
 
     def __init__(
-        self, vae: Any, axis: Axis, traffic: Traffic, *, block_size: int | None = None,
+        self,
+        vae: Any,
+        axis: Axis,
+        traffic: Traffic,
+        *,
+        block_size: int | None = None,
         gather: Literal["all", "first"] = "all",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
             raise PlanError(f"block_size={block_size!r} is no number of rows; try block_size=64, or None for all")
         if gather not in ("all", "first"):
