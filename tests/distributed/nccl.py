@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import ditile.distributed.backend
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ditile.distributed.backend
 import ditile.distributed.mesh
 import ditile.distributed.transport
 

@@ -98,7 +98,7 @@ def test_text_makes_the_first_patch_smaller() -> None:
 def splits(draw: st.DrawFn) -> tuple[Layout, Split]:
     """A layout and as many ranks as every patch of it has tokens for."""
     layout = draw(layouts())
-    fewest = min(layout.rows(p) for p in range(layout.patches)) * layout.grid.tokens_per_row
+    fewest = min(layout.rows(p) for p in range(layout.num_patches)) * layout.grid.tokens_per_row
     if draw(st.booleans()):
         whole = Layout.cut_into_patches(layout.grid, 1, layout.text, layout.joint)
         distrifusion = draw(st.integers(1, min(8, layout.grid.rows)))

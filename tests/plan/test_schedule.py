@@ -69,7 +69,7 @@ def test_bounds_by_hand() -> None:
 
     Serial: 1 + 19 / 2 + 1 / 8 = 10.625. In two pieces the synchronous step takes 3 / 4, with a crew of two 1 / 2.
     """
-    base = {"stages": 2, "patches": 4, "steps": 20, "warmup": 1, "rows": 2}
+    base = {"stages": 2, "patches": 4, "steps": 20, "warmup": 1, "batch": 2}
     assert Schedule(**base).bound_speedup() == pytest.approx(20 / 10.625)
     assert Schedule(**base, mode="pipelined").bound_speedup() == pytest.approx(20 / 10.375)
     assert round(Schedule(**base, mode="pipelined").bound_speedup(), 2) == 1.93

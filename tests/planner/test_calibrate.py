@@ -33,7 +33,9 @@ def test_what_calls_cost_besides_their_work_is_found(slower: float, kernel_s: fl
     found = fit_kernel_costs(before, calls)
     assert found.kernel_s == pytest.approx(kernel_s, rel=1e-3, abs=1e-12)
     for name in ("matmul", "attention"):
-        assert getattr(found, name).at(64, 512) == pytest.approx(getattr(before, name).at(64, 512) / slower, rel=1e-3)
+        assert getattr(found, name).interpolate(64, 512) == pytest.approx(
+            getattr(before, name).interpolate(64, 512) / slower, rel=1e-3
+        )
 
 
 def test_a_rate_is_never_faster_than_its_curve() -> None:
@@ -183,7 +185,7 @@ def _of_hosts(ranks: int, out: str | None) -> tuple[Any, set[tuple[int, int]]]:
         patch.setenv("LOCAL_RANK", str(local))
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         if out is None:
-            return command.measure_all_ranks("float32", [], command.by_host()), pairs
+            return command.measure_all_ranks("float32", [], list_ranks_by_host()), pairs
         with pytest.raises(PlanError, match=f"ranks=9, and torchrun started {ranks} on each host; leave it out"):
             command.calibrate_machine(CalibrateOptions(ranks=9, out=out))
         return command.calibrate_machine(CalibrateOptions(out=out, dtype="float32")), pairs

@@ -76,7 +76,7 @@ def _heard() -> tuple[float, float, bool]:
     asked = list[int]()
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disturbance.processor, "own", lambda: [rank % 2])
+        patch.setattr(disturbance.cpus, "list_own_cores", lambda: [rank % 2])
         slower = SlowdownGauge(dist.group.WORLD, CPU)
         patch.setattr(slower, "_time_products", lambda: asked.append(rank) or [1.0])
         first = slower()

@@ -201,7 +201,9 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
-        _call_dry_run("planned", wanted, plan, cache)  # before very many processes are started to say the same
+        _call_dry_run(
+            "build_dry_run_job", wanted, plan, cache
+        )  # before very many processes are started to say the same
     draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
     outcome = draw(wanted, run, plan, cache)
     if outcome is not None:
@@ -287,7 +289,7 @@ def _generate_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cac
         run.check_output_paths(run.list_image_paths(wanted.num_images))
     if env.read_torchrun_place() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
-    outcome: Outcome | None = _run_on_ranks("draw", plan, run, (wanted, run, plan, cache))
+    outcome: Outcome | None = _run_on_ranks("draw_pictures", plan, run, (wanted, run, plan, cache))
     return outcome
 
 
@@ -308,7 +310,7 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
 
             return build_lines_outcome(wanted, run, plan, cache, 0, [])
     outcome: Outcome | None = _run_on_ranks(
-        "draw_lines", plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
+        "draw_prompt_lines", plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
     )
     return outcome
 
@@ -335,7 +337,7 @@ def _call_on_rank(name: str, *args: Any) -> Any:
 
 
 def _print_dry_run(wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> int:
-    print(_call_dry_run("report", wanted, plan, cache))
+    print(_call_dry_run("describe_dry_run", wanted, plan, cache))
     leave_torchrun()
     return 0
 

@@ -105,8 +105,8 @@ def launch(
     with unwind_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
         try:
             for number in range(ranks):
-                rank_call = f"serve({number}, {ranks}, {threads}, {directory!r}, {prepare})"
-                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import serve; {rank_call}"
+                rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {prepare})"
+                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import run_rank_process; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
                 environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory)
                 started.append(RankProcess(number, command, environ, call, Path(directory, f"stacks-{number}")))
