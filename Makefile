@@ -1,11 +1,11 @@
-# make demo | test | check: each makes .venv first, and makes it anew when the versions in it would change.
+# make demo | test | check | docs: each makes .venv first, and makes it anew when the versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
 
-.PHONY: demo test check environment
+.PHONY: demo test check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
@@ -18,6 +18,11 @@ test: environment
 
 check: environment
 	scripts/check
+
+# The API reference, made from docstrings: build/docs/ditile.html
+docs: environment
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(RUN) scripts/docs
 
 environment: $(STAMP)
 

@@ -1,7 +1,7 @@
 """Put a trained transformer and its parts together: `python -m training.assemble pixart [--text FOLDER]
 [--vae FOLDER]`.
 
-Without --text and --vae these come from the model that is bundled now. The folder in ditile/assets is
+Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/assets is
 replaced at once, at the end, and keeps its README.md. Text encoders are saved in fp32 (in bf16 a
 from_pretrained without dtype fails), the rest in bf16.
 """

@@ -1,7 +1,7 @@
 """Sample captions with a bundled model and check the pictures: `python -m training.evaluate shapes-pixart
 --captions 200`.
 
-Runs the unmodified diffusers pipeline of ditile/assets/<model> (or of --folder) with the defaults of its
+Runs the unmodified diffusers pipeline of src/ditile/assets/<model> (or of --folder) with the defaults of its
 generation.json, batches of captions with one seed each. --transformer puts in weights that are still in
 training. Prints one row a size and guidance.
 """

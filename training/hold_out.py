@@ -1,4 +1,4 @@
-"""Write ditile/assets/captions.txt: 200 distinct captions that training skips: `python -m training.hold_out
+"""Write src/ditile/assets/captions.txt: 200 distinct captions that training skips: `python -m training.hold_out
 --seed 1`.
 """
 
