@@ -1,8 +1,8 @@
 """Makes README.md fit for the page of a package index, where relative links and pictures lead nowhere.
 
 All else is in pyproject.toml. With a `Repository` in its `[project.urls]` links and pictures become absolute; without
-one links become text with the path, and pictures are left out. (A plugin that does this, hatch-fancy-pypi-readme, belongs
-to another build backend, and needs the address.)
+one links become text with the path, and pictures are left out. A plugin that does this, hatch-fancy-pypi-readme,
+belongs to another build backend, and needs the address.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class ParamsModifier(Fields):
     def over(
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[DBCacheConfig, Calibration | None]:
-        """The configs of its list, where these are the pipeline's."""
+        """The configs of its list, where the pipeline has `cache_config` and `calibrator_config`."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 

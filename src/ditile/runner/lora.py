@@ -27,7 +27,9 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
 
     Args:
+        pipe: the pipeline.
         source: a safetensors file, folder, hub id or state dict, as `load_lora_weights` takes it.
+        adapter_name: the name of the adapter; by default that of peft.
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
