@@ -19,7 +19,6 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
-import math
 import multiprocessing.spawn
 import os
 import pickle
@@ -51,6 +50,7 @@ from ditile.distributed.supervise import (
     watch_ranks,
 )
 from ditile.errors import PlanError, StateError
+from ditile.plan.checks import check_positive_number, check_whole_number
 
 _PR_SET_PDEATHSIG = 1
 PEER_TIMEOUT = datetime.timedelta(days=30)
@@ -86,10 +86,10 @@ def launch(
         ModelError, LoadError: if a rank raised one.
         RankError: if a rank failed in any other way; it names the first.
     """
-    ranks = _require_count("ranks", ranks)
-    threads = max(1, cpus.count_usable_cores() // ranks) if threads is None else _require_count("threads", threads)
-    if not 0 < stall_timeout < math.inf:
-        raise PlanError(f"stall_timeout={stall_timeout!r} is no time; try stall_timeout=600")
+    check_whole_number(ranks, "ranks", error=PlanError)
+    check_whole_number(threads, "threads", error=PlanError, optional=True)
+    check_positive_number(stall_timeout, "stall_timeout", "time", example=600, error=PlanError)
+    threads = threads or max(1, cpus.count_usable_cores() // ranks)
     if env.read_progress_fd() is not None:
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
@@ -106,7 +106,7 @@ def launch(
         try:
             for number in range(ranks):
                 rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {prepare})"
-                code = f"import sys; sys.path[:] = {sys.path}; from ditile.distributed.launch import run_rank_process; {rank_call}"
+                code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
                 environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory)
                 started.append(RankProcess(number, command, environ, call, Path(directory, f"stacks-{number}")))
@@ -296,9 +296,3 @@ def unwind_on_signals() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-
-
-def _require_count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name}={value!r} is not a whole number of at least 1; try {name}=1")
-    return value

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,15 @@ from itertools import product
 from typing import Any, Literal
 
 from ditile.errors import PlanError
+from ditile.plan.checks import (
+    check_choice,
+    check_counts,
+    check_positive_number,
+    check_whole_number,
+    is_number,
+    is_whole_number,
+    suggest_nearest,
+)
 from ditile.plan.flags import build_docstring, build_signature, define_option, iter_field_readers
 from ditile.plan.layout import balance_patch_rows
 
@@ -117,20 +125,16 @@ class Plan:
         known = cls.__dataclass_fields__
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                hint = suggest_nearest(name, known, f"known are {', '.join(known)}")
                 raise PlanError(f"Plan({name}=..) is not known; {hint}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        optional = ("patches", "warmup_ranks", "vae_block_size")
-        for name, least in (*((name, 1) for name in (*AXES, *optional)), ("warmup", 0)):
-            value = getattr(self, name)
-            if (value is None and name in optional) or (name == "warmup" and value == AUTO):
-                continue
-            if not _is_number(value, int) or value < least:
-                also = f" or warmup={AUTO}" if name == "warmup" else ""
-                raise PlanError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={least}{also}")
+        check_counts(self, "patches", "warmup_ranks", "vae_block_size", error=PlanError)
+        for name in AXES:
+            check_whole_number(getattr(self, name), name, error=PlanError)
+        if self.warmup != AUTO:
+            check_whole_number(self.warmup, "warmup", 0, error=PlanError, hint=f"warmup=0 or warmup={AUTO}")
         for name, known in (
             ("warmup_mode", WARMUP_MODES),
             ("split_scheme", SPLIT_SCHEMES),
@@ -139,11 +143,8 @@ class Plan:
             ("uaa", (None, True, False)),
             ("async_ulysses", (True, False)),
         ):
-            value = getattr(self, name)
-            if not any(value is word or (isinstance(word, str) and value == word) for word in known):
-                raise PlanError(f"{name}={value!r} is not known; try one of {', '.join(map(str, known))}")
-        if not (_is_number(self.warmup_bound, int, float) and 0 < self.warmup_bound < math.inf):
-            raise PlanError(f"warmup_bound={self.warmup_bound!r} is no bound; try warmup_bound=0.6")
+            check_choice(getattr(self, name), name, known, error=PlanError)
+        check_positive_number(self.warmup_bound, "warmup_bound", "bound", example=0.6, error=PlanError)
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
                 self._check_stage_values(name, getattr(self, name))
@@ -191,23 +192,19 @@ class Plan:
             )
 
     def _check_stage_values(self, name: str, values: Any) -> None:
-        kinds, wanted = ((int,), "whole numbers") if name == "stage_blocks" else ((int, float), "numbers")
-        if not isinstance(values, list | tuple) or not all(_is_number(value, *kinds) for value in values):
+        is_kind, wanted = (is_whole_number, "whole numbers") if name == "stage_blocks" else (is_number, "numbers")
+        if not isinstance(values, list | tuple) or not all(map(is_kind, values)):
             raise PlanError(f"{name}={values!r} are no {wanted}; give one for each of {self.pipefusion} stage(s)")
         object.__setattr__(self, name, tuple(values))
+        shown = f"{name}={_format_plan_value(tuple(values))}"
         if len(values) != self.pipefusion:
             raise PlanError(
-                f"{name}={_format_plan_value(tuple(values))} names {len(values)} stages and pipefusion={self.pipefusion}; "
-                f"give {self.pipefusion} numbers"
+                f"{shown} names {len(values)} stages and pipefusion={self.pipefusion}; give {self.pipefusion} numbers"
             )
         if name == "stage_blocks" and min(values) < 1:
-            raise PlanError(
-                f"stage_blocks={_format_plan_value(tuple(values))}: every stage needs a block; give numbers of at least 1"
-            )
+            raise PlanError(f"{shown}: every stage needs a block; give numbers of at least 1")
         if not all(0 < value < math.inf for value in values):
-            raise PlanError(
-                f"{name}={_format_plan_value(tuple(values))}: a stage needs some speed; give numbers above 0"
-            )
+            raise PlanError(f"{shown}: a stage needs some speed; give numbers above 0")
 
     @property
     def world(self) -> int:
@@ -393,10 +390,6 @@ def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(start + rank for rank in combine_offsets(along)) for start in combine_offsets(across)]
 
 
-def _is_number(value: Any, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
 def _format_plan_value(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -423,8 +416,8 @@ def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
     elif plan.uaa is False and (own_heads := heads // plan.tensor) % plan.ulysses:
         of_each = f"{own_heads} heads" + (f" of each of tensor={plan.tensor}" if plan.tensor > 1 else "")
         yield (
-            f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try {format_divisors(own_heads)}, "
-            "or leave uaa out"
+            f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try "
+            f"{format_divisors(own_heads)}, or leave uaa out"
         )
 
 

@@ -1,0 +1,104 @@
+"""Checks of options and arguments. Each raises the caller's error, which names the value and says what would work."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from ditile.errors import ModelError
+
+
+def is_whole_number(value: Any) -> bool:
+    """Whether a value is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float, and no bool; NaN and infinity are numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_whole_number(
+    value: Any,
+    name: str,
+    least: int = 1,
+    *,
+    error: type[Exception] = ModelError,
+    optional: bool = False,
+    hint: str | None = None,
+) -> None:
+    """Raises `error` unless a value is a whole number of at least `least`.
+
+    Args:
+        value: to check.
+        name: of the argument or field.
+        least: the smallest number that is allowed.
+        error: the class of what is raised.
+        optional: whether None is allowed too.
+        hint: what the message says behind "try"; by default `name` with the smallest number, or 1.
+    """
+    if optional and value is None:
+        return
+    if not is_whole_number(value) or value < least:
+        hint = hint or f"{name}={max(least, 1)}"
+        raise error(f"{name}={value!r} is not a whole number of at least {least}; try {hint}")
+
+
+def check_counts(options: Any, *names: str, error: type[Exception] = ModelError) -> None:
+    """Raises `error` unless these fields of an object are None or whole numbers of at least 1."""
+    for name in names:
+        check_whole_number(getattr(options, name), name, error=error, optional=True)
+
+
+def check_finite_number(
+    value: Any,
+    name: str,
+    least: float = -math.inf,
+    *,
+    example: float,
+    error: type[Exception] = ModelError,
+    optional: bool = False,
+) -> None:
+    """Raises `error`, with `example`, unless a value is a finite number of at least `least`."""
+    if optional and value is None:
+        return
+    if not is_number(value) or not math.isfinite(value) or value < least:
+        what = "no finite number" if least == -math.inf else f"not a number of at least {least:g}"
+        raise error(f"{name}={value!r} is {what}; try {name}={example}")
+
+
+def check_positive_number(
+    value: Any, name: str, what: str, *, example: float, error: type[Exception] = ModelError
+) -> None:
+    """Raises `error` unless a value is a finite number above 0; `what` says what it is not: "time", "bound"."""
+    if not is_number(value) or not 0 < value < math.inf:
+        raise error(f"{name}={value!r} is no {what}; try {name}={example:g}")
+
+
+def check_choice(value: Any, name: str, known: Iterable[Any], *, error: type[Exception] = ModelError) -> None:
+    """Raises `error` unless a value is one of the known ones: an equal string, or the same None or bool."""
+    known = tuple(known)
+    if not any(value is word or (isinstance(word, str) and value == word) for word in known):
+        raise error(f"{name}={value!r} is not known; {list_choices(known)}")
+
+
+def list_choices(known: Iterable[Any]) -> str:
+    """The known values as the hint of an error: "try one of ..."."""
+    return f"try one of {', '.join(map(str, known))}"
+
+
+def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
+    """The hint of an error about a name that is not known: "did you mean ...?", with the nearest one that is.
+
+    Args:
+        name: what was given.
+        known: the names that there are.
+        otherwise: the hint where none is near; by default all of them.
+        cutoff: how alike names must be, from 0 to 1; see `difflib.get_close_matches`.
+    """
+    known = list(known)
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
+        return f"did you mean {near[0]}?"
+    return list_choices(known) if otherwise is None else otherwise
