@@ -89,7 +89,7 @@ def draw_all_captions(
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
-        runner._parts = dataclasses.replace(runner._parts, stale_keys=OwnPatchOnly)
+        runner._parts.attention.stale_keys = OwnPatchOnly
     call = read_generation_options(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
     done, synchronous = [], []
     for start in range(0, len(captions), job.batch):

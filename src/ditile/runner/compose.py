@@ -1,10 +1,12 @@
-"""(pipeline, plan, mesh) -> everything seated in the pipeline, in order. Nothing else knows two strategies at once."""
+"""(pipeline, plan, mesh) -> the strategies of the plan: built once, in order, and installed in order for each call.
+
+No other module knows two strategies at once. A comment gives the reason of each place in the order.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,9 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.block_hooks import BlockHook, CallCountHooks, LayerAttention, TransformerHooks
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
-from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
-from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource, WholeTokenStreams
+from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.parallel.attention import intercept
 from ditile.parallel.attention.core import (
@@ -41,7 +42,7 @@ from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
-from ditile.parallel.sequence.cp_hooks import CP_PLAN_SPEC, ContextParallelAttention, ContextParallelHooks, MaskOrigins
+from ditile.parallel.sequence.cp_hooks import ContextParallelAttention, ContextParallelHooks, MaskOrigins
 from ditile.parallel.sequence.cp_plan import ContextParallelSplits
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
@@ -61,55 +62,55 @@ DENOISER_NAMES = ("transformer", "transformer_2", "unet")
 """What a pipeline may call in its loop."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """What a plan makes of a pipeline on this rank.
+    """The strategies of a plan on this rank, built and not yet installed.
 
     Attributes:
-        model: the transformer or U-Net that the pipeline calls.
+        block_hooks: what is laid on the model that the pipeline calls, its transformer or U-Net.
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
-        parallel_vae: decodes and encodes rows on every rank of an image; None where each does all.
-        kernel: attends; None is what each processor would use.
-        splits: what is split in the call at hand, where a table says so.
-        checks: asserts the ages of keys, if asked to.
+        parallel_vae: decodes and encodes bands of rows on every rank of an image; None where each rank does all.
+        loop: drives the pipeline's loop; it knows the generation of the call under way.
+        attention: builds what attends in each layer.
         compile: whether the blocks are compiled, where the user has not.
-        stale_keys: what keeps the keys of PipeFusion's patches.
     """
 
     pipe: Any
     plan: Plan
     mesh: Mesh
     device: torch.device
-    model: torch.nn.Module
-    spec: ModelSpec
     block_hooks: TransformerHooks
     stages: list[range]
     weights: Weights
-    pipefusion: PipeFusion
     sharded: ShardedTransformer
-    parallel_vae: ParallelVAE | None
-    trace: GenerationTrace
     encoders: TextEncoders
-    kernel: DiffusersKernel | None = None
-    splits: ContextParallelSplits | None = None
-    checks: AgeChecks | None = None
-    compile: bool = False
-    stale_keys: type[StaleKeys] = StaleKeys
+    parallel_vae: ParallelVAE | None
+    pipefusion: PipeFusion
+    loop: Loop
+    attention: LayerAttentionBuilder
+    compile: bool
+
+    @property
+    def model(self) -> nn.Module:
+        """The transformer or U-Net that the pipeline calls."""
+        return self.block_hooks.transformer
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What is known of the model."""
+        return self.block_hooks.spec
+
+    @property
+    def trace(self) -> GenerationTrace:
+        """Records a call, where that is asked for."""
+        return self.mesh.traffic.trace
 
     @property
     def resident_blocks(self) -> range:
         """The blocks whose weights this rank holds."""
         return select_local_blocks(self.stages, self.mesh.stage_index, self.plan.crew)
-
-    def find_refusal_reason(self) -> str | None:
-        """Why the model cannot run as it is now on this rank, or None."""
-        warmup_group = self.pipefusion.warmup_group
-        weight_stream = None if warmup_group is None else warmup_group.weight_stream
-        return self.block_hooks.explain_refusal(self.resident_blocks) or (
-            None if weight_stream is None else weight_stream.explain_refusal()
-        )
 
     @property
     def calls_whole_model(self) -> bool:
@@ -119,111 +120,77 @@ class Composition:
     @property
     def model_caches(self) -> list[TransformerCache]:
         """The caches of the pipeline's models, which may come and go between calls."""
-        registry = (getattr(self.pipe, name, None) for name in DENOISER_NAMES)
-        return [
-            cache
-            for model in registry
-            if model is not None and (cache := find_transformer_cache(unwrap_compiled(model))) is not None
-        ]
+        return find_model_caches(self.pipe)
+
+    def find_refusal_reason(self) -> str | None:
+        """Why the model cannot run as it is now on this rank, or None."""
+        warmup_group = self.pipefusion.warmup_group
+        weight_stream = None if warmup_group is None else warmup_group.weight_stream
+        return self.block_hooks.explain_refusal(self.resident_blocks) or (
+            None if weight_stream is None else weight_stream.explain_refusal()
+        )
 
     @contextmanager
     def install_for_call(
-        self, hooks: StepCallbacks, call: Mapping[str, Any], decisions: AgreementGroups | None, *, first: bool
+        self, callbacks: StepCallbacks, call: Mapping[str, Any], decisions: AgreementGroups | None, *, first: bool
     ) -> Iterator[Loop]:
         """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now.
 
         Args:
-            hooks: what happens at the ends of steps.
+            callbacks: what happens at the ends of steps.
             call: the pipeline's arguments.
             decisions: who decides together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        dim, never = self.spec.latent_dim, self.spec.batch
-        batch = DataCfgBatch(self.mesh, self.model, images=count_images(call), latent_dim=dim, never=never)
-        loop = Loop(
-            self.pipe.scheduler,
-            self.pipefusion,
-            self.mesh,
-            self.plan,
-            build_token_split(self.plan),
-            batch,
-            latent_dim=dim,
-            trace=self.trace,
-        )
-        sequence, traffic, turn = self.mesh.sequence, self.mesh.traffic, torch.tensor(0)
-
-        def build_attention_core(layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
-            kernel = self.kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
-            keys = self._build_layer_keys(loop.get_generation, layer, kernel)
-            exchange, splits = self._build_exchange(loop.get_generation), self.splits
-            if splits is not None:
-                source = MaskOrigins(splits, cached=bool(self.model_caches))
-                gathered = GatheredKeyMaskSource(sequence, self.mesh["ulysses"], traffic, source)
-                over = AttentionCore(
-                    loop.get_generation, exchange, keys, gathered, joint=joint, turn=turn
-                ).attend_over_tokens
-                return ContextParallelAttention(splits, over, kernel, gathered, source)
-            masks = (
-                LocalKeyMaskSource()
-                if sequence.num_ranks == 1
-                else GatheredKeyMaskSource(sequence, self.mesh["ulysses"], traffic)
-            )
-            return AttentionCore(loop.get_generation, exchange, keys, masks, joint=joint, turn=turn)
-
-        def choose_dispatch_backend(backend: Any) -> Any:
-            return intercept.register_backend(backend if self.kernel is None else self.kernel.backend)
-
+        never = self.spec.batch
+        images, dim = count_images(call), self.spec.latent_dim
+        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=dim, never=never)
+        # The hooks of blocks lie around those of caches, so caches settle first what of theirs is compiled.
         for cache in self.model_caches:
-            cache.update_compilation()  # before the seats, which lie around the slots
+            cache.update_compilation()
         with ExitStack() as stack:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
-            fuse = functools.partial(self._fuse_small_products, loop.get_generation)
-            hooks_context = self.block_hooks.install_hooks(
-                self.pipefusion,
-                self.resident_blocks,
-                loop.get_generation,
-                build_attention_core,
-                choose_dispatch_backend,
-                pipe=self.pipe,
-                compile_=torch.compile if self.compile else None,
-                fuse=fuse,
-            )
-            stack.enter_context(hooks_context)
-            batch.install_batch_hooks(
-                stack, self.pipe, loop.get_generation, first=first
-            )  # around all that sees the model's rows
+            stack.enter_context(self._install_block_hooks())
+            # Behind the hooks of blocks, and so around them: the model sees this rank's part of the batch alone.
+            batch.install_batch_hooks(stack, self.pipe, self.loop.get_generation, first=first)
             if decisions is not None:
-                stack.enter_context(self._attach_caches(loop, batch, decisions))
-            loop.install_scheduler_hooks(
-                stack, self.pipe, hooks
-            )  # outermost: an error in the loop finds the seats still there
-            yield loop
+                stack.enter_context(self._attach_caches(batch, decisions))
+            # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
+            self.loop.install_scheduler_hooks(stack, self.pipe, batch, callbacks)
+            yield self.loop
+
+    def _install_block_hooks(self) -> AbstractContextManager[None]:
+        return self.block_hooks.install_hooks(
+            self.pipefusion,
+            self.resident_blocks,
+            self.loop.get_generation,
+            self.attention.build_layer_attention,
+            self.attention.choose_dispatch_backend,
+            pipe=self.pipe,
+            compile_=torch.compile if self.compile else None,
+            fuse=self._fuse_small_products,
+        )
 
     @contextmanager
-    def _attach_caches(self, loop: Loop, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
-        """Lends the caches, whose slots lie inside the seats, the loop's clock and this rank's part in decisions."""
-        names = {block_hook.block: block_hook.name for block_hook in self.block_hooks.chain}
-        chain = self.block_hooks.chain
+    def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
+        """Gives the caches, whose hooks lie inside those of blocks, the loop's clock and a part in decisions."""
+        loop, chain = self.loop, self.block_hooks.chain
+        names = {block_hook.block: block_hook.name for block_hook in chain}
         stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
         agreement = StageAgreement(
             decisions, self.mesh, loop.get_generation, lambda: batch.is_split_by_calls, names, stages
         )
-        stale = self.plan.attends_to_stale_keys
+        # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
+        images = (lambda: None) if self.plan.attends_to_stale_keys else (lambda: loop.num_images)
         with ExitStack() as stack:
             for cache in self.model_caches:
-                images = (lambda: None) if stale else (lambda: loop.num_images)
-                clock = LoopClock(
-                    loop.get_generation,
-                    lambda: loop.num_steps,
-                    self.plan,
-                    images,
-                    cache.begin_generation,
-                    cache.end_generation,
-                )
+                begin, end = cache.begin_generation, cache.end_generation
+                clock = LoopClock(loop.get_generation, lambda: loop.num_steps, self.plan, images, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
+            stack.callback(loop.when_over.clear)
             clean = False
             try:
                 yield
@@ -231,44 +198,173 @@ class Composition:
             finally:
                 agreement.close_channels(clean=clean)
 
-    def _fuse_small_products(self, current: Callable[[], Generation], stack: ExitStack, block_hook: BlockHook) -> None:
-        """Small products are slow, and those of a patch are small."""
-        if not self.plan.async_ulysses:  # it has q, k and v travel while the next is made
+    def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
+        """Makes one product of several: the products of a patch are small, and small ones are slow."""
+
+        def is_stale() -> bool:
+            now = self.loop.get_generation()
+            return now.is_stale(now.micro_step.step)
+
+        # async_ulysses sends q while k is computed, so it needs them apart.
+        if not self.plan.async_ulysses:
             fuse_projections(stack, block_hook.list_attentions(), self.device)
         if self.plan.rounds_otherwise:
             fuse_linear_gelu(stack, block_hook.block, self.device, lambda: True)
         elif self.plan.attends_to_stale_keys:
-            fuse_linear_gelu(
-                stack, block_hook.block, self.device, lambda: current().is_stale(current().micro_step.step)
-            )
+            fuse_linear_gelu(stack, block_hook.block, self.device, is_stale)
 
-    def _build_exchange(self, current: Callable[[], Generation]) -> HeadExchange:
-        axis, traffic = self.mesh["ulysses"], self.mesh.traffic
+
+class LayerAttentionBuilder:
+    """Builds the attention of each layer from the strategies that divide tokens: exchange of heads, keys, kernel.
+
+    Args:
+        pipe, plan, mesh: what is divided, how, and over which ranks.
+        loop: knows the generation under way.
+        kernel: attends; None is what each processor would use.
+        warmup_group: computes the synchronous steps, where the stages do that together.
+        splits: what is split in the call at hand, where a table says so.
+        checks: asserts the ages of keys, if given.
+
+    Attributes:
+        stale_keys: what keeps the keys of PipeFusion's patches.
+    """
+
+    stale_keys: type[StaleKeys] = StaleKeys
+
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        mesh: Mesh,
+        loop: Loop,
+        kernel: DiffusersKernel | None,
+        warmup_group: WarmupGroup | None,
+        splits: ContextParallelSplits | None,
+        checks: AgeChecks | None,
+    ) -> None:
+        self._pipe, self._plan, self._mesh, self._current = pipe, plan, mesh, loop.get_generation
+        self._kernel, self._warmup_group, self._splits, self._checks = kernel, warmup_group, splits, checks
+        self._exchange = self._build_exchange()
+        # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
+        self._turn = torch.tensor(0)
+
+    def choose_dispatch_backend(self, backend: Any) -> Any:
+        """The name of the backend that hands attention to us, given the one that a processor names."""
+        return intercept.register_backend(backend if self._kernel is None else self._kernel.backend)
+
+    def build_layer_attention(self, layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
+        """What attends in a layer.
+
+        Args:
+            layer: its name in the model.
+            backend: the kernel that its processor names.
+            joint: whether it sees the text too.
+            through_dispatch: whether its processor goes through diffusers' dispatch of attention.
+        """
+        kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
+        sequence, ulysses, traffic = self._mesh.sequence, self._mesh["ulysses"], self._mesh.traffic
+        current, exchange, turn = self._current, self._exchange, self._turn
+        keys = self._build_layer_keys(layer, kernel)
+        if self._splits is not None:
+            source = MaskOrigins(self._splits, cached=bool(find_model_caches(self._pipe)))
+            gathered = GatheredKeyMaskSource(sequence, ulysses, traffic, source)
+            core = AttentionCore(current, exchange, keys, gathered, joint=joint, turn=turn)
+            return ContextParallelAttention(self._splits, core.attend_over_tokens, kernel, gathered, source)
+        alone = sequence.num_ranks == 1
+        masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
+        return AttentionCore(current, exchange, keys, masks, joint=joint, turn=turn)
+
+    def _build_exchange(self) -> HeadExchange:
+        axis, traffic = self._mesh["ulysses"], self._mesh.traffic
         if axis.num_ranks == 1:
             return NoExchange()
-        return (
-            OverlappedUlysses(axis, traffic, self.trace, current)
-            if self.plan.async_ulysses
-            else UlyssesExchange(axis, traffic)
-        )
+        if self._plan.async_ulysses:
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._current)
+        return UlyssesExchange(axis, traffic)
 
-    def _build_layer_keys(self, current: Callable[[], Generation], layer: str, kernel: AttentionKernel) -> KeySource:
+    def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """Whose keys a layer attends to, and how old they may be."""
-        ring, distri, traffic, check = self.mesh["ring"], self.mesh["distrifusion"], self.mesh.traffic, self.checks
-        if distri.num_ranks > 1:
-            return DistriFusionKeys(current, layer, distri, kernel, traffic, check=check)
+        current, check, traffic = self._current, self._checks, self._mesh.traffic
+        ring, distrifusion = self._mesh["ring"], self._mesh["distrifusion"]
+        if distrifusion.num_ranks > 1:
+            return DistriFusionKeys(current, layer, distrifusion, kernel, traffic, check=check)
         fresh = FreshKeys(kernel) if ring.num_ranks == 1 else RingKeys(ring, kernel, traffic)
         keys: KeySource = fresh
-        if self.plan.num_patches > 1:
+        if self._plan.num_patches > 1:
             gather = skip_ring_gather if ring.num_ranks == 1 else RingGather(ring, traffic)
             keys = self.stale_keys(current, layer, kernel, fresh, gather, check=check)
-        warmup_group = self.pipefusion.warmup_group
-        return keys if warmup_group is None else WarmupGroupKeys(current, layer, warmup_group, kernel, keys)
+        if self._warmup_group is None:
+            return keys
+        # Around the others: in the steps that the group computes it attends in their place.
+        return WarmupGroupKeys(current, layer, self._warmup_group, kernel, keys)
 
 
-def build_token_split(plan: Plan) -> Split:
-    """How a plan's ranks share out the tokens."""
-    return Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
+def compose_strategies(
+    pipe: Any,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    keep_weights: bool,
+    text_after: After = "keep",
+    attention: str | None = None,
+    cp_plan: Mapping[str, Any] | None = None,
+    compile: bool = False,
+    checks: AgeChecks | None = None,
+) -> Composition:
+    """Builds every strategy of a plan, leaves this rank its share of the pipeline's weights, and moves that.
+
+    Raises:
+        ModelError: if the pipeline cannot be divided.
+        PlanError: if the plan does not fit the model.
+        StateError: if the pipeline was cut before.
+    """
+    # All that may say no comes first: a refusal leaves the pipeline as it was.
+    block_hooks, splits = _build_block_hooks(pipe, plan, mesh, attention, cp_plan, compile=compile)
+    model, spec = block_hooks.transformer, block_hooks.spec
+    stages = divide_into_stages(block_hooks, plan)
+    kernel = find_named_kernel(attention, model, device, plan)
+    ranks = (mesh.image, mesh.control, device, mesh.traffic)
+    encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep_weights, after=text_after)
+    parallel_vae = build_parallel_vae(pipe, plan, mesh)
+    # While all blocks have their weights: a stream of weights describes those of every stage.
+    warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
+    # Asked before the blocks are claimed, which takes note that a runner has them now.
+    is_read_in_part = block_hooks.loaded_blocks is not None
+    own, tensor = select_local_blocks(stages, mesh.stage_index, plan.crew), mesh["tensor"]
+    weights = block_hooks.claim_blocks(own, keep=keep_weights, shard=(tensor.index, tensor.num_ranks))
+    # Behind the cut into stages: tensor parallelism cuts the weights that are left.
+    sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_read_in_part, keep=keep_weights)
+    encoders.empty_foreign_parts()
+    # Behind all that takes weights out: a device never holds what this rank does not keep.
+    move_pipeline(pipe, device)
+    # The loop drives the stage, and attention asks the loop for the generation under way.
+    trace, owned = mesh.traffic.trace, stages[mesh.stage_index]
+    pipefusion = PipeFusion(mesh, owned, plan, spec.joint, trace, sharded.streams, warmup_group)
+    token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
+    loop = Loop(pipefusion, mesh, plan, token_split, latent_dim=spec.latent_dim, trace=trace)
+    return Composition(
+        pipe=pipe,
+        plan=plan,
+        mesh=mesh,
+        device=device,
+        block_hooks=block_hooks,
+        stages=stages,
+        weights=weights,
+        sharded=sharded,
+        encoders=encoders,
+        parallel_vae=parallel_vae,
+        pipefusion=pipefusion,
+        loop=loop,
+        attention=LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, checks),
+        compile=compile,
+    )
+
+
+def find_model_caches(pipe: Any) -> list[TransformerCache]:
+    """The caches that lie on the models which a pipeline calls now."""
+    models = [model for name in DENOISER_NAMES if (model := getattr(pipe, name, None)) is not None]
+    return [cache for model in models if (cache := find_transformer_cache(unwrap_compiled(model))) is not None]
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
@@ -323,71 +419,41 @@ def check_pipeline(pipe: Any) -> None:
         )
 
 
-def compose_strategies(
-    pipe: Any,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    keep_weights: bool,
-    text_after: After = "keep",
-    attention: str | None = None,
-    cp_plan: Mapping[str, Any] | None = None,
-    compile: bool = False,
-) -> Composition:
-    """Cuts the pipeline's model into stages and keeps this rank's; or splits its calls as a table says.
+def _build_block_hooks(
+    pipe: Any, plan: Plan, mesh: Mesh, attention: str | None, cp_plan: Mapping[str, Any] | None, *, compile: bool
+) -> tuple[TransformerHooks, ContextParallelSplits | None]:
+    """The hooks for a model, by what is known of it; and what is split in its calls, where a table of splits says so.
 
-    Raises:
-        ModelError: if the pipeline cannot be divided.
-        PlanError: if the plan does not fit the model.
-        StateError: if the pipeline was cut before.
+    Nothing is touched yet.
     """
-    whole = plan.divides_the_batch_alone and attention is None
-    planned = {} if whole else registry.find_cp_plans(pipe, cp_plan)
-    if planned:
-        return _compose_from_split_tables(
-            pipe, plan, mesh, device, planned, attention, keep_weights, text_after, compile
-        )
-    spec = registry.select_plan_spec(pipe, plan)  # says no before anything is touched
-    model = registry.find_loop_model(pipe)
-    block_hooks = (CallCountHooks if whole else TransformerHooks)(model, spec)
+    calls_whole_model = plan.divides_the_batch_alone and attention is None
+    tables = {} if calls_whole_model else registry.find_cp_plans(pipe, cp_plan)
+    if tables:
+        return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=compile)
+    spec = registry.select_plan_spec(pipe, plan)
+    block_hooks = (CallCountHooks if calls_whole_model else TransformerHooks)(registry.find_loop_model(pipe), spec)
     _check_model_divisible(pipe, plan, block_hooks, attention, compile)
-    stages = divide_into_stages(block_hooks, plan)
-    kernel = find_named_kernel(attention, model, device, plan)
-    encoders = TextEncoders(
-        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep_weights, after=text_after
-    )
-    parallel_vae = build_parallel_vae(pipe, plan, mesh)
-    tensor, loaded = mesh["tensor"], block_hooks.loaded_blocks is not None
-    warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)  # while all blocks are whole
-    weights = block_hooks.claim_blocks(
-        select_local_blocks(stages, mesh.stage_index, plan.crew),
-        keep=keep_weights,
-        shard=(tensor.index, tensor.num_ranks),
-    )
-    sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=loaded, keep=keep_weights)
-    encoders.empty_foreign_parts()  # all before anything is moved: a device never sees the rest
-    move_pipeline(pipe, device)
-    trace = mesh.traffic.trace
-    pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, spec.joint, trace, sharded.streams, warmup_group)
-    return Composition(
-        pipe,
-        plan,
-        mesh,
-        device,
-        model,
-        spec,
-        block_hooks,
-        stages,
-        weights,
-        pipefusion,
-        sharded,
-        parallel_vae,
-        trace,
-        encoders,
-        kernel,
-        compile=compile,
-    )
+    return block_hooks, None
+
+
+def _build_context_parallel_hooks(
+    pipe: Any, plan: Plan, mesh: Mesh, tables: Mapping[str, Mapping[str, Any]], *, compile: bool
+) -> tuple[ContextParallelHooks, ContextParallelSplits | None]:
+    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
+    transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in tables}
+    kind = type(next(iter(transformers.values()))).__name__
+    if plan.cfg * plan.data > 1:
+        registry.find_loop_model(pipe)  # refuses two models that are called in turns
+    if compile:
+        raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
+    plan.check_planned(kind)
+    splits = None
+    if mesh.sequence.num_ranks > 1:
+        splits = ContextParallelSplits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
+    block_hooks = ContextParallelHooks(transformers, list(tables.values()), splits, intercept.install_redirect)
+    for heads in block_hooks.head_counts:
+        plan.check(Facts(model=kind, heads=heads))
+    return block_hooks, splits
 
 
 def _check_model_divisible(
@@ -415,62 +481,6 @@ def _check_model_divisible(
             f"tensor={plan.tensor} cuts plain weights, and {names[0]} is quantized; quantize the pipeline after "
             "parallelize, when each rank has its share"
         )
-
-
-def _compose_from_split_tables(
-    pipe: Any,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    planned: dict[str, Mapping[str, Any]],
-    attention: str | None,
-    keep: bool,
-    text_after: After,
-    compile: bool,
-) -> Composition:
-    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
-    transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in planned}
-    model = registry.find_loop_model(pipe) if plan.cfg * plan.data > 1 else unwrap_compiled(pipe.transformer)
-    kind = type(model).__name__
-    if compile:
-        raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
-    plan.check_planned(kind)
-    splits = None
-    if mesh.sequence.num_ranks > 1:
-        splits = ContextParallelSplits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
-    tables = list(planned.values())
-    block_hooks = ContextParallelHooks(transformers, tables, splits, intercept.install_redirect)
-    for heads in block_hooks.head_counts:
-        plan.check(Facts(model=kind, heads=heads))
-    kernel = find_named_kernel(attention, model, device, plan)
-    encoders = TextEncoders(
-        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=text_after
-    )
-    parallel_vae = build_parallel_vae(pipe, plan, mesh)
-    weights = block_hooks.describe_weights()
-    encoders.empty_foreign_parts()
-    move_pipeline(pipe, device)
-    trace = mesh.traffic.trace
-    pipefusion = PipeFusion(mesh, range(0), plan, "none", trace, WholeTokenStreams())
-    whole = ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
-    return Composition(
-        pipe,
-        plan,
-        mesh,
-        device,
-        model,
-        CP_PLAN_SPEC,
-        block_hooks,
-        [range(0)],
-        weights,
-        pipefusion,
-        whole,
-        parallel_vae,
-        trace,
-        encoders,
-        kernel,
-        splits,
-    )
 
 
 def _build_warmup_group(

@@ -317,12 +317,10 @@ def parallelize(
         attention=attention,
         cp_plan=cp_plan,
         compile=compile,
+        checks=AgeChecks() if checks is None and env.should_check_key_ages() else checks,
     )
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
-    if checks is None and env.should_check_key_ages():
-        checks = AgeChecks()
-    composition = replace(composition, checks=checks)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 

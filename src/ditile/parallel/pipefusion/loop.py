@@ -58,15 +58,13 @@ class StepCallbacks:
 
 
 class Loop:
-    """Drives one scheduler in micro-steps.
+    """Drives the scheduler of a pipeline in micro-steps.
 
     Args:
-        scheduler: the pipeline's own.
         pipefusion: this rank's stage.
         mesh: for the votes and the final broadcast.
         plan: patches and warmup.
         split: how ranks share out the tokens.
-        batch: which images and calls are this rank's.
         latent_dim: the dimension of the latents that patches cut.
         trace: records each op.
 
@@ -76,18 +74,16 @@ class Loop:
 
     def __init__(
         self,
-        scheduler: Any,
         pipefusion: PipeFusion,
         mesh: Mesh,
         plan: Plan,
         split: Split,
-        batch: BatchShare,
         *,
         latent_dim: int,
         trace: GenerationTrace,
     ) -> None:
-        self._scheduler, self._pipefusion, self._mesh, self._trace = scheduler, pipefusion, mesh, trace
-        self._plan, self._split, self._batch, self._dim = plan, split, batch, latent_dim
+        self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
+        self._plan, self._split, self._dim = plan, split, latent_dim
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control  # replicas meet at the end
         self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
@@ -96,9 +92,13 @@ class Loop:
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
 
-    def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, callbacks: StepCallbacks) -> None:
-        """Overrides the scheduler of a pipeline until the stack is closed."""
-        self._pipe, self._callbacks = pipe, callbacks
+    def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, batch: BatchShare, callbacks: StepCallbacks) -> None:
+        """Overrides the scheduler that a pipeline has now until the stack is closed.
+
+        Args:
+            batch: which images and calls are this rank's.
+        """
+        self._pipe, self._scheduler, self._batch, self._callbacks = pipe, pipe.scheduler, batch, callbacks
         self._call = inspect.signature(self._scheduler.step)
         self._roles = find_argument_names(self._call)
         mine: dict[str, Callable[..., Any]] = {
@@ -110,7 +110,7 @@ class Loop:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
                 override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
-        stack.callback(self.drop_generation)
+        stack.callback(self._leave_pipeline)
 
     def get_generation(self) -> Generation:
         """The generation under way.
@@ -158,6 +158,11 @@ class Loop:
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
             self._scheduler.timesteps = timesteps.to_plain_tensor()
+
+    def _leave_pipeline(self) -> None:
+        """The call is over; this object outlives it, and what belongs to it."""
+        self.drop_generation()
+        del self._pipe, self._scheduler, self._batch, self._callbacks
 
     def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.drop_generation()
