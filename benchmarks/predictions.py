@@ -25,7 +25,7 @@ from rich.table import Table
 from ditile.cli import files
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.runs import ROWS
-from ditile.planner.disturbance import BUSY
+from ditile.planner.calibrate import BUSY
 from ditile.planner.profile import Profile
 
 CACHE = "F=1 W=3 R=1 MC=2 taylor=1"

@@ -133,7 +133,7 @@ def test_memory_is_counted_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch)
         looked.append(job.plan)
         return count_peak_bytes(subject, job, profile, words)
 
-    monkeypatch.setattr("ditile.planner.search.peak", noted)
+    monkeypatch.setattr("ditile.planner.search.count_peak_bytes", noted)
     found = answer_question(PlanQuestion(model="pixart-alpha", hardware="h100-nvlink", devices=16)).result
     assert not found.too_large and len(found.prices) == SHOWN
     assert len(looked) < found.legal / 2 and {price.plan for price in found.prices} <= set(looked)

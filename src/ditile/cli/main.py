@@ -472,7 +472,7 @@ def run_calibrate_command(arguments: argparse.Namespace) -> int:
     leave_torchrun()
     if path is not None:
         print(path)
-        from ditile.planner.disturbance import BUSY
+        from ditile.planner.calibrate import BUSY
         from ditile.planner.profile import Profile
 
         if (share := Profile.from_json_file(path).disturbed) > BUSY:

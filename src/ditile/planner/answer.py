@@ -277,7 +277,8 @@ def describe_near_miss(missed: NearMiss, best: Price) -> str:
     """What is missed for want of memory."""
     price, faster = missed.price, 1 - missed.price.latency_s / best.latency_s
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
-    return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and lacks {format_bytes(missed.lacks)} a device"
+    lacks = f"lacks {format_bytes(missed.lacks)} a device"
+    return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and {lacks}"
 
 
 def _split_latency(price: Price) -> dict[str, float]:

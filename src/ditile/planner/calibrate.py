@@ -1,28 +1,28 @@
-"""Measures this machine into a profile: curves of one device, links between ranks, and what the host adds.
+"""Measures this machine into a profile: curves of one device, links between ranks, and one fit to real calls.
 
-Every rank computes with the same number of threads; rank 0 measures the curves while the others wait. What kernels and
-iterations of the loop cost besides their work is fitted to calls of a bundled model, which is in no curve.
+Every rank computes with the same number of threads. One rank measures the curves. What a kernel costs besides its work
+is on no curve: it is fitted to calls of the bundled models.
 
-A profile fitted to calls that were measured: what curves of single kernels, and loops of exchanges, do not say.
+On CPUs a product of matrices, timed behind each measurement, says whether somebody else slowed the cores meanwhile. It
+alone decides what is measured again, so that no method is favoured. `ditile bench --remeasure` uses it too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from ditile.distributed import cpus
-from ditile.distributed.transport import Traffic, start_shift
+from ditile.distributed.transport import Traffic, gather_json, start_shift
 from ditile.hooks.fused import can_fuse_gelu, compute_linear_gelu
-from ditile.planner.disturbance import DisturbanceGuard
 from ditile.planner.profile import FUSED, Curve, Link, Profile
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -32,12 +32,117 @@ SIZES = tuple(2**k for k in range(12, 27, 2))
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 HEADS, HEAD, WIDTH = 8, 64, 256
 HEAD_SIZES = (16, 32, 64, 128)
-PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
-"""Parts that the curves of a device are measured in."""
-LINK_PARTS = 9
-LARGEST = 2**33  # operations of a call that is timed
-BUDGET = 0.03
-REPEATS = 5
+PARTS, LINK_PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES), 10
+"""Parts that a progress bar shows of the curves and of a link."""
+LARGEST = 2**33
+"""Operations of the largest call that is timed."""
+BUDGET, REPEATS = 0.03, 5
+"""Seconds that a call is repeated for, and in how many parts."""
+
+LIMIT = 1.1
+"""A product that takes so many times its shortest shows that somebody else is there; alone it is within 1.05."""
+BUSY = 0.1
+"""Share of the measured seconds: if more than this was disturbed, the result does not describe the machine."""
+PAUSE = 0.1
+SIDE, TIMES = 512, 7
+_Result = TypeVar("_Result")
+
+
+class SlowdownGauge:
+    """How much slower the cores of some ranks are now than at their best so far.
+
+    Only CPUs are watched: a GPU is seldom shared, and slows down when it is warm.
+
+    Args:
+        group: the ranks, which all call the gauge at once; None for this process alone. Ranks for which there is no
+            core left compute nothing.
+        device: what they compute on.
+
+    Attributes:
+        watches: whether the device is watched.
+        best_s: seconds of the shortest product on this rank, the median of some in a row; infinite before the first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self.best_s = group, math.inf
+        self.watches = device.type == "cpu"
+        if self.watches:
+            rank = 0 if group is None else dist.get_rank(group)
+            cores = set[int]().union(*gather_json(cpus.list_usable_cores(), group))
+            self._computes = rank < max(1, len(cores) // torch.get_num_threads())
+
+    def __call__(self) -> float:
+        """How many times its shortest time a product takes now, on the slowest rank; the same on all ranks."""
+        if not self.watches:
+            return 1.0
+        own = 1.0
+        if self._computes:
+            median = statistics.median(self._time_products())
+            self.best_s = min(self.best_s, median)
+            own = median / self.best_s
+        return float(max(gather_json(own, self._group)))
+
+    def _time_products(self) -> list[float]:
+        x = torch.full((SIDE, SIDE), 0.5)
+        timings = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            x @ x
+            timings.append(time.perf_counter() - began)
+        return timings
+
+
+class DisturbanceGuard:
+    """Repeats measurements that were disturbed, within bounds.
+
+    Args:
+        slower: how many times as long as at its best the machine takes now; the same on all ranks.
+        times: how often measurements may be repeated, in all.
+        pauses: how many tenths of a second it may wait for others to leave, in all.
+
+    Attributes:
+        num_repeats: how often something was measured again.
+        last: how much slower the machine was after the last measurement.
+        seconds, disturbed_s: of all measurements that count, and of those after which the machine was slower.
+    """
+
+    def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
+        self._slower, self._times, self._pauses = slower, times, pauses
+        self.num_repeats, self.last = 0, 1.0
+        self.seconds = self.disturbed_s = 0.0
+
+    @property
+    def disturbed_share(self) -> float:
+        """The share of the measured seconds after which the machine was slower than at its best."""
+        return self.disturbed_s / max(self.seconds, 1e-9)
+
+    def measure_undisturbed(self, measure: Callable[[], _Result]) -> _Result:
+        """The result of the first measurement after which the machine is at its best, or of the last one allowed."""
+        if self._times == 0:
+            return measure()
+        result, seconds = self._measure_once(measure)
+        while self.last > LIMIT and self.num_repeats < self._times and self._wait_until_quiet():
+            self.num_repeats += 1
+            result, seconds = self._measure_once(measure)
+        self.seconds += seconds
+        self.disturbed_s += seconds if self.last > LIMIT else 0.0
+        return result
+
+    def _measure_once(self, measure: Callable[[], _Result]) -> tuple[_Result, float]:
+        began = time.perf_counter()
+        result = measure()
+        seconds = time.perf_counter() - began
+        self.last = self._slower()
+        return result, seconds
+
+    def _wait_until_quiet(self) -> bool:
+        """Whether the machine became quiet before the allowed pauses were used up."""
+        while self._slower() > LIMIT:
+            if self._pauses == 0:
+                return False
+            self._pauses -= 1
+            time.sleep(PAUSE)
+        return True
 
 
 class Bench:
@@ -45,9 +150,9 @@ class Bench:
 
     Args:
         device, dtype: what is measured.
-        done: called when a part of it is.
+        done: called when a part of the measurements is done.
         group: the ranks whose links are measured; all by default.
-        again: what measures again where others disturbed it; nothing by default.
+        again: repeats what others disturbed; by default nothing is repeated.
     """
 
     def __init__(
@@ -58,49 +163,41 @@ class Bench:
         group: dist.ProcessGroup | None = None,
         again: DisturbanceGuard | None = None,
     ) -> None:
-        self._make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.device, self.dtype = device, dtype
         self.done, self.group, self._again = done, group, again or DisturbanceGuard(lambda: 1.0, 0, 0)
-        self._is_gpu = device.type == "cuda"
 
     def make_random_tensor(self, *shape: int) -> torch.Tensor:
         """Random numbers."""
-        return torch.randn(*shape, **self._make)
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def make_linear(self, rows: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The input, the weight and the bias of a linear layer."""
+        return self.make_random_tensor(rows, k), self.make_random_tensor(n, k), self.make_random_tensor(n)
 
     def make_message(self, size: int, parts: int = 1) -> torch.Tensor:
-        """Random numbers of so many bytes, or of so many such parts."""
-        return self.make_random_tensor(size // self._make["dtype"].itemsize * parts)
+        """Random numbers of `size` bytes, or of so many such parts."""
+        return self.make_random_tensor(size // self.dtype.itemsize * parts)
 
-    @property
-    def group_rank(self) -> int:
-        """This rank among those of the group."""
-        return dist.get_rank(self.group)
-
-    def get_global_rank(self, rank: int) -> int:
-        """The number that a rank of the group has among all."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-    def measure_seconds(self, call: Callable[[], Any], budget: float = BUDGET) -> float:
-        """Of a call: the shortest of some runs, none of them the first; what else the machine does only adds.
-
-        One that fills the budget by itself is made four times.
-        """
-        return self._again.measure_undisturbed(lambda: self._time_shortest_run(call, budget))
+    def measure_seconds(self, call: Callable[[], Any]) -> float:
+        """The shortest time of a call in some runs without the first: other work on the machine only adds to it."""
+        return self._again.measure_undisturbed(lambda: self._time_shortest_run(call))
 
     def measure_and_report(self, measure: Callable[[], float]) -> float:
-        """What a part of all that is measured comes to."""
+        """The result of a measurement that is one part of all."""
         value = self._again.measure_undisturbed(measure)
         self.done()
         return value
 
-    def _time_shortest_run(self, call: Callable[[], Any], budget: float) -> float:
+    def _time_shortest_run(self, call: Callable[[], Any]) -> float:
         self.time_average_call(call, 1)
         once = self.time_average_call(call, 1)
-        if once > budget:
+        if once > BUDGET:
             return min(once, self.time_average_call(call, 1), self.time_average_call(call, 1))
-        times = max(1, min(1000, int(budget / REPEATS / max(once, 1e-7))))
+        times = max(1, min(1000, int(BUDGET / REPEATS / max(once, 1e-7))))
         return min(self.time_average_call(call, times) for _ in range(REPEATS))
 
     def time_average_call(self, call: Callable[[], Any], times: int) -> float:
+        """Seconds of a call, the mean of so many in a row."""
         self._synchronize()
         began = time.perf_counter()
         for _ in range(times):
@@ -109,38 +206,47 @@ class Bench:
         return (time.perf_counter() - began) / times
 
     def _synchronize(self) -> None:
-        if self._is_gpu:
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def measure_matmul(bench: Bench) -> Curve:
     """Operations a second of linear layers, over (rows, width)."""
 
-    def measure_matmul_rate(rows: int, width: int) -> float | None:
-        work = 2 * rows * width**2
-        if work > LARGEST:
-            return None
-        x, weight, bias = (
-            bench.make_random_tensor(rows, width),
-            bench.make_random_tensor(width, width),
-            bench.make_random_tensor(width),
-        )
-        return work / bench.measure_seconds(lambda: functional.linear(x, weight, bias))
+    def prepare_linear(rows: int, width: int) -> Callable[[], Any]:
+        operands = bench.make_linear(rows, width, width)
+        return lambda: functional.linear(*operands)
 
-    return _tabulate_rates(bench, ROWS, WIDTHS, measure_matmul_rate)
+    return _tabulate_rates(bench, ROWS, WIDTHS, lambda rows, width: 2 * rows * width**2, prepare_linear)
 
 
 def measure_attention(bench: Bench) -> Curve:
     """Operations a second of attention, over (queries, keys)."""
 
-    def measure_attention_rate(queries: int, keys: int) -> float | None:
-        work = 4 * queries * keys * HEADS * HEAD
-        if work > LARGEST:
-            return None
-        q, k = bench.make_random_tensor(1, HEADS, queries, HEAD), bench.make_random_tensor(1, HEADS, keys, HEAD)
-        return work / bench.measure_seconds(lambda: functional.scaled_dot_product_attention(q, k, k))
+    def prepare_attention(queries: int, keys: int) -> Callable[[], Any]:
+        q, k = (bench.make_random_tensor(1, HEADS, length, HEAD) for length in (queries, keys))
+        return lambda: functional.scaled_dot_product_attention(q, k, k)
 
-    return _tabulate_rates(bench, LENGTHS, LENGTHS, measure_attention_rate)
+    return _tabulate_rates(bench, LENGTHS, LENGTHS, lambda q, k: 4 * q * k * HEADS * HEAD, prepare_attention)
+
+
+def _tabulate_rates(
+    bench: Bench,
+    xs: Sequence[int],
+    ys: Sequence[int],
+    count_operations: Callable[[int, int], int],
+    prepare: Callable[[int, int], Callable[[], Any]],
+) -> Curve:
+    """A curve over two sizes; a call that is too large to be timed gets the rate of the next smaller one."""
+    rows = []
+    for x in xs:
+        row: list[float] = []
+        for y in ys:
+            work = count_operations(x, y)
+            row.append(row[-1] if work > LARGEST else work / bench.measure_seconds(prepare(x, y)))
+        rows.append(tuple(row))
+        bench.done()
+    return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
 
 
 def measure_head_sizes(bench: Bench) -> Curve:
@@ -154,86 +260,79 @@ def measure_head_sizes(bench: Bench) -> Curve:
 
 
 def measure_pointwise(bench: Bench) -> dict[str, Curve]:
-    """Bytes a second of what goes over numbers once, by kind, over bytes read and written."""
+    """Bytes a second of operators that read every number once, by kind, over bytes read and written."""
     rates_by_kind: dict[str, list[float]] = {}
     for size in SIZES:
-        x = bench.make_random_tensor(max(size // 8 // WIDTH, 1), WIDTH)
-        y, scale, real = torch.randn_like(x), bench.make_random_tensor(1, WIDTH), x.numel() * x.element_size()
-        both = bench.measure_seconds(lambda x=x, y=y: x + y) + bench.measure_seconds(lambda x=x, scale=scale: x * scale)  # type: ignore[misc]
-        norm = bench.measure_seconds(lambda x=x: functional.layer_norm(x, (WIDTH,)))  # type: ignore[misc]
-        gelu = bench.measure_seconds(lambda x=x: functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
-        woven = bench.measure_seconds(lambda x=x, y=y: torch.stack([x, y], dim=-1))  # type: ignore[misc]
-        bytes_of = {"pointwise": (5, both), "norm": (2, norm), "gelu": (2, gelu), "interleave": (4, woven)}
-        if can_fuse_gelu(x.device, x.dtype):
-            bytes_of[FUSED] = (2, _time_fused_gelu(bench, len(x), gelu))
-        for name, (tensors, seconds) in bytes_of.items():
-            rates_by_kind.setdefault(name, []).append(tensors * real / seconds)
+        for name, rate in _measure_pointwise_rates(bench, max(size // 8 // WIDTH, 1)).items():
+            rates_by_kind.setdefault(name, []).append(rate)
         bench.done()
     return {name: Curve(tuple(map(float, SIZES)), tuple(rates)) for name, rates in rates_by_kind.items()}
 
 
-def _time_fused_gelu(bench: Bench, rows: int, apart: float) -> float:
-    """Seconds that GELU adds to the product in front of it in one kernel; a tenth of those `apart` at least."""
-    x, weight, bias = (
-        bench.make_random_tensor(rows, HEAD),
-        bench.make_random_tensor(WIDTH, HEAD),
-        bench.make_random_tensor(WIDTH),
-    )
-    both = bench.measure_seconds(lambda: compute_linear_gelu(x, weight, bias, "tanh"))
-    return min(max(both - bench.measure_seconds(lambda: functional.linear(x, weight, bias)), apart / 10), apart)
-
-
-def _tabulate_rates(
-    bench: Bench, xs: Sequence[int], ys: Sequence[int], rate: Callable[[int, int], float | None]
-) -> Curve:
-    """A curve over two sizes; what is too large to be timed has the rate of the next smaller."""
-    rows = []
-    for x in xs:
-        row: list[float] = []
-        for y in ys:
-            cell_rate = rate(x, y)
-            row.append(row[-1] if cell_rate is None else cell_rate)
-        rows.append(tuple(row))
-        bench.done()
-    return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
+def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
+    x, y, scale = (bench.make_random_tensor(count, WIDTH) for count in (rows, rows, 1))
+    both = bench.measure_seconds(lambda: x + y) + bench.measure_seconds(lambda: x * scale)
+    gelu = bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))
+    tensors_and_seconds = {
+        "pointwise": (5, both),
+        "norm": (2, bench.measure_seconds(lambda: functional.layer_norm(x, (WIDTH,)))),
+        "gelu": (2, gelu),
+        "interleave": (4, bench.measure_seconds(lambda: torch.stack([x, y], dim=-1))),
+    }
+    if can_fuse_gelu(x.device, x.dtype):
+        operands = bench.make_linear(rows, HEAD, WIDTH)
+        linear = bench.measure_seconds(lambda: functional.linear(*operands))
+        added = bench.measure_seconds(lambda: compute_linear_gelu(*operands, "tanh")) - linear
+        # The difference of two times can be near zero or below it.
+        tensors_and_seconds[FUSED] = (2, min(max(added, gelu / 10), gelu))
+    return {name: tensors * x.nbytes / seconds for name, (tensors, seconds) in tensors_and_seconds.items()}
 
 
 def measure_link(bench: Bench) -> Link:
     """What joins the ranks of a group: messages from its first to its second, and collectives of all."""
-    world, group = dist.get_world_size(bench.group), bench.group
+    world, group = dist.get_world_size(bench.group), bench.group or dist.group.WORLD
+    assert group is not None
     small, large = (_time_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
-    size = MESSAGES[-2]
-    x = bench.make_message(size, world)
+    x, tiny = bench.make_message(MESSAGES[-2], world), bench.make_random_tensor(world)
     parts, out = list(x.chunk(world)), torch.empty_like(x)
+    sent = x.nbytes * (world - 1) / world
+
+    def get_achieved_share(size: float, seconds: float) -> float:
+        return min(1.0, size / max(seconds, 1e-9) / bandwidth)
+
     exchanged = _time_on_all_ranks(bench, lambda: dist.all_to_all_single(out, x, group=group))
-    tiny = bench.make_random_tensor(world)
     started = _time_between_work(bench, lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny, group=group))
     summed = _time_on_all_ranks(bench, lambda: dist.all_reduce(x, group=group))
-    gathered = _time_on_all_ranks(
-        bench, lambda: dist.all_gather([torch.empty_like(p) for p in parts], parts[0], group=group)
+    sum_started = _time_between_work(bench, lambda: dist.all_reduce(tiny, group=group))
+    gathered = _time_on_all_ranks(bench, lambda: dist.all_gather(list(out.chunk(world)), parts[0], group=group))
+    shorter, longer = (
+        _time_on_all_ranks(
+            bench,
+            lambda y=y: start_shift(y, y.shape, group, Traffic(), "ring").wait_for_tensors(),  # type: ignore[misc]
+        )
+        for y in map(bench.make_message, MESSAGES[-2:])
     )
-    sent = x.numel() * x.element_size() * (world - 1) / world
-    once, longer = (_time_ring_shift(bench, length) for length in MESSAGES[-2:])
     return Link(
         latency_s=small,
         bandwidth=bandwidth,
-        collective=_get_achieved_share(sent, exchanged - started, bandwidth),
+        collective=get_achieved_share(sent, exchanged - started),
         call_s=max(started - small, 0.0),
-        neighbours=_get_achieved_share(MESSAGES[-1] - MESSAGES[-2], longer - once, bandwidth),
-        gather=_get_achieved_share(sent, gathered - started, bandwidth),
-        reduce=_get_achieved_share(2 * sent, summed - started, bandwidth),
+        sum_s=max(sum_started - small, 0.0),
+        neighbours=get_achieved_share(MESSAGES[-1] - MESSAGES[-2], longer - shorter),
+        gather=get_achieved_share(sent, gathered - started),
+        reduce=get_achieved_share(2 * sent, summed - sum_started),
         overlap=_measure_overlap(bench),
     )
 
 
 def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
-    """Seconds that a call adds to work, after which no rank is ready at the same time."""
-    x, weight = bench.make_random_tensor(128, 512), bench.make_random_tensor(512, 512)
+    """Seconds that a call adds to work, after which ranks are not ready at the same time."""
+    x, weight, bias = bench.make_linear(128, 512, 512)
 
     def compute_linears() -> None:
         for _ in range(4):
-            functional.linear(x, weight)
+            functional.linear(x, weight, bias)
 
     def compute_and_call() -> None:
         compute_linears()
@@ -243,24 +342,24 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
         differences = []
         for _ in range(REPEATS):
             dist.barrier(bench.group)
-            differences.append(
-                bench.time_average_call(compute_and_call, 40) - bench.time_average_call(compute_linears, 40)
-            )
+            both, alone = (bench.time_average_call(each, 40) for each in (compute_and_call, compute_linears))
+            differences.append(both - alone)
         return max(statistics.median(differences), 1e-7)
 
     compute_and_call()
-    compute_linears()
     return bench.measure_and_report(measure_added_seconds)
 
 
-def _get_achieved_share(sent: float, seconds: float, bandwidth: float) -> float:
-    return min(1.0, sent / max(seconds, 1e-9) / bandwidth)
+def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
+    """This rank in the group, and the numbers that its first two ranks have among all."""
+    first, second = (rank if bench.group is None else dist.get_global_rank(bench.group, rank) for rank in (0, 1))
+    return dist.get_rank(bench.group), first, second
 
 
 def _time_one_way(bench: Bench, size: int) -> float:
     """Seconds of a message: half of there and back."""
-    x, group, rank = bench.make_message(size), bench.group, bench.group_rank
-    first, second = bench.get_global_rank(0), bench.get_global_rank(1)
+    x, group = bench.make_message(size), bench.group
+    rank, first, second = _get_end_ranks(bench)
 
     def send_there_and_back() -> None:
         if rank == 0:
@@ -271,13 +370,6 @@ def _time_one_way(bench: Bench, size: int) -> float:
             dist.send(x, first, group)
 
     return _time_on_all_ranks(bench, send_there_and_back) / 2
-
-
-def _time_ring_shift(bench: Bench, size: int) -> float:
-    """Seconds in which each rank sends so many bytes to the next one, as a ring does."""
-    x, group = bench.make_message(size), bench.group or dist.group.WORLD
-    assert group is not None
-    return _time_on_all_ranks(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait_for_tensors())
 
 
 def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
@@ -296,16 +388,13 @@ def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -
 
 def _measure_overlap(bench: Bench) -> float:
     """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
-    rank, size, first, second = bench.group_rank, MESSAGES[-1], bench.get_global_rank(0), bench.get_global_rank(1)
-    x, weight, message = (
-        bench.make_random_tensor(256, 512),
-        bench.make_random_tensor(512, 512),
-        bench.make_message(size),
-    )
+    rank, first, second = _get_end_ranks(bench)
+    operands, message = bench.make_linear(256, 512, 512), bench.make_message(MESSAGES[-1])
 
     def compute_meanwhile() -> None:
-        for _ in range(6):  # about as long as the message
-            functional.linear(x, weight)
+        # This takes about as long as the message.
+        for _ in range(6):
+            functional.linear(*operands)
 
     def start_message() -> Any:
         if rank == 0:
@@ -322,66 +411,39 @@ def _measure_overlap(bench: Bench) -> float:
         if work is not None:
             work.wait()
 
+    calls = compute_meanwhile, send_message, compute_while_sending
+
     def measure_hidden_share() -> float:
         shares = []
-        for _ in range(2 * REPEATS):  # in turn: what is sought is a difference
+        # In turn, because the share is a difference of times.
+        for _ in range(2 * REPEATS):
             dist.barrier(bench.group)
-            alone, sent, together = (
-                bench.time_average_call(call, 5) for call in (compute_meanwhile, send_message, compute_while_sending)
-            )
+            alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
             shares.append((alone + sent - together) / min(alone, sent))
         return min(1.0, max(0.0, statistics.median(shares)))
 
-    for call in (compute_meanwhile, send_message, compute_while_sending):
+    for call in calls:
         call()
     return bench.measure_and_report(measure_hidden_share)
 
 
-def describe_provenance() -> str:
-    """What machine, with what, when."""
-    when = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return f"measured by ditile calibrate on {get_device_name()}, torch {torch.__version__}, {when}"
-
-
-def get_device_name() -> str:
-    """The device's name."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"
-
-
-EXPECTED = 0.1
-"""What it weighs that bytes take as long in a call as in a loop: calls are off by a twentieth, that by a half."""
-
-
-class SharedCall(NamedTuple):
-    """A call that all ranks make together.
-
-    Attributes:
-        took: seconds.
-        known: those of its work, without its exchanges.
-        sending: those of its exchanges' bytes, at the profile's rate.
-        exchanges: how many there are.
-    """
-
-    took: float
-    known: float
-    sending: float
-    exchanges: float
-
-
 def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
-    """The profile by which it comes closest to calls that were measured.
+    """The profile that comes closest to calls that were measured, by least squares of relative errors.
 
-    What a kernel costs besides its work is `kernel_s`; and all rates have one factor, for a call finds caches colder
-    than a kernel that runs over and over.
+    What a kernel costs besides its work is `kernel_s`, at least 0. All rates get one factor, at least 1, for a call
+    finds caches colder than a kernel that runs over and over.
 
     Args:
         profile: with curves.
-        measured: of each call its seconds in the transformer, those of its work on the curves alone, its kernels.
+        measured: of each call the seconds in the transformer, those of its work by the curves alone, and its kernels.
     """
-    terms = torch.tensor([[known / took, kernels / took] for took, known, kernels in measured], dtype=torch.float64)
-    slower, kernel_s = _solve_least_squares(terms, torch.ones(len(terms), dtype=terms.dtype))
+    work, kernels = (torch.tensor([call[k] / call[0] for call in measured], dtype=torch.float64) for k in (1, 2))
+    terms, ones = torch.stack([work, kernels], 1), torch.ones(len(work), 1, dtype=work.dtype)
+    slower, kernel_s = torch.linalg.lstsq(terms, ones, driver="gelsd").solution.flatten().tolist()
+    if kernel_s < 0:
+        slower, kernel_s = float(work.sum() / work.square().sum()), 0.0
+    if slower < 1:
+        slower, kernel_s = 1.0, max(0.0, float((kernels * (1 - work)).sum() / kernels.square().sum()))
     return dataclasses.replace(
         profile,
         kernel_s=kernel_s,
@@ -389,49 +451,6 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
         attention=_slow_down_curve(profile.attention, slower),
         pointwise={name: _slow_down_curve(curve, slower) for name, curve in profile.pointwise.items()},
     )
-
-
-def fit_collectives(profile: Profile, exchanged: Sequence[SharedCall], summed: Sequence[SharedCall]) -> Profile:
-    """The profile whose collectives start as slowly, and move bytes as slowly, as in calls that ranks make together.
-
-    In a call ranks meet at every exchange, one of them later than the other; in a loop of exchanges they are in step.
-
-    Args:
-        profile: with everything else.
-        exchanged: calls with all-to-alls; `call_s` and `collective` are fitted to them.
-        summed: calls with all-reduces; `sum_s` and `reduce`.
-    """
-    link = profile.link
-    if exchanged:
-        slower, start = _fit_exchanges(exchanged)
-        link = dataclasses.replace(link, call_s=start, collective=link.collective / slower)
-    if summed:
-        slower, start = _fit_exchanges(summed)
-        link = dataclasses.replace(link, sum_s=start, reduce=link.reduce / slower)
-    return dataclasses.replace(profile, link=link)
-
-
-def _fit_exchanges(calls: Sequence[SharedCall]) -> tuple[float, float]:
-    """How many times as long bytes take as in a loop, and the seconds that an exchange takes besides.
-
-    Two sizes hardly tell the two apart where calls differ by a few per cent from turn to turn, so what they leave open
-    goes to the start of an exchange: bytes are expected at the loop's rate.
-    """
-    terms = [[call.sending / call.took, call.exchanges / call.took] for call in calls]
-    wanted = [1 - call.known / call.took for call in calls]
-    terms, wanted = [*terms, [EXPECTED, 0.0]], [*wanted, EXPECTED]
-    return _solve_least_squares(torch.tensor(terms, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
-
-
-def _solve_least_squares(terms: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """The two numbers, the first not below 1 and the second not below 0, by which sums of terms come closest."""
-    slower, start = torch.linalg.lstsq(terms, wanted[:, None], driver="gelsd").solution.flatten().tolist()
-    if start < 0:
-        slower, start = float((terms[:, 0] * wanted).sum() / terms[:, 0].square().sum()), 0.0
-    if slower < 1:
-        slower, rest = 1.0, wanted - terms[:, 0]
-        start = max(0.0, float((terms[:, 1] * rest).sum() / terms[:, 1].square().sum()))
-    return slower, start
 
 
 def _slow_down_curve(curve: Curve, slower: float) -> Curve:

@@ -163,8 +163,9 @@ def search_plans(
     if not fits:
         smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
         raise PlanError(
-            f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, {_format_gigabytes(smallest.memory)}, "
-            f"{_format_gigabytes(smallest.memory - space)} more; use more devices, quantize, or a smaller picture"
+            f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, "
+            f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - space)} more; "
+            "use more devices, quantize, or a smaller picture"
         )
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:

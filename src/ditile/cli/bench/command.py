@@ -26,7 +26,7 @@ from ditile.distributed.launch import launch
 from ditile.errors import ModelError, PlanError
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.planner.disturbance import LIMIT
+from ditile.planner.calibrate import LIMIT
 from ditile.planner.profile import Profile
 from ditile.runner.table import compute_axis_bounds
 

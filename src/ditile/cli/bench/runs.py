@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ditile.cli import files
 from ditile.cli.bench.cells import ONE_RANK, BenchCell
 from ditile.errors import LoadError
-from ditile.planner.disturbance import LIMIT
+from ditile.planner.calibrate import LIMIT
 
 RUNS, ROWS = "runs.jsonl", "rows.jsonl"
 Run = dict[str, Any]

@@ -33,7 +33,7 @@ from ditile.distributed.mesh import Communicators, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
-from ditile.planner.disturbance import DisturbanceGuard, SlowdownGauge
+from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
 from ditile.planner.footprint import LiveBytes
 from ditile.runner.runner import Runner, parallelize
 
