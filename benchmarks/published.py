@@ -30,7 +30,7 @@ from rich.table import Table
 from ditile.cli import files
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, dump_efficiency, make_datasheet_profile
+from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, make_datasheet_profile
 from ditile.planner.price import Pricer
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import CONFIGS, PlanSubject
@@ -348,7 +348,7 @@ def main() -> None:
     every = read_published_rows()
     if parser.parse_args().fit:
         gets = fit_efficiency(every)
-        print(dump_efficiency(gets))
+        print(json.dumps(dataclasses.asdict(gets), indent=1))
         print(*summary(list(zip(every, predicted(every, gets), strict=True))), sep="\n")
         kept = {name: dataclasses.asdict(own) for name, own in fit_left_out(every).items()}
         files.write_json_file(LEFT_OUT, kept)

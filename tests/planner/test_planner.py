@@ -25,14 +25,14 @@ from ditile.planner import hardware
 from ditile.planner.answer import answer_question, plan_for
 from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
-from ditile.planner.profile import Curve, Link, Profile, is_strictly_rising
+from ditile.planner.profile import Curve, Link, Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import ABOVE, SearchRequest, iterate_plans, make_pricer, predict_skipped_steps, search_plans
 from ditile.planner.seconds import (
     RankTokens,
+    RooflineDevice,
     WarmupBlock,
     compute_warmup_seconds,
-    compute_work_seconds,
     count_work_flops,
     merge_work,
 )
@@ -297,7 +297,6 @@ def test_a_curve_is_read_between_its_points() -> None:
     curve = Curve((1.0, 4.0), ((1.0, 100.0), (4.0, 400.0)), (1.0, 100.0))
     assert [curve.interpolate(x, 1) for x in (0.5, 1, 2, 4, 9)] == pytest.approx([1, 1, 2, 4, 4])
     assert curve.interpolate(2, 10) == pytest.approx(20)
-    assert is_strictly_rising(curve.x) and not is_strictly_rising((2.0, 2.0))
 
 
 def test_a_profile_is_its_json(tmp_path: Path) -> None:
@@ -409,11 +408,13 @@ def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_pa
         plan_for("shapes-pixart")
 
 
-def test_a_kernel_costs_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_costs_its_host() -> None:
     """A GPU runs behind its host; a CPU is its own."""
     work = {next(iter(subject("shapes-flux").transformer_work.blocks[0])): 10}
-    tokens = RankTokens(1, 4, 4, 4, 4)
-    slow = dataclasses.replace(EVEN, kernel_s=1.0)
-    assert compute_work_seconds(work, tokens, slow) == pytest.approx(10.0, rel=1e-3)
-    ahead = dataclasses.replace(EVEN, kernel_s=0.0, runs_ahead=True)
-    assert compute_work_seconds(work, tokens, ahead) == pytest.approx(compute_work_seconds(work, tokens, EVEN))
+
+    def predict_seconds(**changes: Any) -> float:
+        profile = dataclasses.replace(EVEN, **changes)
+        return RooflineDevice(profile).compute_load(work, RankTokens(1, 4, 4, 4, 4)).get_busy_seconds(profile)
+
+    assert predict_seconds(kernel_s=1.0) == pytest.approx(10.0, rel=1e-3)
+    assert predict_seconds(runs_ahead=True) == pytest.approx(predict_seconds())

@@ -1,15 +1,13 @@
 """Hardware that is not here: datasheets, and how much of them diffusion transformers get.
 
 A datasheet says what a device could do at most. What a transformer gets of it is a few shares and sizes, the same for
-all GPUs (`EFFICIENCY`), fitted to published latencies by `python -m benchmarks.published`, which also predicts each
-machine with shares that were fitted without it.
+all GPUs (`EFFICIENCY`). `python -m benchmarks.published` fits them to published latencies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +121,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
     """The profile of some hardware.
 
     Args:
-        name: one of `known()`.
+        name: one of `list_hardware()`.
         interlink: bits a second between hosts, such as "10Gbit".
 
     Raises:
@@ -141,7 +139,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
 
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
-    """What a datasheet and shares of it come to."""
+    """The profile of a device that reaches such shares of its datasheet."""
     matmul = tuple(
         tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
         for rows in SIZES
@@ -162,26 +160,22 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         kernel_s=gets.kernel_s,
         runs_ahead=True,
         micro_s=gets.micro_s,
-        link=_make_datasheet_link(sheet, gets.wire),
-    )
-
-
-def _make_datasheet_link(sheet: Datasheet, efficiency: LinkEfficiency) -> Link:
-    return Link(
-        latency_s=efficiency.latency_s,
-        bandwidth=sheet.p2p,
-        collective=efficiency.exchange,
-        call_s=efficiency.call_s,
-        neighbours=efficiency.exchange,
-        reduce=efficiency.reduce,
-        overlap=efficiency.overlap,
-        socket=SOCKET if sheet.link == "pcie" else 0,
-        crossing=efficiency.crossing,
+        link=Link(
+            latency_s=gets.wire.latency_s,
+            bandwidth=sheet.p2p,
+            collective=gets.wire.exchange,
+            call_s=gets.wire.call_s,
+            neighbours=gets.wire.exchange,
+            reduce=gets.wire.reduce,
+            overlap=gets.wire.overlap,
+            socket=SOCKET if sheet.link == "pcie" else 0,
+            crossing=gets.wire.crossing,
+        ),
     )
 
 
 def add_interlink(profile: Profile, interlink: str) -> Profile:
-    """Hosts of a machine, joined by a link of so many bits a second; it carries computing's messages alongside."""
+    """The profile with hosts that a link of so many bits a second joins; messages on it overlap as within a host."""
     bits = parse_bandwidth(interlink)
     host_link = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=profile.link.overlap, call_s=profile.link.call_s)
     return dataclasses.replace(profile, interlink=host_link)
@@ -193,10 +187,10 @@ def parse_bandwidth(text: str) -> float:
     Raises:
         PlanError: if it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    bits = _parse_amount(text, "([kmg])()bit(?:/s)?")
+    if not bits:
         raise PlanError(f"interlink={text!r} is no bandwidth; write 10Gbit, 1Gbit or 100Mbit")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+    return bits
 
 
 def parse_byte_amount(text: str) -> int:
@@ -205,12 +199,13 @@ def parse_byte_amount(text: str) -> int:
     Raises:
         PlanError: if it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    amount = _parse_amount(text, "([kmgt])(i?)b")
+    if not amount:
         raise PlanError(f"memory={text!r} is no amount; write 48GB or 40GiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])))
+    return int(amount)
 
 
-def dump_efficiency(gets: Efficiency) -> str:
-    """Shares as JSON, for a person who fits them anew."""
-    return json.dumps(dataclasses.asdict(gets), indent=1)
+def _parse_amount(text: str, unit: str) -> float:
+    """A number with a unit, whose groups are the prefix and the "i" of powers of 1024; 0 if the text is none."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
+    return float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])) if match else 0.0

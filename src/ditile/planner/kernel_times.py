@@ -299,8 +299,16 @@ def _match_stream(size: int) -> Stream:
 
 
 def _count_stream_tokens(stream: Stream) -> int:
-    image = GRID.rows * GRID.tokens_per_row
-    return {"image": image, "text": TEXT, "both": image + TEXT, "once": 1}[stream]
+    return select_stream_length(stream, GRID.rows * GRID.tokens_per_row, TEXT)
+
+
+def select_stream_length(stream: Stream, image: int, text: int) -> int:
+    """Tokens of a stream, of an image and a text of so many; 1 for what belongs to no token."""
+    if stream == "image":
+        return image
+    if stream == "text":
+        return text
+    return image + text if stream == "both" else 1
 
 
 def _make_passthrough(returns: tuple[str, ...]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -34,19 +33,15 @@ class Curve:
 
     def interpolate(self, x: float, y: float = 1.0) -> float:
         """The rate at some sizes."""
-        (k, part) = _locate_on_log_scale(self.x, x)
-        near = [
-            self._interpolate_row(self.rates[k], y),
-            self._interpolate_row(self.rates[min(k + 1, len(self.x) - 1)], y),
-        ]
-        return math.exp((1 - part) * math.log(near[0]) + part * math.log(near[1]))
-
-    def _interpolate_row(self, row: Any, y: float) -> float:
-        if not self.y:
-            return float(row)
-        k, part = _locate_on_log_scale(self.y, y)
-        low, high = row[k], row[min(k + 1, len(self.y) - 1)]
+        k, part = _locate_on_log_scale(self.x, x)
+        low, high = self.rates[k], self.rates[min(k + 1, len(self.x) - 1)]
+        if self.y:
+            low, high = (_interpolate_rate(*_locate_on_log_scale(self.y, y), row) for row in (low, high))
         return math.exp((1 - part) * math.log(low) + part * math.log(high))
+
+
+def _interpolate_rate(k: int, part: float, row: Sequence[float]) -> float:
+    return math.exp((1 - part) * math.log(row[k]) + part * math.log(row[min(k + 1, len(row) - 1)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +53,7 @@ class Link:
         bandwidth: bytes a second of one message at a time, from one rank to another.
         collective: share of that bandwidth that each rank has while all of a group exchange.
         call_s: seconds of a collective besides its bytes, such as of starting it.
-        sum_s: the same of an all-reduce; None if it is no other.
+        sum_s: the same of an all-reduce; None if it is `call_s`.
         neighbours: share of the bandwidth while each rank sends to the next one.
         gather: share of it in an all-gather or a broadcast, which go round; None for that of neighbours.
         reduce: share of it in an all-reduce.
@@ -97,8 +92,8 @@ class Profile:
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
         head: share of that with so many channels of a head.
-        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes; `FUSED` where there
-            is such a kernel.
+        pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"; `FUSED` where there is such a
+            kernel), over bytes.
         kernel_s: seconds of the host for each kernel; it runs ahead of a GPU.
         runs_ahead: whether the host does (a GPU), or computes itself.
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
@@ -106,9 +101,10 @@ class Profile:
         link: between ranks of a host.
         interlink: between hosts; None if there was one.
         devices: ranks that compute at once on a host.
-        together: how many times as long work takes while all of them do.
-        product_s: of the shortest product by which `gauge` sees whether others are there; 0 if none was timed.
-        disturbed: share of what was timed although others slowed the cores, of one rank or of all, the larger one.
+        together: how many times as long work takes while all of them do; `ditile calibrate` leaves it at 1.
+        product_s: seconds of the shortest product by which `calibrate.SlowdownGauge` notices others; 0 if none was
+            timed.
+        disturbed: share of the measured seconds in which others slowed the cores.
     """
 
     name: str
@@ -166,11 +162,8 @@ class Profile:
 
 
 def _parse_curve(values: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(values["x"]), tuple(_parse_rates(rates) for rates in values["rates"]), tuple(values["y"]))
-
-
-def _parse_rates(rates: Any) -> Any:
-    return tuple(rates) if isinstance(rates, Sequence) else rates
+    rates = (tuple(row) if isinstance(row, Sequence) else row for row in values["rates"])
+    return Curve(tuple(values["x"]), tuple(rates), tuple(values["y"]))
 
 
 @lru_cache(maxsize=65536)
@@ -183,8 +176,3 @@ def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, 
     k = bisect.bisect_right(points, value) - 1
     low, high = points[k], points[k + 1]
     return k, math.log(value / low) / math.log(high / low)
-
-
-def is_strictly_rising(points: Sequence[float]) -> bool:
-    """Whether points are in order, each more than the one before."""
-    return all(a < b for a, b in itertools.pairwise(points))

@@ -1,17 +1,18 @@
-"""Seconds of counted work on a device (roofline model, Williams et al. 2009, with measured roofs).
+"""Seconds of counted work on a device (roofline model, Williams et al. 2009, with measured roofs), and of messages.
 
-What a rank has of the links and the cores of a machine while others use them too.
+A rank has a part of the links and the cores of a machine while others use them too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ditile.plan.plan import AXES, Plan
-from ditile.planner.kernel_times import RooflineKernel, Stream, Work
+from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import FUSED, Link, Profile
 
 
@@ -19,7 +20,7 @@ class RankTokens(NamedTuple):
     """What a rank has in a micro-step, for one call.
 
     Attributes:
-        rows: of the batch.
+        batch: pictures that it computes together.
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads that it attends with.
@@ -40,19 +41,11 @@ class RankTokens(NamedTuple):
 
     def count_tokens(self, stream: Stream) -> int:
         """Tokens of a stream."""
-        return _select_stream_length(stream, self.image, self.text)
+        return select_stream_length(stream, self.image, self.text)
 
     def count_keys(self, stream: Stream) -> int:
         """Keys of a stream."""
-        return _select_stream_length(stream, self.image_keys, self.text_keys)
-
-
-def _select_stream_length(stream: Stream, image: int, text: int) -> int:
-    if stream == "image":
-        return image
-    if stream == "text":
-        return text
-    return image + text if stream == "both" else 1
+        return select_stream_length(stream, self.image_keys, self.text_keys)
 
 
 class DeviceLoad(NamedTuple):
@@ -99,11 +92,8 @@ class RooflineDevice:
         keys = tokens.count_keys(kernel.keys)
         queries = tokens.count_tokens(kernel.stream) * tokens.share
         operations = 4 * tokens.batch * queries * keys * kernel.size[0] * tokens.heads
-        return (
-            operations
-            / self._profile.attention.interpolate(queries, keys)
-            / self._profile.head.interpolate(kernel.size[1])
-        )
+        rate = self._profile.attention.interpolate(queries, keys) * self._profile.head.interpolate(kernel.size[1])
+        return operations / rate
 
     def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: int, fused: bool) -> float:
         """Of a matrix of which a rank has its share, or of going over numbers; for so many rows."""
@@ -114,11 +104,6 @@ class RooflineDevice:
         size, curves = kernel.size[0] * rows * profile.element_size, profile.pointwise
         kind = FUSED if fused and kernel.kind == "gelu" else kernel.kind
         return size / curves.get(kind, curves["pointwise"]).interpolate(size)
-
-
-def compute_work_seconds(work: Work, tokens: RankTokens, profile: Profile) -> float:
-    """Seconds of some work by one rank, until device and host are done."""
-    return RooflineDevice(profile).compute_load(work, tokens).get_busy_seconds(profile)
 
 
 def count_work_flops(work: Work, tokens: RankTokens) -> float:
@@ -134,13 +119,9 @@ def count_work_flops(work: Work, tokens: RankTokens) -> float:
     return total
 
 
-def merge_work(works: Mapping[int, Work] | list[Work] | tuple[Work, ...]) -> dict[RooflineKernel, int]:
-    """Several pieces of work as one."""
-    merged: dict[RooflineKernel, int] = {}
-    for work in works.values() if isinstance(works, Mapping) else works:
-        for kernel, times in work.items():
-            merged[kernel] = merged.get(kernel, 0) + times
-    return merged
+def merge_work(works: Iterable[Work]) -> Work:
+    """The work of several together."""
+    return sum(map(Counter, works), Counter[RooflineKernel]())
 
 
 def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
@@ -156,8 +137,10 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
     inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
     if profile.interlink is None or n == 1 or inner * n <= host:
         return profile.link
-    sharing: float = min(inner, host)  # neighbours: one of each line through a host's border
-    if axis == "ulysses":  # each with all, of which some are on the same host
+    # Messages of neighbours: one rank of each pipeline or ring sends out of a host.
+    sharing: float = min(inner, host)
+    if axis == "ulysses":
+        # Each rank exchanges with all, of which some are on the same host.
         sharing = host * (n - max(1, host // inner)) / (n - 1)
     return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
@@ -187,10 +170,10 @@ def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> f
 
 
 class WarmupBlock(NamedTuple):
-    """A block that a crew of stages computes together, in seconds.
+    """A block that the stages of the warmup group compute together, in seconds.
 
     Attributes:
-        weights: its weights on their way from the stage that owns it; 0 where every member holds them.
+        weights: the transfer of its weights from the stage that owns it; 0 where every member has them.
         before: work up to its attention, before which keys are gathered.
         keys: the gather.
         after: the rest of its work.
@@ -203,7 +186,7 @@ class WarmupBlock(NamedTuple):
 
 
 def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: float) -> float:
-    """Seconds of blocks whose weights leave so many blocks ahead of their use (`blocks.lending`, `blocks.crew`).
+    """Seconds of blocks whose weights are sent so many blocks ahead of their use (`weight_streaming`).
 
     One group carries weights and keys in the order in which they are started: a gather stands behind the weights that
     were started before it.
