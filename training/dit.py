@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ditile.cli.evaluate.scenes import render_scene, sample_scene
 from training.attention import PlainAttention
 from training.conditions import TextEncoders, drop
 from training.latents import load_basis
 from training.models import Kind, make
 from training.optim import MasterOptimiser, learning_rate
+from training.scenes import describe_scene, render_scene, sample_scene
 
 OUT = Path(__file__).parent / "out"
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
@@ -70,7 +70,7 @@ class Run:
         batch = max(2, round(self.tokens * 64 / (height * width)))
         scenes = [sample_scene(self.rng, held_out=False) for _ in range(batch)]
         latents = self.basis.latents([render_scene(scene, height, width) for scene in scenes])
-        conditions = self.encoders(drop([scene.caption_text for scene in scenes], 0.1))
+        conditions = self.encoders(drop([describe_scene(scene) for scene in scenes], 0.1))
         with PlainAttention():
             loss = self.kind.loss(latents, conditions)
         loss.backward()  # type: ignore[no-untyped-call]

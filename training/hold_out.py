@@ -6,7 +6,7 @@ import argparse
 import random
 from pathlib import Path
 
-from ditile.cli.evaluate.scenes import sample_scene
+from training.scenes import describe_scene, sample_scene
 
 CAPTIONS = Path(__file__).parent.parent / "src" / "ditile" / "assets" / "captions.txt"
 
@@ -16,7 +16,7 @@ def held_out_captions(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     captions: dict[str, None] = {}
     while len(captions) < count:
-        captions[sample_scene(rng, held_out=True).caption_text] = None
+        captions[describe_scene(sample_scene(rng, held_out=True))] = None
     return list(captions)
 
 

@@ -28,8 +28,8 @@ from ditile.cli.evaluate.scenes import (
     TEXTURES,
     Scene,
     Thing,
-    sample_scene,
 )
+from training.scenes import describe_scene, sample_scene
 
 OUT = Path(__file__).parent / "out" / "text"
 LENGTH, WIDTH = 32, 128
@@ -125,7 +125,7 @@ def make_encoders() -> tuple[T5EncoderModel, CLIPTextModel]:
 def make_examples(tokenizer: PreTrainedTokenizerFast, scenes: list[Scene]) -> Examples:
     """Labels of scenes for both encoders."""
     batch = tokenizer(
-        [s.caption_text for s in scenes],
+        [describe_scene(s) for s in scenes],
         padding="max_length",
         max_length=LENGTH,
         truncation=True,
@@ -215,7 +215,7 @@ def _backdrop_labels(scene: Scene) -> dict[str, int]:
 def _word_labels(scene: Scene) -> dict[str, list[int]]:
     """Words of a thing carry its labels, the background's words and the end token those of the background."""
     rows = {key: [IGNORE] * LENGTH for key in THING | SCENE}
-    words = scene.caption_text.split()
+    words = describe_scene(scene).split()
     starts = [0, 4 + len(scene.where.split())][: len(scene.things)]
     backdrop = len(words) - (2 if scene.texture == "plain" else 3)
     spans = [(start, start + 4, _thing_labels(thing)) for start, thing in zip(starts, scene.things, strict=True)]

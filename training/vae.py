@@ -15,9 +15,10 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from ditile.cli.evaluate.scenes import Image, render_scene, sample_scene
+from ditile.cli.evaluate.scenes import Image
 from training.latents import CHANNELS, Basis, load_basis, pixels
 from training.optim import MasterOptimiser, learning_rate
+from training.scenes import render_scene, sample_scene
 
 OUT = Path(__file__).parent / "out" / "vae"
 LOG_VARIANCE = -6.0

@@ -9,7 +9,7 @@ import json
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ditile.cli.pipelines import (
 from ditile.cli.prompts import PromptLine, describe_request
 from ditile.cli.prompts import list_prompt_lines as all_lines
 from ditile.distributed import env
+from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError
@@ -106,7 +107,7 @@ def draw_prompt_lines(
         request_text = describe_request(wanted, run, plan, cache, read_generation_options(wanted.model))
         texts = _build_png_texts(wanted, plan, cache, base) | {"request": request_text}
         call_results: list[RunnerCallResult] = []
-        with _show_prompt_progress(total, total - len(missing_lines), shown=first) as advance:
+        with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]
                 call_result = _call_and_report(
@@ -258,18 +259,6 @@ def _build_lines_call(
     if "negative_prompt" in base:
         call["negative_prompt"] = [base["negative_prompt"]] * len(lines)
     return call
-
-
-@contextlib.contextmanager
-def _show_prompt_progress(total: int, done: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the prompts."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("", total=total, completed=done)
-        yield lambda count: progress.advance(task, count)
 
 
 def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,20 @@ def print_table_and_json(table: Any, text: str, json: str | None) -> None:
             Path(json).write_text(text + "\n", "utf-8")
         except OSError as error:
             raise ModelError(f"json={json!r} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def show_progress_bar(
+    title: str, total: int, *, completed: int = 0, shown: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar on the standard error; yields what moves it on by a count."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(title, total=total, completed=completed)
+        yield lambda count: progress.advance(task, count)
 
 
 def is_writing_process() -> bool:

@@ -15,9 +15,9 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.cli.cache_options import CacheOptions
+from ditile.cli.evaluate import scores
 from ditile.cli.evaluate.captions import Caption, load_captions
 from ditile.cli.evaluate.contact_sheet import draw_contact_sheet, make_difference_image
-from ditile.cli.evaluate.frechet import Moments, RandomConvolutions, frechet, space
 from ditile.cli.evaluate.metrics import load_available_metrics, resize_picture
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
 from ditile.cli.evaluate.scores import MetricPanel, find_reference_pictures
@@ -41,6 +41,11 @@ SETTING = EvaluationSetting("pipefusion=2", "F=1")
 
 def noise(seed: int, side: int = 32) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def mean_colors(picture: Any) -> torch.Tensor:
+    """Features in place of Inception's."""
+    return torch.from_numpy(picture).double().mean((0, 1))[None]
 
 
 # Captions
@@ -102,12 +107,11 @@ def test_settings_are_plans_times_caches_without_the_original() -> None:
     """A failure means that a row of the table is of another setting than it says, or is drawn twice."""
     wanted = EvaluateOptions(plans="pipefusion=1; patches=2  pipefusion=2;ulysses=2", caches="none; F=1  W=4;F=1 W=4")
     assert wanted.candidate_settings == [
-        EvaluationSetting("pipefusion=1", "F=1 W=4"), EvaluationSetting("pipefusion=2 patches=2", "none"),
-        EvaluationSetting("pipefusion=2 patches=2", "F=1 W=4"), EvaluationSetting("ulysses=2", "none"), EvaluationSetting("ulysses=2", "F=1 W=4"),
-    ]  # fmt: skip
-    assert [s.world_size for s in wanted.candidate_settings] == [1, 2, 2, 2, 2] and wanted.candidate_settings[
-        0
-    ].has_original_plan
+        EvaluationSetting("pipefusion=1", "F=1 W=4"),
+        *(EvaluationSetting(p, c) for p in ("pipefusion=2 patches=2", "ulysses=2") for c in ("none", "F=1 W=4")),
+    ]
+    assert [s.world_size for s in wanted.candidate_settings] == [1, 2, 2, 2, 2]
+    assert wanted.candidate_settings[0].has_original_plan
     assert Plan.parse(ORIGINAL.plan) == Plan() and ORIGINAL.cache_arguments == {"cache_config": None}
     assert len({make_setting_slug(s) for s in (ORIGINAL, *wanted.candidate_settings)}) == 6
     assert make_setting_slug(EvaluationSetting("ulysses=2", "mask=1,2/3")) != make_setting_slug(
@@ -205,55 +209,6 @@ def test_means_and_ratios(tmp_path: Path) -> None:
 # Distances and scores
 
 
-def test_the_distance_of_normal_distributions() -> None:
-    """The closed form, where covariances commute and where they do not. A failure means that all distances are off."""
-    flat = Moments(9, np.array([1.0, 2.0]), np.diag([4.0, 9.0]))
-    other = Moments(9, np.array([4.0, 6.0]), np.diag([1.0, 25.0]))
-    assert frechet(flat, other) == pytest.approx(25 + 1 + 4)
-    assert frechet(flat, flat) == pytest.approx(0, abs=1e-9)
-    a, b = np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([[5.0, -1.0], [-1.0, 1.0]])
-    # of a 2 x 2 matrix with positive eigenvalues: tr sqrt(M) = sqrt(tr M + 2 sqrt(det M))
-    product = a @ b
-    root = np.sqrt(np.trace(product) + 2 * np.sqrt(np.linalg.det(product)))
-    wanted = np.trace(a) + np.trace(b) - 2 * root
-    assert frechet(Moments(9, np.zeros(2), a), Moments(9, np.zeros(2), b)) == pytest.approx(wanted)
-    one = Moments(1, np.ones(3), np.zeros((3, 3)))
-    assert frechet(one, Moments(1, np.zeros(3), np.zeros((3, 3)))) == pytest.approx(3.0), (
-        "of single pictures: the means"
-    )
-
-
-def test_moments_over_batches_are_those_of_all() -> None:
-    """A failure means that a set of more pictures than a batch has another mean or covariance."""
-
-    class Few:
-        name, is_inception = "corner", False
-
-        def __call__(self, pictures: list[Any]) -> Any:
-            return np.stack([picture[0, 0].astype(float) for picture in pictures])
-
-    pictures = [noise(k, 2) for k in range(70)]
-    found, wanted = Moments.of(Few(), iter(pictures)), Few()(pictures)
-    assert found.count == 70 and found.mean == pytest.approx(wanted.mean(0))
-    assert found.covariance == pytest.approx(np.cov(wanted.T))
-    with pytest.raises(ValueError, match="no picture"):
-        Moments.of(Few(), [])
-
-
-def test_random_convolutions_tell_distributions_apart() -> None:
-    """The same anywhere, of any size. A failure means that stored distances cannot be compared, or say nothing."""
-    made, why = space()
-    assert made.is_inception == (why is None) and (made.is_inception or made.name == "random-conv-64")
-    features = RandomConvolutions()([noise(0), noise(0, 48)])
-    assert features.shape == (2, 64) and np.isfinite(features).all()
-    assert features[0, :3] == pytest.approx(RandomConvolutions()([noise(0)])[0, :3])
-    sharp = [noise(k, 128) for k in range(6)]
-    blurred = [np.array(Image.fromarray(p).resize((16, 16)).resize((128, 128))) for p in sharp]
-    others = [noise(k + 50, 128) for k in range(6)]
-    base, apart, alike = (Moments.of(RandomConvolutions(), each) for each in (sharp, blurred, others))
-    assert frechet(base, apart) > 20 * frechet(base, alike) > 0
-
-
 def test_metrics_say_why_they_are_not_there(tmp_path: Path) -> None:
     """A failure means that a score is missing without a word, or that something is downloaded."""
     found, absent = load_available_metrics("shapes-flux", [CAPTION], None)
@@ -266,7 +221,7 @@ def test_metrics_say_why_they_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_clip_from_disk(tmp_path: Path) -> None:
-    """100 times the cosine of its two embeddings. A failure means that the score is of something else."""
+    """100 times the cosine of its two embeddings, by torchmetrics. A failure means a score of something else."""
     small: dict[str, Any] = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "projection_dim": 8,
@@ -276,7 +231,7 @@ def test_a_clip_from_disk(tmp_path: Path) -> None:
     config = CLIPConfig(
         text_config=text, vision_config=small | {"image_size": 32, "patch_size": 8}, projection_dim=8
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(6)  # whose cosine is above 0: below it the score is 0
     model = CLIPModel(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -292,12 +247,10 @@ def test_a_clip_from_disk(tmp_path: Path) -> None:
     assert "clip" not in absent and metric.exact is None
 
 
-def test_pictures_are_resized_and_judged_once(tmp_path: Path) -> None:
+def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that scores of one size stand for those of another, or are taken again in each run."""
-    store, rows = (
-        EvaluationFolder(tmp_path),
-        {(s, k): row(s, k, scores={}) for s in (ORIGINAL, SETTING) for k in range(2)},
-    )
+    store = EvaluationFolder(tmp_path)
+    rows = {(s, k): row(s, k) for s in (ORIGINAL, SETTING) for k in range(2)}
     for (setting, place), each in rows.items():
         del each["scores"]
         store.picture_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
@@ -305,20 +258,28 @@ def test_pictures_are_resized_and_judged_once(tmp_path: Path) -> None:
     captions = [Caption("caption 0"), Caption("caption 1")]
     panel = MetricPanel.from_options(JudgeOptions(), "elsewhere", captions)
     judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
-    assert rows[ORIGINAL, 1]["scores"] == {"psnr": 100.0, "ssim": 1.0} and judged.distances["original"] == {
-        "frechet_original": 0
-    }
+    assert rows[ORIGINAL, 1]["scores"] == {"psnr": 100.0, "ssim": 1.0}
     first = rows[SETTING, 1]["scores"]["psnr"]
     rows[SETTING, 1]["scores"]["psnr"] = 7.0
     panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[SETTING, 1]["scores"]["psnr"] == 7.0, "not again"
-    small = MetricPanel.from_options(
-        JudgeOptions(resize=8, references=str(store.picture_path(SETTING, 0).parent)), "elsewhere", captions
-    )
-    judged = small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    small = MetricPanel.from_options(JudgeOptions(resize=8), "elsewhere", captions)
+    small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[SETTING, 1]["scores"]["psnr"] > first, "noise that is averaged is less apart"
-    assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
     assert resize_picture(noise(0), 8).shape == (8, 8, 3) and resize_picture(noise(0), None) is not None
+    # The FID: without Inception it is not there, or refused where it was asked for.
+    references = str(store.picture_path(SETTING, 0).parent)
+    assert judged.frechet is None and judged.distances == {"original": {}, str(SETTING): {}} and judged.absent["fid"]
+    with pytest.raises(ModelError, match="are for the FID, which cannot be taken: "):
+        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
+    monkeypatch.setattr(scores, "NUM_FEATURES", 3)
+    monkeypatch.setattr(scores, "load_inception_features", lambda: mean_colors)
+    panel = MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
+    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
+    assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
+    assert judged.distances["original"]["frechet_original"] == 0 < judged.distances[str(SETTING)]["frechet_original"]
+    with pytest.raises(ModelError, match="one picture have no covariance"):
+        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions[:1])
 
 
 def test_a_sheet_has_a_column_for_each_setting(tmp_path: Path) -> None:

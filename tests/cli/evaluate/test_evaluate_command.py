@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from ditile.cli.evaluate import evaluate
+from ditile.cli.evaluate import evaluate, scores
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.scores import MetricPanel
 from ditile.cli.evaluate.store import EvaluationFolder
 from ditile.distributed import env
+from tests.cli.evaluate.test_evaluate import mean_colors
 from tests.cli.test_cli import refused
 
 CACHE = "F=1 W=1 R=1"
@@ -37,9 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one evaluation of two captions was written to."""
     folder = tmp_path_factory.mktemp("evaluated")
     (folder / "references").mkdir()
-    Image.new("RGB", (80, 40), (200, 30, 30)).save(folder / "references" / "red.jpg")
+    for name, color in (("red", (200, 30, 30)), ("blue", (30, 30, 200))):
+        Image.new("RGB", (80, 40), color).save(folder / "references" / f"{name}.jpg")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(scores, "NUM_FEATURES", 3)
+        patch.setattr(scores, "load_inception_features", lambda: mean_colors)
         assert main.main([*WORDS, "--num", "2", "--resize", "32", "--references", "references"]) == 0
     shutil.copy(folder / "out" / "evaluation.json", folder / "first.json")
     return folder
@@ -60,7 +64,7 @@ def test_what_is_written(folder: Path) -> None:
     assert all(10 < row["psnr"] < 100 and 0 < row["ssim"] < 1 for row in (cached, planned, both))
     assert all(row["frechet_original"] > 0 and row["latency_ratio"] > 0 for row in (cached, planned, both))
     assert cached["blocks_saved"] == both["blocks_saved"] > 0 == planned["blocks_saved"]
-    assert {row["world"] for row in (planned, both)} == {2} and found["references"]["count"] == 1
+    assert {row["world"] for row in (planned, both)} == {2} and found["references"]["count"] == 2
     assert all(row["frechet_references"] > 0 and "all_right" in row for row in found["settings"])
     assert found["job"]["call"]["num_inference_steps"] == 3 and "original and all settings" in found["measured"]["how"]
     rows = [json.loads(line) for line in (folder / "out" / "pictures.jsonl").read_text().splitlines()]
@@ -81,7 +85,7 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(evaluate, "_run_session_task", none)
     assert main.main([*WORDS, "--num", "2"]) == 0 and drawn == []
     out = capsys.readouterr().out
-    assert "pipefusion=2" in out and "not FID" in out and "no clip: no CLIP was named" in out
+    assert "pipefusion=2" in out and "no fid: " in out and "FID to" not in out and "no clip: no CLIP was named" in out
     found = json.loads((folder / "out" / "evaluation.json").read_text())
     lost = next(row for row in map(json.loads, (folder / "out" / "pictures.jsonl").read_text().splitlines())
                 if (row["plan"], row["cache"], row["caption"]) == ("pipefusion=1", CACHE, 1))  # fmt: skip
@@ -150,6 +154,7 @@ def test_another_job_in_the_same_folder(
         (("--captions", "empty.txt"), "has no prompt"),
         (("--num", "201"), "exceeds the 200 captions"),
         (("--references", "nowhere"), "no folder with pictures"),
+        (("--references", "there", "--num", "2"), "references='there' are for the FID, which cannot be taken: "),
         (("--clip", "nowhere"), "no CLIP that transformers can load"),
         (("--resize", "2"), "try resize=256"),
         (("--out", "empty.txt"), "is a file; give a folder"),
@@ -162,6 +167,8 @@ def test_another_job_in_the_same_folder(
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
     Path("empty.txt").touch()
+    Path("there").mkdir()
+    Path("there", "a.png").touch()
     assert says in refused(capsys, "evaluate", "--plans", "patches=2", "--caches", "none", "--num", "1", *words)
 
 

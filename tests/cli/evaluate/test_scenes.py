@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, judge_picture, score_pictures
-from ditile.cli.evaluate.scenes import Scene, is_held_out, parse_caption, render_scene, sample_scene
+from ditile.cli.evaluate.scenes import Scene, parse_caption
+from training.scenes import describe_scene, is_held_out, name_thing, render_scene, sample_scene
 
 SIZES = ((128, 128), (128, 192), (192, 128), (256, 256))
 
@@ -21,14 +22,14 @@ def scenes(count: int, seed: int = 0, held_out: bool | None = None) -> list[Scen
 def test_true_pictures_are_all_right(height: int, width: int) -> None:
     """If this fails the checker (or the renderer) is wrong at this size, and no accuracy it reports means anything."""
     some = scenes(10, seed=height + width)
-    result = score_pictures([render_scene(s, height, width) for s in some], [s.caption_text for s in some])
+    result = score_pictures([render_scene(s, height, width) for s in some], [describe_scene(s) for s in some])
     assert result == dict.fromkeys(VERDICT_ITEMS, 100.0)
 
 
 def test_other_captions_are_not_all_right() -> None:
     """A checker that passes pictures of other captions would flatter the models."""
     some = scenes(40, seed=1)
-    captions = [s.caption_text for s in some]
+    captions = [describe_scene(s) for s in some]
     result = score_pictures([render_scene(s, 64, 64) for s in some], captions[1:] + captions[:1])
     assert result["all_right"] <= 5
     assert result["position"] < 30
@@ -77,9 +78,9 @@ def test_noise_and_blank_pictures_are_wrong() -> None:
 def test_captions_are_parsed_back() -> None:
     """parse is the inverse of Scene.caption, up to the jitter."""
     for scene in scenes(300, seed=2):
-        again = parse_caption(scene.caption_text)
-        assert again.caption_text == scene.caption_text
-        assert [t.noun_phrase for t in again.things] == [t.noun_phrase for t in scene.things]
+        again = parse_caption(describe_scene(scene))
+        assert describe_scene(again) == describe_scene(scene)
+        assert [name_thing(t) for t in again.things] == [name_thing(t) for t in scene.things]
         assert (again.where, again.background, again.texture) == (
             scene.where,
             scene.background,
@@ -108,8 +109,8 @@ def test_training_never_sees_the_held_out_captions() -> None:
     """The bundled list is made of captions that the training sampler skips, without repeats."""
     captions = (resources.files("ditile") / "assets" / "captions.txt").read_text().splitlines()
     assert len(captions) == len(set(captions)) == 200
-    assert all(is_held_out(caption) and parse_caption(caption).caption_text == caption for caption in captions)
-    assert not any(is_held_out(s.caption_text) for s in scenes(500, seed=3, held_out=False))
+    assert all(is_held_out(caption) and describe_scene(parse_caption(caption)) == caption for caption in captions)
+    assert not any(is_held_out(describe_scene(s)) for s in scenes(500, seed=3, held_out=False))
 
 
 def test_things_keep_their_form_in_every_aspect_ratio() -> None:

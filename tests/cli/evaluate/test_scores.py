@@ -1,13 +1,13 @@
-"""Scores that need a package which is not here: each is called as the real one is declared, with what it wants to have.
+"""Scores of pictures: what torchmetrics makes of them, and what is missing without its packages and weights.
 
-A stub has the signature of the released package, refuses what that refuses, and keeps what it is given: lpips 0.1.4,
-torchmetrics 1.9, image-reward 1.5, clean-fid 0.1.35, torch-fidelity 0.4.
+Where a package or weights are not here, a stub stands in: it has the signature of torchmetrics 1.9 or image-reward 1.5,
+refuses what these refuse, and keeps what it is given.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-import tempfile
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -19,36 +19,44 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchmetrics.image import fid, lpip
 
-from ditile.cli.evaluate.frechet import CleanFid, TorchFidelity, space
-from ditile.cli.evaluate.metrics import ALEXNET, Metric, load_available_metrics
+from ditile.cli.evaluate import metrics, scores
+from ditile.cli.evaluate.metrics import (
+    ALEXNET,
+    INCEPTION,
+    Metric,
+    compute_psnr,
+    compute_ssim,
+    load_available_metrics,
+    load_inception_features,
+)
+from ditile.cli.evaluate.scores import SetDistances
+from ditile.errors import ModelError
 
 CAPTION = "a large red circle in the center on a black background"
 PICTURE = np.zeros((8, 12, 3), np.uint8)
 PICTURE[..., 0], PICTURE[..., 1], PICTURE[0, 0] = 255, 51, (0, 102, 255)
 OTHER = PICTURE[::-1].copy()
+PACKAGES = ("torchvision", "torch_fidelity", "ImageReward")
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty machine: no package and no weights."""
+    """A machine with torchmetrics alone: no other package and no weights."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path))
-    for name in ("lpips", "torchmetrics", "torchvision", "ImageReward", "cleanfid", "torch_fidelity"):
+    for name in PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
     return tmp_path
 
 
 def install(patch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
-    """Puts a module, and the packages that it is in, where they are imported from."""
-    parts = name.split(".")
-    for k in range(1, len(parts) + 1):
-        path = ".".join(parts[:k])
-        made = sys.modules.get(path) or ModuleType(path)
-        made.__spec__, made.__path__ = ModuleSpec(path, None, is_package=True), []
-        patch.setitem(sys.modules, path, made)
-    vars(sys.modules[name]).update(content)
+    """Puts a module where it is imported from."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(content)
+    patch.setitem(sys.modules, name, module)
 
 
 def on_disk(path: Path) -> Path:
@@ -60,9 +68,9 @@ def on_disk(path: Path) -> Path:
 
 def metric_of(name: str) -> Metric:
     """One that must be there."""
-    found, absent = load_available_metrics("shapes-flux", [CAPTION], None)
+    available, absent = load_available_metrics("shapes-flux", [CAPTION], None)
     assert name not in absent, absent[name]
-    return next(metric for metric in found if metric.name == name)
+    return next(metric for metric in available if metric.name == name)
 
 
 def channels(picture: Any) -> Tensor:
@@ -70,84 +78,87 @@ def channels(picture: Any) -> Tensor:
     return torch.from_numpy(picture.transpose(2, 0, 1)[None].copy())
 
 
-class LPIPS(nn.Module):
+def pairs() -> tuple[Any, Any]:
+    """Pictures that differ by noise, by one pixel, and not at all."""
+    random = np.random.default_rng(0)
+    a = random.integers(0, 256, (3, 20, 26, 3), dtype=np.uint8)
+    b = np.clip(a + random.integers(-9, 10, a.shape), 0, 255).astype(np.uint8)
+    b[1], b[2] = a[1], a[2]
+    b[1, 0, 0] ^= 1
+    return a, b
+
+
+def test_psnr_is_the_mean_square_in_decibels() -> None:
+    """To 1e-5 dB: torchmetrics takes the logarithm of the range in float32. A failure means that stored evaluations
+    cannot be compared."""
+    a, b = pairs()
+    squares = ((a.astype(float) - b) ** 2).mean((1, 2, 3))
+    wanted = [*(10 * np.log10(255**2 / squares[:2])), 100.0]
+    np.testing.assert_allclose(compute_psnr(a, b), wanted, rtol=0, atol=1e-5)
+
+
+def test_ssim_is_that_of_seven_by_seven_windows() -> None:
+    """To rounding (1e-12): windows that lie in the picture, with unbiased variances, written out window by window. A
+    failure means that stored evaluations cannot be compared."""
+    a, b = pairs()
+    x, y = (np.lib.stride_tricks.sliding_window_view(p / 255, (7, 7), (1, 2)) for p in (a, b))
+    mx, my = x.mean((-1, -2)), y.mean((-1, -2))
+    vx, vy = x.var((-1, -2), ddof=1), y.var((-1, -2), ddof=1)
+    vxy = ((x - mx[..., None, None]) * (y - my[..., None, None])).sum((-1, -2)) / 48
+    index = (2 * mx * my + 0.01**2) * (2 * vxy + 0.03**2) / ((mx**2 + my**2 + 0.01**2) * (vx + vy + 0.03**2))
+    np.testing.assert_allclose(compute_ssim(a, b), index.mean((1, 2, 3)), rtol=0, atol=1e-12)
+    assert compute_ssim(a, b)[2] == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_torchmetrics_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """A failure means a traceback, or a run of hours before it."""
+
+    def import_module(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    if broken:
+        monkeypatch.setattr(metrics.importlib, "import_module", import_module)
+    else:
+        monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(ModelError, match="torchvision::nms" if broken else r"pip install 'ditile\[evaluate\]'"):
+        metrics.check_torchmetrics()
+
+
+class Lpips(nn.Module):
     """The distance is the mean difference."""
 
     given: tuple[Any, ...] = ()
 
-    def __init__(
-        self, pretrained: bool = True, net: str = "alex", version: str = "0.1", lpips: bool = True,
-        spatial: bool = False, pnet_rand: bool = False, pnet_tune: bool = False, use_dropout: bool = True,
-        model_path: str | None = None, eval_mode: bool = True, verbose: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        assert (pretrained, net, version, lpips, spatial, pnet_rand, verbose) == (
-            True, "alex", "0.1", True, False, False, False,
-        )  # fmt: skip
-
-    def forward(self, in0: Tensor, in1: Tensor, retPerLayer: bool = False, normalize: bool = False) -> Tensor:  # noqa: N803
-        assert not retPerLayer and not normalize and not self.training and not torch.is_grad_enabled()
-        type(self).given = (in0, in1)
-        return (in0 - in1).abs().mean((1, 2, 3), keepdim=True)
-
-
-class OfTorchmetrics(nn.Module):
-    """The same, of the other package."""
-
-    given: tuple[Any, ...] = ()
-
-    def __init__(
-        self, net_type: str = "alex", reduction: str | None = "mean", normalize: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__()
-        assert (net_type, reduction, normalize, kwargs) == ("alex", "mean", False, {})
+        assert options == {"net_type": "alex"}
 
     def forward(self, img1: Tensor, img2: Tensor) -> Tensor:
+        assert not self.training and not torch.is_grad_enabled()
         for image in (img1, img2):
             assert image.ndim == 4 and image.shape[1] == 3 and image.min() >= -1, "what torchmetrics refuses"
         type(self).given = (img1, img2)
         return (img1 - img2).abs().mean()
 
 
-@pytest.mark.parametrize(
-    ("module", "content"),
-    [
-        ("lpips", {"LPIPS": LPIPS}),
-        ("torchmetrics.image.lpip", {"LearnedPerceptualImagePatchSimilarity": OfTorchmetrics}),
-    ],
-)
-def test_lpips_is_given_both_pictures_from_minus_one_to_one(
-    monkeypatch: pytest.MonkeyPatch, home: Path, module: str, content: dict[str, Any]
-) -> None:
-    """`[1, 3, H, W]`, red first. A failure means distances that no paper has."""
+def test_lpips_is_given_both_pictures_from_minus_one_to_one(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """`[1, 3, H, W]`, red first. A failure means distances that no paper has, a download, or a traceback."""
+    assert "torchvision is not installed" in load_available_metrics("shapes-flux", [CAPTION], None)[1]["lpips"]
     install(monkeypatch, "torchvision")
-    install(monkeypatch, module, **content)
-    _, absent = load_available_metrics("shapes-flux", [CAPTION], None)
-    assert ALEXNET in absent["lpips"], "nothing is downloaded"
+    assert ALEXNET in load_available_metrics("shapes-flux", [CAPTION], None)[1]["lpips"], "nothing is downloaded"
     on_disk(home / "hub" / "checkpoints" / ALEXNET)
-    lpips, (stub,) = metric_of("lpips"), content.values()
+    monkeypatch.setattr(lpip, "LearnedPerceptualImagePatchSimilarity", Lpips, raising=False)
+    lpips = metric_of("lpips")
     assert lpips.measure(PICTURE, OTHER, CAPTION) == pytest.approx(
         float((channels(PICTURE).double() - channels(OTHER)).abs().mean()) / 127.5
     )
-    for given, picture in zip(stub.given, (PICTURE, OTHER), strict=True):
-        assert given.dtype == torch.float32
+    for given, picture in zip(Lpips.given, (PICTURE, OTHER), strict=True):
         torch.testing.assert_close(given, 2 * channels(picture).float() / 255 - 1)
     assert lpips.exact == 0.0
-
-
-def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """The other one is taken; if there is none, the reason is said. A failure means a traceback after hours."""
-
-    def broken(**_: Any) -> None:
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    install(monkeypatch, "torchvision")
-    install(monkeypatch, "lpips", LPIPS=broken)
-    on_disk(home / "hub" / "checkpoints" / ALEXNET)
+    monkeypatch.delattr(lpip, "LearnedPerceptualImagePatchSimilarity")
     _, absent = load_available_metrics("shapes-flux", [CAPTION], None)
-    assert absent["lpips"] == "lpips cannot be imported: operator torchvision::nms does not exist"
-    install(monkeypatch, "torchmetrics.image.lpip", LearnedPerceptualImagePatchSimilarity=OfTorchmetrics)
-    assert metric_of("lpips").measure(PICTURE, PICTURE, CAPTION) == 0
+    assert absent["lpips"].startswith("torchvision cannot be imported: ")
 
 
 class Reward:
@@ -166,11 +177,8 @@ def test_image_reward_is_given_the_caption_and_a_picture(monkeypatch: pytest.Mon
     """The judged one, from its own folder. A failure means a download, or the score of another picture."""
     folder = home / ".cache" / "ImageReward"
 
-    def load(
-        name: str = "ImageReward-v1.0", device: Any = "cpu", download_root: str | None = None,
-        med_config: str | None = None,
-    ) -> Reward:  # fmt: skip
-        assert (Path(name), Path(str(med_config))) == (folder / "ImageReward.pt", folder / "med_config.json")
+    def load(name: str, device: Any = "cpu", download_root: str | None = None, med_config: str = "") -> Reward:
+        assert (Path(name), Path(med_config)) == (folder / "ImageReward.pt", folder / "med_config.json")
         assert str(device) == "cpu" and download_root is None
         return Reward()
 
@@ -186,81 +194,62 @@ def test_image_reward_is_given_the_caption_and_a_picture(monkeypatch: pytest.Mon
     assert prompt == CAPTION and image.mode == "RGB" and np.array_equal(np.asarray(image), PICTURE)
 
 
-class InceptionV3W(nn.Module):
-    """clean-fid's."""
-
-    given = torch.empty(0)
-
-    def __init__(self, path: str, download: bool = True, resize_inside: bool = False) -> None:
-        super().__init__()
-        assert Path(path, CleanFid.FILE).is_file() and not download and not resize_inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[2] == x.shape[3] == 299 and not self.training and not torch.is_grad_enabled()
-        type(self).given = x
-        return x.mean((2, 3)).repeat(1, 683)[:, :2048]
-
-
-def build_resizer(mode: str) -> Any:
-    """clean-fid's: one channel at a time by Pillow, in float, not rounded."""
-    assert mode == "clean"
-
-    def sized(x: Any) -> Any:
-        assert x.dtype == np.uint8 and x.shape[2] == 3
-        each = [Image.fromarray(x[:, :, k].astype(np.float32)).resize((299, 299), Image.BICUBIC) for k in range(3)]
-        return np.stack([np.asarray(image).clip(0, 255) for image in each], 2).astype(np.float32)
-
-    return sized
-
-
-def test_clean_fid_resizes_and_is_given_0_to_255(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """Of pictures of several sizes at once, red first. A failure means an FID that is not clean-fid's."""
-    install(monkeypatch, "cleanfid.inception_torchscript", InceptionV3W=InceptionV3W)
-    install(monkeypatch, "cleanfid.resize", build_resizer=build_resizer)
-    assert f"{CleanFid.FILE} is not in" in str(space()[1])
-    on_disk(home / CleanFid.FILE)  # where clean-fid itself puts it
-    made, why = space()
-    assert made.name == "inception (clean-fid)" and made.is_inception and why is None
-    flat = np.full((20, 30, 3), (255, 128, 0), np.uint8)
-    features = made([flat, PICTURE])
-    assert features.shape == (2, 2048) and features.dtype == np.float64
-    assert InceptionV3W.given.dtype == torch.float32
-    assert InceptionV3W.given[0].mean((1, 2)).tolist() == pytest.approx([255, 128, 0])
-    assert features[0, :3] == pytest.approx([255, 128, 0])
-
-
-class FeatureExtractorInceptionV3(nn.Module):
-    """torch-fidelity's, which resizes by itself."""
+class Inception(nn.Module):
+    """Features are the means of the colours."""
 
     given: list[Tensor] = []
 
-    def __init__(
-        self, name: str, features_list: list[str], feature_extractor_weights_path: str | None = None,
-        feature_extractor_internal_dtype: str | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *args: Any) -> None:
         super().__init__()
-        assert isinstance(name, str) and features_list == ["2048"] and feature_extractor_internal_dtype is None
-        assert Path(str(feature_extractor_weights_path)).is_file() and not kwargs
+        bound = INCEPTION_SIGNATURE.bind(*args).arguments
+        assert (bound["name"], bound["features_list"]) == ("inception-v3-compat", ["2048"])
+        assert Path(bound["feature_extractor_weights_path"]).is_file()
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        assert x.dtype == torch.uint8, "what torch-fidelity refuses"
-        assert x.dim() == 4 and x.shape[1] == 3, f"Input is not Bx3xHxW: {x.shape}"
-        assert not self.training and not torch.is_grad_enabled()
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] == 3, "what torch-fidelity refuses"
+        assert not torch.is_grad_enabled()
         self.given.append(x)
-        return (x.float().mean((2, 3)).repeat(1, 683)[:, :2048],)
+        return x.float().mean((2, 3))
 
 
-def test_torch_fidelity_is_given_bytes(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """One picture after the other, as they are. A failure means an assertion of that package, or another FID."""
-    monkeypatch.setattr(FeatureExtractorInceptionV3, "given", [])
-    install(
-        monkeypatch, "torch_fidelity.feature_extractor_inceptionv3",
-        FeatureExtractorInceptionV3=FeatureExtractorInceptionV3,
-    )  # fmt: skip
-    assert f"{TorchFidelity.FILE} is not in" in str(space()[1]) and "cleanfid is not installed" in str(space()[1])
-    on_disk(home / "hub" / "checkpoints" / TorchFidelity.FILE)
-    made, why = space()
-    assert made.name == "inception (torch-fidelity)" and made.is_inception and why is None
-    features = made([PICTURE, np.zeros((4, 4, 3), np.uint8)])
-    assert features.shape == (2, 2048) and features.dtype == np.float64 and not features[1].any()
-    assert torch.equal(FeatureExtractorInceptionV3.given[0], channels(PICTURE))
+INCEPTION_SIGNATURE = inspect.signature(fid.NoTrainInceptionV3)
+
+
+def test_inception_is_given_bytes(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """As the picture has them, red first. A failure means another FID than the published one, or a download."""
+    for package in PACKAGES[:2]:
+        assert f"{package} is not installed: pip install" in str(load_inception_features())
+        install(monkeypatch, package)
+    assert f"{INCEPTION} is not in torch's hub folder" in str(load_inception_features())
+    on_disk(home / "hub" / "checkpoints" / INCEPTION)
+    assert "torch_fidelity cannot be imported: " in str(load_inception_features()), "of a package that is none"
+    monkeypatch.setattr(fid, "NoTrainInceptionV3", Inception)
+    monkeypatch.setattr(Inception, "given", [])
+    extract = load_inception_features()
+    assert not isinstance(extract, str) and extract(PICTURE).shape == (1, 3)
+    assert torch.equal(Inception.given[0], channels(PICTURE))
+
+
+def test_the_distance_of_sets_is_that_of_normal_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In closed form, of one set after another. A failure means that all distances are off."""
+    monkeypatch.setattr(scores, "NUM_FEATURES", 2)
+    random = np.random.default_rng(0)
+    original, first, second, references = random.normal(size=(4, 6, 2)) * [[[3.0, 1.0]]] + random.normal(size=(4, 1, 2))
+    sets = SetDistances(lambda picture: torch.from_numpy(picture)[None])
+
+    def distance(a: Any, b: Any) -> float:
+        # of a 2 x 2 matrix M with positive eigenvalues: tr sqrt(M) = sqrt(tr M + 2 sqrt(det M))
+        c, d = np.cov(a.T), np.cov(b.T)
+        root = np.sqrt(np.trace(c @ d) + 2 * np.sqrt(np.linalg.det(c @ d)))
+        return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(c) + np.trace(d) - 2 * root)
+
+    sets.add_references(references)
+    for name, pictures in (("original", original), ("first", first), ("second", second)):
+        for picture in pictures:
+            sets.add_picture(picture, is_original=name == "original")
+        distances = sets.take_distances(is_original=name == "original")
+        to_original = 0.0 if name == "original" else distance(pictures, original)
+        assert distances == {
+            "frechet_original": pytest.approx(to_original, rel=1e-9),
+            "frechet_references": pytest.approx(distance(pictures, references), rel=1e-9),
+        }

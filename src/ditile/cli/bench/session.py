@@ -25,10 +25,11 @@ from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world
 from ditile.cli.bench.options import Workload
 from ditile.cli.bench.runs import append_run
 from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
-from ditile.cli.bench.turns import show_progress_bar, time_denoising_loop, use_cache_within
+from ditile.cli.bench.turns import time_denoising_loop, use_cache_within
 from ditile.cli.bench.worlds import Worlds, allow_all_cores, wait_for_all_ranks
 from ditile.cli.generate import silence_libraries
 from ditile.distributed import env
+from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import Communicators, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.models.registry import find_loop_model

@@ -1,4 +1,4 @@
-"""What measurements that take turns share: a cache for one call, the loop's seconds, a progress bar.
+"""What measurements that take turns share: a cache for one call, the loop's seconds.
 
 The facts of a machine that belong to a measurement.
 """
@@ -14,8 +14,6 @@ from typing import Any
 
 import diffusers
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 import ditile
@@ -72,15 +70,6 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def show_progress_bar(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar; yields what moves it on."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 def collect_machine_facts(device: str | None) -> dict[str, Any]:

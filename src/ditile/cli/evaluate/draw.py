@@ -22,13 +22,14 @@ from PIL import Image
 
 import ditile
 from ditile.cli import files
-from ditile.cli.bench.turns import show_progress_bar, use_cache_within
+from ditile.cli.bench.turns import use_cache_within
 from ditile.cli.bench.worlds import allow_all_cores
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, SessionOptions
 from ditile.cli.evaluate.store import EvaluationFolder, PictureRow
 from ditile.cli.generate import build_call_arguments, silence_libraries
 from ditile.distributed import env
+from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError

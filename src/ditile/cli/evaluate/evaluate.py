@@ -25,6 +25,7 @@ from ditile.cli.bench.turns import read_load_average
 from ditile.cli.dry_run import build_dry_run_job
 from ditile.cli.evaluate.captions import Caption, load_captions
 from ditile.cli.evaluate.draw import CaptionTurn, EvaluationTask, draw_session
+from ditile.cli.evaluate.metrics import check_torchmetrics
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions, SessionOptions
 from ditile.cli.evaluate.scores import Judgement, MetricPanel
 from ditile.cli.evaluate.store import (
@@ -66,6 +67,7 @@ def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: Sessio
         DitileError: if something does not fit; nothing was written then.
     """
     silence_libraries()
+    check_torchmetrics()
     settings = wanted.candidate_settings
     _check_settings_fit(wanted, settings)
     captions = load_captions(wanted.captions, wanted.num, DEFAULT_NUM_CAPTIONS)
@@ -93,11 +95,10 @@ def build_evaluation_table(evaluation: Mapping[str, Any]) -> Table:
     """The means for people."""
     from rich.table import Table
 
-    inception, space = evaluation["frechet"]["is_inception"], evaluation["frechet"]["space"]
-    distance = "FID" if inception else f"Frechet ({space})"
     columns = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
-    columns += [("frechet_original", f"{distance} to original", 3)]
-    columns += [("frechet_references", f"{distance} to references", 3)] if evaluation["references"] else []
+    if evaluation["frechet"] is not None:
+        columns += [("frechet_original", "FID to original", 3)]
+        columns += [("frechet_references", "FID to references", 3)] if evaluation["references"] else []
     shown = Table(title=f"{evaluation['model']}, {evaluation['captions']['count']} caption(s)", title_justify="left")
     for title in ("plan", "cache", "ranks", "seconds", "latency", "speed-up", "saved, %"):
         shown.add_column(title, overflow="fold", justify="left" if title in ("plan", "cache") else "right")
@@ -125,12 +126,9 @@ def list_table_remarks(evaluation: Mapping[str, Any]) -> Iterable[str]:
     if again is not None:
         same = "the same pictures" if again >= 100 else f"other pictures, at worst {again:.1f} dB away"
         yield f"the original, drawn again in later turns, made {same}"
-    frechet = evaluation["frechet"]
-    if not frechet["is_inception"]:
-        yield f"Frechet distances are of {frechet['space']}, which is not FID ({frechet['why']})"
-    if evaluation["captions"]["count"] <= frechet["features"]:
-        count = evaluation["captions"]["count"]
-        yield f"{count} pictures for {frechet['features']} features: such distances only rank settings"
+    frechet, count = evaluation["frechet"], evaluation["captions"]["count"]
+    if frechet is not None and count <= frechet["features"]:
+        yield f"{count} pictures for {frechet['features']} features: such an FID only ranks settings"
     for name, why in evaluation["absent"].items():
         yield f"no {name}: {why}"
 

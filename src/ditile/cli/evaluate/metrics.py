@@ -1,7 +1,7 @@
-"""What is measured of each picture: against the original pipeline's, or against its caption.
+"""The scores of pictures, by torchmetrics: against the original pipeline's picture, or against the caption.
 
-PSNR and SSIM are always there. The others need a package or weights that nothing here downloads; what is not there is
-named with its reason.
+PSNR and SSIM are always there. LPIPS, the FID and the CLIP score need weights, and nothing here downloads any: what
+cannot be measured is named with its reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,43 +24,19 @@ from PIL import Image
 from torch import Tensor
 
 from ditile.cli.evaluate.caption_check import judge_picture
-from ditile.cli.evaluate.frechet import BROKEN, hub_file, line_of
 from ditile.cli.evaluate.scenes import parse_caption
 from ditile.errors import ModelError
 from ditile.runner.load import list_bundled_models
 
-Pictures = NDArray[np.uint8]
+Picture = NDArray[np.uint8]  # [H, W, 3]
+Pictures = NDArray[np.uint8]  # [N, H, W, 3]
+ALEXNET, INCEPTION = "alexnet-owt-7be5be79.pth", "weights-inception-2015-12-05-6726825d.pth"
+"""The files of weights in torch's hub folder: for LPIPS, and for the FID."""
 
+IMPORT_ERRORS = (ImportError, RuntimeError, AttributeError)
+"""What importing a package raises that lacks another, or does not fit the torch that is here."""
 
-def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
-    error = ((a.astype(np.float64) - b) ** 2).mean(axis=(1, 2, 3)) / 255**2
-    decibels: NDArray[np.float64] = 10 * np.log10(1 / np.maximum(error, 1e-10))
-    return decibels
-
-
-def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default.
-
-    Written out to spare the dependency on scipy.
-    """
-
-    def average_windows(x: Tensor) -> Tensor:
-        return torch.nn.functional.avg_pool2d(x, 7, stride=1)
-
-    x, y = (torch.from_numpy(p).double().permute(0, 3, 1, 2) / 255 for p in (a, b))
-    mx, my = average_windows(x), average_windows(y)
-    sample = 49 / 48  # unbiased covariance
-    vx, vy, vxy = (
-        (average_windows(p * q) - m) * sample for p, q, m in ((x, x, mx * mx), (y, y, my * my), (x, y, mx * my))
-    )
-    index = (2 * mx * my + 1e-4) * (2 * vxy + 9e-4) / ((mx * mx + my * my + 1e-4) * (vx + vy + 9e-4))
-    found: NDArray[np.float64] = index.mean(dim=(1, 2, 3)).numpy()
-    return found
-
-
-Picture = NDArray[np.uint8]
-ALEXNET = "alexnet-owt-7be5be79.pth"
+EXTRA = "pip install 'ditile[evaluate]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +47,7 @@ class Metric:
         name: of the field in rows.
         title: of the column, with its unit.
         digits: behind the point.
-        of: the picture `[H, W, 3]`, the original one, and the caption -> the number.
+        measure: the picture `[H, W, 3]`, the original one, and the caption -> the number.
         exact: what the original gets against itself; None if it is measured like the others.
         whole: judged as drawn, not resized.
     """
@@ -81,6 +58,48 @@ class Metric:
     measure: Callable[[Picture, Picture, str], float]
     exact: float | None = None
     whole: bool = False
+
+
+def check_torchmetrics() -> None:
+    """Raises `ModelError` unless torchmetrics can be imported."""
+    if importlib.util.find_spec("torchmetrics") is None:
+        raise ModelError(f"evaluate needs torchmetrics: {EXTRA}")
+    try:
+        importlib.import_module("torchmetrics")
+    except IMPORT_ERRORS as error:
+        raise ModelError(f"torchmetrics cannot be imported: {_shorten_error(error)}") from error
+
+
+def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    x, y = _to_float_tensors(a), _to_float_tensors(b)
+    decibels = peak_signal_noise_ratio(x, y, data_range=1.0, reduction="none", dim=(1, 2, 3))
+    clipped: NDArray[np.float64] = decibels.clamp(max=100).numpy()
+    return clipped
+
+
+def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+    """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default."""
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    # torchmetrics takes the variance of a window over 49 pixels and scikit-image over 48. The factor 49 / 48 can be
+    # taken out of the index if the constant of the variances is made smaller by it.
+    k2 = 0.03 * math.sqrt(48 / 49)
+    _, index = structural_similarity_index_measure(
+        _to_float_tensors(a),
+        _to_float_tensors(b),
+        gaussian_kernel=False,
+        kernel_size=7,
+        data_range=1.0,
+        k2=k2,
+        reduction="none",
+        return_full_image=True,
+    )
+    # Windows that reach over the edge see reflected pixels: only whole windows count.
+    similarities: NDArray[np.float64] = index[..., 3:-3, 3:-3].mean(dim=(1, 2, 3)).numpy()
+    return similarities
 
 
 def load_available_metrics(
@@ -111,49 +130,72 @@ def load_available_metrics(
     return metrics, absent
 
 
+def load_inception_features() -> Callable[[Picture], Tensor] | str:
+    """What makes the features `[1, 2048]` of a picture that the FID (arXiv 1706.08500) compares, or why it is not here.
+
+    The network is the Inception of 2015, as torch-fidelity converted it.
+    """
+    if reason := _explain_absence(("torchvision", "torch_fidelity"), INCEPTION):
+        return reason
+    try:
+        package: Any = importlib.import_module("torchmetrics.image.fid")
+        model = package.NoTrainInceptionV3("inception-v3-compat", ["2048"], str(_find_hub_file(INCEPTION)))
+    except IMPORT_ERRORS as error:
+        return f"torch_fidelity cannot be imported: {_shorten_error(error)}"
+
+    @torch.inference_mode()
+    def extract_features(picture: Picture) -> Tensor:
+        features: Tensor = model(_to_byte_tensor(picture)[None])
+        return features
+
+    return extract_features
+
+
 def resize_picture(picture: Picture, side: int | None) -> Picture:
-    """A picture as a square of `side` pixels, its shape not kept, as clean-fid does; as it is where that is None."""
+    """A picture as a square of `side` pixels, its shape not kept; as it is where that is None."""
     if side is None or picture.shape[:2] == (side, side):
         return picture
     return np.array(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _load_lpips_metric() -> Metric | str:
-    """LPIPS (arXiv 1801.03924) on AlexNet, by the package lpips or by torchmetrics."""
-    here = [name for name in ("lpips", "torchmetrics") if importlib.util.find_spec(name)]
-    if not here or not importlib.util.find_spec("torchvision"):
-        return "neither lpips nor torchmetrics is installed" if not here else "torchvision is not installed"
-    if hub_file(ALEXNET) is None:
-        return f"{ALEXNET} is not in torch's hub folder"
-    model, why = None, []
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchvision, about names of arguments
-        for name in here:
-            try:
-                model = model or _load_lpips_model(name)
-            except BROKEN as error:
-                why.append(f"{name} cannot be imported: {line_of(error)}")
-    if model is None:
-        return "; ".join(why)
-    measure = model
+    """LPIPS (arXiv 1801.03924) on AlexNet."""
+    if reason := _explain_absence(("torchvision",), ALEXNET):
+        return reason
+    try:
+        package: Any = importlib.import_module("torchmetrics.image.lpip")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchvision warns about names of its arguments
+            model = package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
+    except IMPORT_ERRORS as error:
+        return f"torchvision cannot be imported: {_shorten_error(error)}"
 
     @torch.inference_mode()
     def compute_lpips(a: Picture, b: Picture, _: str) -> float:
-        return float(measure(_to_signed_tensor(a), _to_signed_tensor(b)))
+        return float(model(*(_to_byte_tensor(picture)[None].float() / 127.5 - 1 for picture in (a, b))))
 
     return Metric("lpips", "LPIPS", 4, compute_lpips, exact=0.0)
 
 
-def _load_lpips_model(name: str) -> Any:
-    """The model of one of the two packages, whose weights are on disk."""
-    if name == "lpips":
-        return importlib.import_module("lpips").LPIPS(net="alex", verbose=False).eval()
-    package: Any = importlib.import_module("torchmetrics.image.lpip")
-    return package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
+class _ClipFeatures:
+    """A CLIP of transformers 5, whose features are fields of outputs, as torchmetrics calls it: for tensors."""
+
+    def __init__(self, model: Any) -> None:
+        self.config, self._model = model.config, model
+
+    def to(self, _: torch.device) -> _ClipFeatures:
+        return self
+
+    def get_image_features(self, pixels: Tensor) -> Any:
+        return self._model.get_image_features(pixels).pooler_output
+
+    def get_text_features(self, tokens: Tensor, mask: Tensor) -> Any:
+        return self._model.get_text_features(tokens, mask).pooler_output
 
 
 def _load_clip_metric(name: str) -> Metric:
-    """100 times the cosine of picture and caption (arXiv 2104.08718, without its factor)."""
+    """CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of picture and caption, at least 0."""
+    from torchmetrics.functional.multimodal import clip_score
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -162,15 +204,20 @@ def _load_clip_metric(name: str) -> Metric:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
         processor: Any = CLIPImageProcessorPil.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {line_of(error)}") from error
+        reason = _shorten_error(error)
+        raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
+    length = model.config.text_config.max_position_embeddings
+
+    def prepare_inputs(text: list[str] | None = None, images: list[Tensor] | None = None, **_: Any) -> Any:
+        if text is not None:
+            return tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
+        return processor(images=images, return_tensors="pt")
+
+    pair: Any = (_ClipFeatures(model), prepare_inputs)
 
     @torch.inference_mode()
     def compute_clip_score(a: Picture, _: Picture, caption: str) -> float:
-        length = model.config.text_config.max_position_embeddings
-        text_tokens = tokenizer(caption, return_tensors="pt", truncation=True, max_length=length)
-        image_inputs = processor(images=Image.fromarray(a), return_tensors="pt")
-        out = model(input_ids=text_tokens["input_ids"], attention_mask=text_tokens["attention_mask"], **image_inputs)
-        return 100 * float(torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds))
+        return float(clip_score(_to_byte_tensor(a), caption, lambda: pair))
 
     return Metric(f"clip:{name}", "CLIP score", 2, compute_clip_score)
 
@@ -191,8 +238,8 @@ def _load_image_reward_metric() -> Metric | str:
         with contextlib.redirect_stdout(io.StringIO()):
             package: Any = importlib.import_module("ImageReward")
             model = package.load(str(weights), device="cpu", med_config=str(config))
-    except (*BROKEN, OSError) as error:
-        return f"ImageReward cannot be loaded: {line_of(error)}"
+    except (*IMPORT_ERRORS, OSError) as error:
+        return f"ImageReward cannot be loaded: {_shorten_error(error)}"
 
     @torch.inference_mode()
     def compute_image_reward(a: Picture, _: Picture, caption: str) -> float:
@@ -217,5 +264,29 @@ def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str
     return Metric("all_right", "right, %", 0, score_picture, whole=True)
 
 
-def _to_signed_tensor(picture: Picture) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
+def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
+    """Which package or file of weights is not there, if one is not."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: {EXTRA}"
+    return None if _find_hub_file(weights).is_file() else f"{weights} is not in torch's hub folder"
+
+
+def _find_hub_file(name: str) -> Path:
+    """Where torch's hub keeps a file of weights."""
+    return Path(torch.hub.get_dir(), "checkpoints", name)
+
+
+def _shorten_error(error: Exception) -> str:
+    """An error on one short line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def _to_byte_tensor(picture: Picture) -> Tensor:
+    """`[3, H, W]`."""
+    return torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
+
+
+def _to_float_tensors(pictures: Pictures) -> Tensor:
+    """`[N, 3, H, W]` from 0 to 1."""
+    return torch.from_numpy(pictures / 255).permute(0, 3, 1, 2)

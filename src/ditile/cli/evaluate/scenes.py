@@ -1,14 +1,11 @@
-"""Scenes of one or two coloured shapes: sampling, the caption grammar, parsing, and a renderer for any
-height x width.
+"""Scenes of one or two coloured shapes: the caption grammar, its parser, and the outlines of the shapes.
 
-A caption names everything that a picture shows, so that a picture can be checked against it; what it does not
-name (the direction and phase of stripes, the direction of a gradient, the light) is the same in every
-picture, except for a small jitter of place and size. Coordinates are fractions of the width (x) and of the
-height (y); radii are fractions of the shorter side.
+A caption names everything that a picture shows, so that a picture can be checked against it. What it does not name
+(the direction and phase of stripes, the direction of a gradient, the light) is the same in every picture, except for a
+small jitter of place and size. Coordinates are fractions of the width (x) and of the height (y); radii are fractions
+of the shorter side. `training/scenes.py` samples and draws them.
 """
 
-import hashlib
-import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +49,7 @@ RELATIONS = {
     "to the right of": ((0.73, 0.5), (0.27, 0.5)),
 }
 STRIPES = 4  # dark and light pairs over the width
-GRADIENT_DEPTH, STRIPE_DEPTH = 45.0, 22.0  # of 255, either way
-SHADING = 0.35
-HELD_OUT = 13  # of 256 hash values: about 5 % of all captions are never trained on
+GRADIENT_DEPTH = 45.0  # of 255, either way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +63,6 @@ class Thing:
     y: float
     radius: float
 
-    @property
-    def noun_phrase(self) -> str:
-        """The object's words in the caption, with the article."""
-        return f"a {self.size} {self.color} {self.shape}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
@@ -82,26 +72,6 @@ class Scene:
     where: str
     background: str
     texture: str
-
-    @property
-    def caption_text(self) -> str:
-        """The one sentence that says all of it."""
-        tail = f" {self.things[1].noun_phrase}" if len(self.things) == 2 else ""
-        texture = "" if self.texture == "plain" else f"{self.texture} "
-        return f"{self.things[0].noun_phrase} {self.where}{tail} on a {self.background} {texture}background"
-
-
-def sample_scene(rng: random.Random, *, held_out: bool | None = None) -> Scene:
-    """A random scene; with `held_out` given, one whose caption is (True) or is not (False) held out from training."""
-    while True:
-        scene = _sample_any_scene(rng)
-        if held_out is None or is_held_out(scene.caption_text) == held_out:
-            return scene
-
-
-def is_held_out(caption: str) -> bool:
-    """Whether training must not see this caption: decided by its hash alone, so that no list has to be kept."""
-    return hashlib.sha256(caption.encode()).digest()[0] < HELD_OUT
 
 
 def parse_caption(caption: str) -> Scene:
@@ -118,20 +88,6 @@ def parse_caption(caption: str) -> Scene:
             f"background {' '.join(words[:-1])!r} is unknown; colours {list(BACKGROUNDS)}, textures {TEXTURES}"
         )
     return Scene(things=things, where=where, background=words[0], texture=texture)
-
-
-def render_scene(scene: Scene, height: int, width: int) -> Image:
-    """Draw the scene anti-aliased at any size."""
-    x, y = make_pixel_grid(height, width)
-    image = np.array(BACKGROUNDS[scene.background], np.float32) + _shade_background(scene.texture, x, y)[..., None]
-    short = min(height, width)
-    for thing in scene.things:
-        dx, dy = (x - thing.x) * (width / short), (y - thing.y) * (height / short)
-        cover = np.clip(0.5 - compute_signed_distance(thing.shape, dx, dy, thing.radius) * short, 0, 1)[..., None]
-        light = (1 - SHADING * (dx + dy) / (2 * thing.radius))[..., None]
-        image = image * (1 - cover) + np.array(COLORS[thing.color], np.float32) * light * cover
-    picture: Image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
-    return picture
 
 
 def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
@@ -160,36 +116,6 @@ def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Fi
     else:
         raise ValueError(f"shape {shape!r} is unknown; one of {SHAPES}")
     return distance
-
-
-def _sample_any_scene(rng: random.Random) -> Scene:
-    two = rng.random() < 0.6
-    where = rng.choice(list(RELATIONS if two else PLACES))
-    places = RELATIONS[where] if two else (PLACES[where],)
-    colors = rng.sample(list(COLORS), len(places))
-    things = tuple(_sample_thing(rng, color, place) for color, place in zip(colors, places, strict=True))
-    return Scene(things=things, where=where, background=rng.choice(list(BACKGROUNDS)), texture=rng.choice(TEXTURES))
-
-
-def _sample_thing(rng: random.Random, color: str, place: tuple[float, float]) -> Thing:
-    size = rng.choice(list(SIZES))
-    return Thing(
-        shape=rng.choice(SHAPES),
-        color=color,
-        size=size,
-        x=place[0] + rng.uniform(-0.02, 0.02),
-        y=place[1] + rng.uniform(-0.02, 0.02),
-        radius=SIZES[size] * rng.uniform(0.96, 1.04),
-    )
-
-
-def _shade_background(texture: str, x: Field, y: Field) -> Field:
-    shade: Field = np.zeros_like(x)
-    if texture == "gradient":  # dark at the top
-        shade = (2 * y - 1) * np.float32(GRADIENT_DEPTH)
-    elif texture == "striped":  # vertical, light first
-        shade = np.clip(np.sin(x * np.float32(2 * np.pi * STRIPES)) * 4, -1, 1) * np.float32(STRIPE_DEPTH)
-    return shade
 
 
 def _split_caption_body(body: str, caption: str) -> tuple[list[str], str, tuple[tuple[float, float], ...]]:

@@ -1,40 +1,47 @@
-"""Judges the pictures of an evaluation: a score for each, and Frechet distances between sets."""
+"""Judges the pictures of an evaluation: a score for each, and the FID of sets."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import Tensor, nn
 
-from ditile.cli.evaluate import frechet
 from ditile.cli.evaluate.captions import Caption
-from ditile.cli.evaluate.frechet import Moments, Picture, Space
-from ditile.cli.evaluate.metrics import Metric, load_available_metrics, resize_picture
+from ditile.cli.evaluate.metrics import (
+    Metric,
+    Picture,
+    load_available_metrics,
+    load_inception_features,
+    resize_picture,
+)
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_pictures
 from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
-from ditile.errors import LoadError
+from ditile.distributed.console import show_progress_bar
+from ditile.errors import LoadError, ModelError
+
+NUM_FEATURES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a panel found; scores of single pictures are in their rows.
+    """What a panel measured of sets of pictures; scores of single pictures are in their rows.
 
     Attributes:
         metrics: name -> title and digits.
         absent: what could not be measured -> why.
-        frechet: the space of the distances.
+        frechet: the features of the FID, and how many they are; None without.
         references: how many pictures, and which; None without.
-        distances: of each setting by its text.
+        distances: of each setting by its text; empty without an FID.
     """
 
     metrics: dict[str, Any]
     absent: dict[str, str]
-    frechet: dict[str, Any]
+    frechet: dict[str, Any] | None
     references: dict[str, Any] | None
     distances: dict[str, dict[str, float]]
 
@@ -44,15 +51,15 @@ class MetricPanel:
     """The metrics that are taken.
 
     Attributes:
+        extract_features: makes the features of a picture for the FID; None without.
         side: pixels that pictures get first; None leaves them.
         references: reference pictures.
-        why: there is no Inception.
+        whose: which these are.
     """
 
     metrics: list[Metric]
     absent: dict[str, str]
-    space: Space
-    why: str | None
+    extract_features: Callable[[Picture], Tensor] | None
     side: int | None
     references: list[Path]
     whose: str
@@ -65,9 +72,14 @@ class MetricPanel:
             ModelError: if what was asked for cannot be had.
         """
         metrics, absent = load_available_metrics(model, [caption.text for caption in captions], judge.clip)
-        space, why = frechet.space()
         references, whose = find_reference_pictures(judge.references, captions)
-        return cls(metrics, absent, space, why, judge.resize, references, whose)
+        is_single = len(captions) == 1 or len(references) == 1
+        features = "sets of one picture have no covariance" if is_single else load_inception_features()
+        if not isinstance(features, str):
+            return cls(metrics, absent, features, judge.resize, references, whose)
+        if judge.references is not None:
+            raise ModelError(f"references={judge.references!r} are for the FID, which cannot be taken: {features}")
+        return cls(metrics, absent | {"fid": features}, None, judge.resize, references, whose)
 
     def judge_settings(
         self,
@@ -78,34 +90,31 @@ class MetricPanel:
     ) -> Judgement:
         """Scores every picture that has no score yet, and takes the distances.
 
+        Args:
+            store, rows: the pictures and what is known of them.
+            settings: the original first.
+            count: of captions.
+
         Raises:
             LoadError: if a picture cannot be read.
         """
         wanted = {(s, k): self._prepare_missing_metrics(rows[s, k]) for s in settings for k in range(count)}
-        other_settings = [setting for setting in settings if setting != ORIGINAL]
-        moments: dict[EvaluationSetting, Moments] = {}
-        references = Moments.of(self.space, map(self._read_and_resize, self.references)) if self.references else None
-        with _show_judging_progress(len(settings) * count) as advance:
-            for setting in settings:
-                pictures = self._score_and_yield_pictures(store, rows, setting, wanted, count, advance)
-                moments[setting] = Moments.of(self.space, pictures)
+        fid = None if self.extract_features is None else SetDistances(self.extract_features)
+        if fid is not None:
+            fid.add_references(resize_picture(read_picture(path), self.side) for path in self.references)
         distances: dict[str, dict[str, float]] = {}
-        for setting in [ORIGINAL, *other_settings]:
-            setting_distances = {"frechet_original": frechet.frechet(moments[setting], moments[ORIGINAL])}
-            setting_distances["frechet_original"] *= setting != ORIGINAL
-            if references is not None:
-                setting_distances["frechet_references"] = frechet.frechet(moments[setting], references)
-            distances[str(setting)] = setting_distances
+        with show_progress_bar("judged", len(settings) * count) as advance:
+            for setting in settings:
+                for picture in self._score_pictures(store, rows, setting, wanted, count):
+                    if fid is not None:
+                        fid.add_picture(picture, is_original=setting == ORIGINAL)
+                    advance(1)
+                distances[str(setting)] = {} if fid is None else fid.take_distances(is_original=setting == ORIGINAL)
         return Judgement(
             metrics={metric.name: {"title": metric.title, "digits": metric.digits} for metric in self.metrics},
             absent=self.absent,
             distances=distances,
-            frechet={
-                "space": self.space.name,
-                "is_inception": self.space.is_inception,
-                "why": self.why,
-                "features": len(moments[ORIGINAL].mean),
-            },
+            frechet=None if fid is None else {"space": "inception (torch-fidelity)", "features": NUM_FEATURES},
             references={"count": len(self.references), "of": self.whose} if self.references else None,
         )
 
@@ -117,35 +126,69 @@ class MetricPanel:
         row["scores"] = {name: value for name, value in row["scores"].items() if name in names}
         return [metric for metric in self.metrics if metric.name not in row["scores"]]
 
-    def _score_and_yield_pictures(
+    def _score_pictures(
         self,
         store: EvaluationFolder,
         rows: Mapping[PictureKey, PictureRow],
         setting: EvaluationSetting,
         wanted: Mapping[PictureKey, list[Metric]],
         count: int,
-        advance: Callable[[], None],
     ) -> Iterator[Picture]:
-        """The pictures of a setting as they are judged; on its way past each gets its scores."""
+        """Gives each picture of a setting the scores that it lacks, and yields it."""
         for place in range(count):
             whole = read_picture(store.picture_path(setting, place))
-            picture, row = resize_picture(whole, self.side), rows[setting, place]
-            original = (
-                resize_picture(read_picture(store.picture_path(ORIGINAL, place)), self.side)
-                if wanted[setting, place]
-                else picture
-            )
+            picture, original, row = resize_picture(whole, self.side), whole, rows[setting, place]
+            if wanted[setting, place]:
+                original = resize_picture(read_picture(store.picture_path(ORIGINAL, place)), self.side)
             for metric in wanted[setting, place]:
                 if setting == ORIGINAL and metric.exact is not None:
                     row["scores"][metric.name] = metric.exact
                 else:
                     judged_picture = whole if metric.whole else picture
                     row["scores"][metric.name] = metric.measure(judged_picture, original, row["prompt"])
-            advance()
             yield picture
 
-    def _read_and_resize(self, path: Path) -> Picture:
-        return resize_picture(read_picture(path), self.side)
+
+class SetDistances:
+    """The FID of one set of pictures after another to the original's, and to reference pictures.
+
+    Args:
+        extract_features: see `load_inception_features`.
+    """
+
+    def __init__(self, extract_features: Callable[[Picture], Tensor]) -> None:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        # Features are made once and given to both distances, which then have nothing to extract.
+        passed: Any = nn.Identity()
+        passed.num_features = NUM_FEATURES
+        self._extract, self._has_references = extract_features, False
+        self._to_original, self._to_references = (
+            FrechetInceptionDistance(passed, reset_real_features=False) for _ in range(2)
+        )
+
+    def add_references(self, pictures: Iterable[Picture]) -> None:
+        """Adds reference pictures."""
+        for picture in pictures:
+            self._to_references.update(self._extract(picture), real=True)
+            self._has_references = True
+
+    def add_picture(self, picture: Picture, *, is_original: bool) -> None:
+        """Adds a picture to the set; those of the original come before all others."""
+        features = self._extract(picture)
+        if is_original:
+            self._to_original.update(features, real=True)
+        for distance in (self._to_original, self._to_references):
+            distance.update(features, real=False)
+
+    def take_distances(self, *, is_original: bool) -> dict[str, float]:
+        """The distances of the set, as fields of its row; the next set begins empty."""
+        distances = {"frechet_original": 0.0 if is_original else max(0.0, float(self._to_original.compute()))}
+        if self._has_references:
+            distances["frechet_references"] = max(0.0, float(self._to_references.compute()))
+        self._to_original.reset()
+        self._to_references.reset()
+        return distances
 
 
 def read_picture(path: Path) -> Picture:
@@ -172,14 +215,3 @@ def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> 
     if len(named) == len(captions) and all(path.is_file() for path in named):
         return named, "the captions' own images"
     return list_pictures(Path(folder)), "all of the folder"
-
-
-@contextlib.contextmanager
-def _show_judging_progress(total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("judged"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=total)
-        yield lambda: progress.advance(bar)
