@@ -24,7 +24,7 @@ class PlanError(DitileError, ValueError):
 
 
 class ModelError(DitileError, ValueError):
-    """A pipeline, model or call option that is not known, or that this rung of the ladder does not offer."""
+    """A pipeline, model or call option that is not known, or that the support level of the model does not offer."""
 
 
 class LoadError(DitileError):

@@ -92,7 +92,7 @@ def build_matrix_rows() -> Mapping[str, list[str]]:
 def build_matrix_tables() -> list[Table]:
     """What `ditile models` prints: the families with their pipelines, then the matrix."""
     known = Table()
-    for title in ("family", "transformer", "pipelines", "rung", "why"):
+    for title in ("family", "transformer", "pipelines", "support level", "why"):
         known.add_column(title, overflow="fold")
     for family in list_families():
         known.add_row(family.name, family.transformer, "\n".join(family.pipelines), family.rung, family.note)
@@ -107,7 +107,7 @@ def format_matrix_markdown() -> str:
     table = [["family", *(method.name for method in METHOD_COLUMNS)], ["---"] * (len(METHOD_COLUMNS) + 1)]
     table += [["", *(f"`{method.flag}`" if method.flag else "" for method in METHOD_COLUMNS)]]
     table += [[name, *cells] for name, cells in build_matrix_rows().items()]
-    known: list[list[str]] = [["family", "transformer", "pipelines", "rung", "why"], ["---"] * 5]
+    known: list[list[str]] = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
     known += [[f.name, f.transformer, ", ".join(f.pipelines), f.rung, f.note] for f in list_families()]
     return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END])
 
@@ -118,18 +118,18 @@ def _format_markdown_rows(table: list[list[str]]) -> list[str]:
 
 _HEAD = """# Families and methods
 
-Made by `ditile models --markdown` from the families' tables (`ditile/models/`); a test fails when this page is behind.
+Made by `ditile models --markdown` from the families' tables (`models/`); a test fails when this page is not up to date.
 """
 _MIDDLE = """
 What a family has:
 """
 _END = """
-Any product of the degrees of a row works: data x cfg x (PipeFusion x ring | DistriFusion) x Ulysses x tensor. What
-excludes each other is little: DistriFusion takes the place of ring and PipeFusion, whose staleness it spends. What a
-plan asks of a model and a size is said before anything runs, with the degrees that would do; `ditile verify` proves a
-plan on your machine. A cache goes with every plan that a family has, on the rungs PipeFusion and caches, and on
-a transformer of your own whose blocks are read off its source or named by a `BlockAdapter` ([caching.md](caching.md)).
+Any product of the degrees of a row works: data x cfg x (PipeFusion x ring | DistriFusion) x Ulysses x tensor. Only
+DistriFusion excludes others: it takes the place of ring and PipeFusion. If a plan does not fit a model or a size, an
+error says so before anything runs, with the degrees that fit. `ditile verify` checks a plan on your machine. A cache
+goes with every plan of a family whose support level is PipeFusion or names caches, and of a transformer of your own
+whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
-Refused by every plan but those of data and cfg alone, because they need the whole fresh prediction, or attention of
-their own: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, ControlNets in the loop,
+Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
+attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, ControlNets in the loop,
 in-painting, IP-adapters and SD3's skip-layer guidance. Perturbed-attention guidance works with data and tensor only."""
