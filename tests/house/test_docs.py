@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import runpy
 import textwrap
@@ -55,11 +56,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_modules_of_ditile_that_a_page_imports_exist(page: Path) -> None:
-    """`from ditile.a.b import c` names a module that has c; `python -m benchmarks.x` a file."""
+    """`from ditile.a.b import c` names a module that has c, `ditile.a.b` an object, `python -m benchmarks.x` a file."""
     text = page.read_text("utf-8")
     for module, names in re.findall(r"^\s*from (ditile[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
         imported = importlib.import_module(module)
         assert all(hasattr(imported, name.strip()) for name in names.split(",")), module
+    for name in re.findall(r"`(ditile(?:\.\w+)+)", text):
+        assert pkgutil.resolve_name(name) is not None
     scripts = re.findall(r"python -m ((?:benchmarks|training)\.\w+)", text)
     assert not [name for name in scripts if not (ROOT / (name.replace(".", "/") + ".py")).exists()]
 
