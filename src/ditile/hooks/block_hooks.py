@@ -49,7 +49,7 @@ class LayerAttention(Protocol):
 
     overlaps: bool
 
-    def __call__(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor: ...
 

@@ -54,14 +54,14 @@ class FluxOverlappedProcessor:
             raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
         heads = (-1, attn.head_dim)
         linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makes = defer_projections(hidden_states, linears, norms, heads)
+        makers = defer_projections(hidden_states, linears, norms, heads)
         if encoder_hidden_states is not None:
             linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makes = defer_concatenation(defer_projections(encoder_hidden_states, linears, norms, heads), makes)
+            makers = defer_concatenation(defer_projections(encoder_hidden_states, linears, norms, heads), makers)
         if image_rotary_emb is not None:
-            makes = [*(partial(_apply_rotary, make, image_rotary_emb) for make in makes[:2]), makes[2]]
-        out = self._core.project_and_attend(*makes, mask=attention_mask).flatten(2).to(hidden_states.dtype)
+            makers = [*(partial(_apply_rotary, make, image_rotary_emb) for make in makers[:2]), makers[2]]
+        out = self._core.attend_overlapped(makers, mask=attention_mask).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return out  # type: ignore[no-any-return]
         text_tokens, image = out.tensor_split([encoder_hidden_states.shape[1]], dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditile.models import tokens
-from ditile.models.tokens import defer_projections, image_grid, make_empty_latents
+from ditile.models.tokens import attend_to_projections, defer_projections, image_grid, make_empty_latents
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
 
@@ -31,8 +31,8 @@ class PixArtSelfAttention:
     def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
         """`[B, S, C]` to `[B, S, C]`; other arguments of the stock processor are not used by these blocks."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
-        q, k, v = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
-        return _project_output(attn, self._core.project_and_attend(q, k, v).to(hidden_states.dtype))
+        makers = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
+        return _project_output(attn, attend_to_projections(self._core, makers).to(hidden_states.dtype))
 
 
 class PixArtCrossAttention:

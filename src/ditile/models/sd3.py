@@ -16,6 +16,7 @@ from torch import Tensor
 from ditile.models import tokens
 from ditile.models.tokens import (
     TEXT_STREAM,
+    attend_to_projections,
     defer_concatenation,
     defer_projections,
     explain_ip_adapter_refusal,
@@ -38,12 +39,12 @@ class SD3Attention:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
         heads = (attn.heads, -1)
         linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makes = defer_projections(hidden_states, linears, norms, heads)
+        makers = defer_projections(hidden_states, linears, norms, heads)
         if encoder_hidden_states is not None:
             linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makes = defer_concatenation(makes, defer_projections(encoder_hidden_states, linears, norms, heads))
-        out = self._core.project_and_attend(*makes).flatten(2).to(hidden_states.dtype)
+            makers = defer_concatenation(makers, defer_projections(encoder_hidden_states, linears, norms, heads))
+        out = attend_to_projections(self._core, makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return attn.to_out[0](out)  # type: ignore[no-any-return]
         image, text_tokens = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]

@@ -82,6 +82,12 @@ def _concatenate_tokens(first: DeferredTensor, second: DeferredTensor) -> Tensor
     return torch.cat([first(), second()], dim=1)
 
 
+def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor:
+    """Attends: to q, k and v at once, or where it helps to each sent while the next is computed."""
+    out: Tensor = core.attend_overlapped(makers) if core.overlaps else core.attend(*(make() for make in makers))
+    return out
+
+
 def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
     """They attend to image prompts in the processors that PipeFusion stands for."""
     images = ("ip_adapter_image", "ip_adapter_image_embeds")

@@ -269,7 +269,7 @@ class LayerAttentionBuilder:
             source = MaskOrigins(self._splits, cached=bool(find_model_caches(self._pipe)))
             gathered = GatheredKeyMaskSource(sequence, ulysses, traffic, source)
             core = AttentionCore(current, exchange, keys, gathered, joint=joint, turn=turn)
-            return ContextParallelAttention(self._splits, core.attend_over_tokens, kernel, gathered, source)
+            return ContextParallelAttention(self._splits, core.attend_to_tokens, kernel, gathered, source)
         alone = sequence.num_ranks == 1
         masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
         return AttentionCore(current, exchange, keys, masks, joint=joint, turn=turn)

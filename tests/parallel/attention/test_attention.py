@@ -65,12 +65,14 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         whole = mask_of(kind, heads)
         core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
         mask = None if whole is None else whole[..., mine]
-        makes = [lambda x=x: x[:, mine] for x in (q, k, v)]  # type: ignore[misc]
-        got = core.attend_over_tokens(tokens, makes, mask=mask, scale=0.3)
+        own_qkv = (q[:, mine], k[:, mine], v[:, mine])
+        got = core.attend_to_tokens(tokens, *own_qkv, mask=mask, scale=0.3)
         wanted = NATIVE(q, k, v, mask=None if whole is None else normalize_key_mask(whole, BATCH), scale=0.3)
         found.append((got, wanted[:, mine]))
         sent = dict(mesh.traffic.calls)
-        assert torch.equal(core.attend_over_tokens(tokens, makes, mask=whole, scale=0.3), got), "one of all keys is cut"
+        assert torch.equal(core.attend_to_tokens(tokens, *own_qkv, mask=whole, scale=0.3), got), (
+            "one of all keys is cut"
+        )
         assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"
     return found
 

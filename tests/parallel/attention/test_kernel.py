@@ -43,7 +43,7 @@ def test_log_sum_exp(attention: Any, groups: int, masked: bool) -> None:
     q = torch.randn(2, 9, 4, 12, generator=random)
     k, v = torch.randn(2, 2, 13, groups, 12, generator=random)
     mask = (torch.rand(2, 1, 1, 13, generator=random) < 0.7) if masked else None
-    out, lse = attention.with_lse(q, k, v, mask=mask)
+    out, lse = attention.attend_with_lse(q, k, v, mask=mask)
     wanted, wanted_lse = plain(q, k, v, mask)
     assert lse.shape == (2, 9, 4)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)

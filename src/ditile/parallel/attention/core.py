@@ -8,6 +8,7 @@ It gets them after projections, qk-norm and rope. Each part has a null object, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -25,12 +26,12 @@ class AttentionCore:
 
     Args:
         current: the generation under way.
-        exchange, keys, masks: see there.
+        exchange, keys, masks: the parts above.
         joint: whether the layer sees the text too.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
-        overlaps: whether it gains by q, k and v that are made one after the other.
+        overlaps: whether `attend_overlapped` gains anything.
     """
 
     def __init__(
@@ -44,38 +45,42 @@ class AttentionCore:
         turn: Tensor,
     ) -> None:
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._joint, self._custom_op = joint, CustomOp(self._attend_in_custom_op, turn)
+        self._joint, self._custom_op = joint, CustomOp(self._attend_to_current_tokens, turn)
         self.overlaps = exchange.overlaps
 
-    def __call__(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand; dummies come back as zeros."""
-        return self.project_and_attend(lambda: q, lambda: k, lambda: v, mask=mask, scale=scale)
+        return self._custom_op(q, k, v, mask, scale=scale)
 
-    def project_and_attend(
-        self,
-        q: DeferredTensor,
-        k: DeferredTensor,
-        v: DeferredTensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
+    def attend_overlapped(
+        self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """The same for tensors yet to be made, so that each can travel while the next is computed.
+        """The same for q, k and v that are yet to be computed: each travels while the next one is computed.
 
-        In a compiled block they are made before any travels.
+        In a compiled block they are computed before any travels.
         """
         if torch.compiler.is_compiling():
-            return self._custom_op(q(), k(), v(), mask, scale=scale)
-        return self.attend_over_tokens(
-            self._current().get_layer_tokens(joint=self._joint), (q, k, v), mask=mask, scale=scale
-        )
+            q, k, v = (make() for make in makers)
+            return self.attend(q, k, v, mask=mask, scale=scale)
+        tokens, heads = self._current().get_layer_tokens(joint=self._joint), 0
 
-    def attend_over_tokens(
+        def make_without_dummies(make: DeferredTensor) -> Tensor:
+            nonlocal heads
+            x = make()
+            heads = max(heads, x.shape[2])
+            return x[:, tokens.real_tokens] if tokens.dummies else x
+
+        q, k, v = self._exchange.exchange_overlapped([partial(make_without_dummies, make) for make in makers], tokens)
+        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
+
+    def attend_to_tokens(
         self,
         tokens: LayerTokens,
-        makes: Sequence[DeferredTensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         mask: Tensor | None = None,
         scale: float | None = None,
@@ -85,36 +90,32 @@ class AttentionCore:
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        heads = 0
+        heads = q.shape[2]
+        if tokens.dummies:
+            real = tokens.real_tokens
+            q, k, v = q[:, real], k[:, real], v[:, real]
+        q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens)
+        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
 
-        def drop_dummies(make: DeferredTensor) -> DeferredTensor:
-            def make_without_dummies() -> Tensor:
-                nonlocal heads
-                x = make()
-                heads = max(heads, x.shape[2])
-                return x[:, tokens.real_tokens] if tokens.dummies else x
+    def _attend_to_current_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
+    ) -> Tensor:
+        tokens = self._current().get_layer_tokens(joint=self._joint)
+        return self.attend_to_tokens(tokens, q, k, v, mask=mask, scale=scale)
 
-            return make_without_dummies
-
-        query, key, value = self._exchange.exchange_tokens_for_heads([drop_dummies(make) for make in makes], tokens)
-        key_padding_mask = None if mask is None else self._masks.gather_key_mask(mask, query.shape[0], tokens, heads)
-        has_heads = query.shape[2] > 0  # there may be more ranks than heads
-        out = (
-            self._keys.attend_to_keys(query, key, value, tokens, AttentionOptions(key_padding_mask, scale))
-            if has_heads
-            else query
-        )
+    def _attend_to_heads(
+        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Attends to this rank's heads of `heads` in all, and trades them for its tokens."""
+        key_padding_mask = None if mask is None else self._masks.gather_key_mask(mask, q.shape[0], tokens, heads)
+        out = q
+        if q.shape[2]:  # there may be more ranks than heads
+            out = self._keys.attend_to_keys(q, k, v, tokens, AttentionOptions(key_padding_mask, scale))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
         return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
-
-    def _attend_in_custom_op(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
-    ) -> Tensor:
-        tokens = self._current().get_layer_tokens(joint=self._joint)
-        return self.attend_over_tokens(tokens, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
 
 
 class NoExchange:
@@ -122,9 +123,13 @@ class NoExchange:
 
     overlaps = False
 
-    def exchange_tokens_for_heads(self, makes: Sequence[DeferredTensor], tokens: LayerTokens) -> Sequence[Tensor]:
+    def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """Nothing."""
+        return q, k, v
+
+    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """Makes them."""
-        return [make() for make in makes]
+        return tuple(make() for make in makers)
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """Nothing."""
@@ -188,9 +193,7 @@ class StaleKeys:
             return self._fresh.attend_to_keys(q, k, v, tokens, extra)
         store = now.memory.get_key_store(now.branch, self._layer, tokens.length, now.branch_layout.num_patches)
         k, v = self._gather(k, v, tokens)
-        whole = store.write_keys(
-            k, v, merge_ranges(run for runs in tokens.runs for run in runs), now.batch_range, now.batch
-        )
+        whole = store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
         store.mark_written(step, patch)
         if patch is None:
             # in the order in which they came: bit-identical to one process
@@ -199,6 +202,12 @@ class StaleKeys:
             where = f"{self._layer} at {now.micro_step} branch {now.branch}"
             self._check.expect_ages(store, step, now.ages(now.micro_step), where)
         return self._kernel(q, *whole, scale=extra.scale)
+
+
+@lru_cache(maxsize=4096)
+def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
+    """Where the tokens of all ranks are in the sequence."""
+    return merge_ranges(run for runs in tokens.runs for run in runs)
 
 
 def skip_ring_gather(k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:

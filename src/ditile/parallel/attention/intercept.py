@@ -68,7 +68,7 @@ class AttentionRedirect(TorchFunctionMode):
             mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
             return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._core(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
+        return self._core.attend(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 
 
 def install_redirect(stack: ExitStack, transformer: nn.Module, core: LayerAttention, busy: Callable[[], bool]) -> None:
@@ -141,7 +141,8 @@ def dispatch_to_core(
         ModelError: if attention is causal or drops out.
     """
     refuse_causal_and_dropout(dropout_p, is_causal)
-    out: Tensor = (_parallel_config or kernel)(query, key, value, mask=attn_mask, scale=scale)
+    attend = kernel if _parallel_config is None else _parallel_config.attend
+    out: Tensor = attend(query, key, value, mask=attn_mask, scale=scale)
     return out
 
 

@@ -220,7 +220,7 @@ class Loop:
                     self._adaptive_warmup.start_change_sum()
             generation.memory.forget_step_constants()
             if self._adaptive_warmup is not None and self._latents is not None:
-                self._adaptive_warmup.end_step(generation, self._latents.shape[0])
+                self._adaptive_warmup.record_step_changes(generation, self._latents.shape[0])
             step += 1
         self._finish_generation(stopped=step < len(timesteps))
 

@@ -19,8 +19,8 @@ from ditile.hooks.block_hooks import TokenState, TransformerHooks
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
 from ditile.hooks.protocols import AttentionKernel, KeySource
+from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
-from ditile.plan.layout import merge_ranges
 from ditile.plan.schedule import Op, OpKind
 
 KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
@@ -247,7 +247,7 @@ class WarmupGroupKeys:
 
 def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
     store = now.memory.get_key_store(now.branch, layer, tokens.length, now.branch_layout.num_patches)
-    store.write_keys(k, v, merge_ranges(run for runs in tokens.runs for run in runs))
+    store.write_keys(k, v, merge_rank_runs(tokens))
     store.mark_written(now.micro_step.step)
 
 

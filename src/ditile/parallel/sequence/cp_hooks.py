@@ -21,7 +21,7 @@ from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, Tra
 from ditile.hooks.compile import CompileFunction, bypass_all_compiled
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.overrides import override_attribute
-from ditile.hooks.protocols import AttentionKernel, DeferredTensor
+from ditile.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence import cp_plan
 from ditile.parallel.sequence.cp_plan import ContextParallelSplits, ModuleEntries, Table
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
@@ -170,12 +170,14 @@ class ContextParallelHooks(TransformerHooks):
 
 
 class TokenAttention(Protocol):
-    """An `AttentionCore` over tokens that are named."""
+    """Attends over tokens that are named, such as `AttentionCore.attend_to_tokens`."""
 
     def __call__(
         self,
         tokens: LayerTokens,
-        makes: Sequence[DeferredTensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         mask: Tensor | None = None,
         scale: float | None = None,
@@ -209,7 +211,7 @@ class ContextParallelAttention:
 
     Args:
         splits: what is split.
-        over: attends to the tokens of all ranks.
+        attend_to_tokens: attends to the tokens of all ranks.
         kernel: attends to those that are here.
         masks: gathers masks.
         source: remembers them.
@@ -220,15 +222,15 @@ class ContextParallelAttention:
     def __init__(
         self,
         splits: ContextParallelSplits,
-        over: TokenAttention,
+        attend_to_tokens: TokenAttention,
         kernel: AttentionKernel,
         masks: GatheredKeyMaskSource,
         source: MaskOrigins,
     ) -> None:
-        self._splits, self._over, self._kernel = splits, over, kernel
+        self._splits, self._attend_to_tokens, self._kernel = splits, attend_to_tokens, kernel
         self._masks, self._source = masks, source
 
-    def __call__(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attends. `[B, S, N, H]`."""
@@ -251,7 +253,7 @@ class ContextParallelAttention:
                 "order they are; split what it is made of, or run this model with ulysses=1 and ring=1"
             )
         if of_q is of_k:
-            return self._over(of_k, (lambda: q, lambda: k, lambda: v), mask=mask, scale=scale)
+            return self._attend_to_tokens(of_k, q, k, v, mask=mask, scale=scale)
         if mask is not None:
             mask = self._masks.gather_key_mask(mask, q.shape[0], of_k, None).join_ring_masks()
         k, v = torch.cat(self._splits.gather_shares(torch.stack([k, v]), of_k, 2), dim=2)

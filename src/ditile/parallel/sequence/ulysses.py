@@ -1,13 +1,23 @@
 """Ulysses: trade a split over tokens for a split over heads, attend, trade back (arXiv 2309.14509).
 
-Any length and any number of heads: shares differ by at most one token and one head, and all sizes follow from the
-lengths, so nothing is padded and no size is ever exchanged. q, k and v travel together: two all-to-alls per attention,
-4 (n - 1) / n^2 of a layer's tokens per rank. `Overlapped` sends each as soon as it is projected, four in all.
+Where ranks have equally many tokens and heads, each way is an all-to-all between two reshapes:
+
+    q, k, v   BPNH -> RBPTMH -> all-to-all -> RBPTMH -> BSTMH     T = 3: q, k and v travel together
+    out       BSMH -> RBPMH  -> all-to-all -> RBPMH  -> BPNH
+
+A rank sends 4 (n - 1) / n^2 of a layer's tokens. Any length and any number of heads will do: shares then differ by at
+most one token and one head, and all sizes follow from the lengths, so nothing is padded and no size is exchanged.
+`OverlappedUlysses` sends q, k and v one by one, each as soon as it is projected: four all-to-alls in place of two.
+
+Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in their order, N heads of the
+layer, M heads of this rank (of all tensors that travel together, where they are of several), T tensors, H head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +32,48 @@ from ditile.plan.layout import pick_even_chunk
 KIND = "ulysses"
 
 
+@dataclass(frozen=True, slots=True)
+class HeadAndTokenShares:
+    """Who has which tokens before the exchange, and which heads after it. Made once for each (tokens, heads).
+
+    Attributes:
+        lengths: tokens of each rank.
+        heads: of each rank, its heads of each tensor.
+        num_heads: heads of each rank, over all tensors.
+        index: this rank among them.
+        is_even: whether all ranks have equally many tokens, and equally many heads of each tensor.
+    """
+
+    lengths: tuple[int, ...]
+    heads: tuple[tuple[range, ...], ...]
+    num_heads: tuple[int, ...]
+    index: int
+    is_even: bool
+
+    def size_messages(self, numbers: int) -> tuple[list[int], list[int]]:
+        """Sent to each rank, and received from it, where a head of a token has so many numbers; on the way back the
+        other way round.
+        """
+        length, count = self.lengths[self.index] * numbers, self.num_heads[self.index] * numbers
+        return [length * heads for heads in self.num_heads], [count * tokens for tokens in self.lengths]
+
+
+@lru_cache(maxsize=4096)
+def share_heads_and_tokens(tokens: LayerTokens, heads: tuple[int, ...], index: int, ranks: int) -> HeadAndTokenShares:
+    """The shares of the ranks along an axis.
+
+    Args:
+        tokens: of all ranks that share out the sequence; those along the axis are neighbours among them.
+        heads: of each tensor that travels.
+        index, ranks: this rank's place on the axis, and its length.
+    """
+    first = tokens.index - index
+    lengths = tokens.rank_lengths[first : first + ranks]
+    of_rank = tuple(tuple(pick_even_chunk(range(count), ranks, rank) for count in heads) for rank in range(ranks))
+    is_even = len(set(lengths)) == 1 and all(count % ranks == 0 for count in heads)
+    return HeadAndTokenShares(lengths, of_rank, tuple(sum(map(len, runs)) for runs in of_rank), index, is_even)
+
+
 class UlyssesExchange:
     """The exchange over one axis.
 
@@ -34,88 +86,77 @@ class UlyssesExchange:
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
-        self._axis, self._group, self._traffic = axis, axis.group, traffic
+        self._index, self._ranks, self._group, self._traffic = axis.index, len(axis.ranks), axis.group, traffic
 
-    def exchange_tokens_for_heads(self, makes: Sequence[DeferredTensor], tokens: LayerTokens) -> list[Tensor]:
+    def exchange_tokens_for_heads(
+        self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens
+    ) -> tuple[Tensor, ...]:
         """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
-        q, *others = (make() for make in makes)
-        tensors = [q, *(self._repeat_uneven_heads(x, q.shape[2]) for x in others)]
-        return self._receive_heads(tensors, self._send_heads(tensors, tokens), tokens)
+        num_heads = q_BPNH.shape[2]
+        k_BPNH, v_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads), self._repeat_uneven_heads(v_BPNH, num_heads)
+        shares = self._get_shares(tokens, num_heads, k_BPNH.shape[2], v_BPNH.shape[2])
+        return self._receive_heads(self._send_heads((q_BPNH, k_BPNH, v_BPNH), shares), shares, q_BPNH)
 
-    def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
+    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """The same of q, k and v that are yet to be made: here they are made before any travels."""
+        q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
+        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens)
+
+    def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
-        lengths, theirs, own = self._list_ulysses_lengths(tokens), self._count_rank_heads(heads), self._axis.index
-        batch, _, mine, size = out.shape
-        spans = out.split(lengths, dim=1)
-        sends = self._compute_message_sizes([n * mine * size for n in lengths], batch)
-        flat = out.reshape(-1) if batch == 1 else out.new_empty(sum(sends))
-        if batch > 1:
-            for span, part in zip(spans, flat.split(sends), strict=True):
-                if part.numel():
-                    part.view(span.shape).copy_(span)
-        receives = self._compute_message_sizes([lengths[own] * n * size for n in theirs], batch)
-        (received,) = start_all_to_all(flat, sends, receives, self._group, self._traffic, KIND).wait_for_tensors()
-        parts = list(received.split(receives))
-        if batch > 1:
-            parts[own] = spans[own]
-        return torch.cat([x.view(batch, lengths[own], n, size) for x, n in zip(parts, theirs, strict=True)], dim=2)
+        shares, (batch, _, own_heads, size) = self._get_shares(tokens, heads), out_BSMH.shape
+        receives, sends = shares.size_messages(batch * size)
+        length = shares.lengths[self._index]
+        if shares.is_even:
+            out_RBPMH = out_BSMH.unflatten(1, (self._ranks, length)).transpose(0, 1)
+            (received,) = self._start(out_RBPMH.flatten(), sends, receives).wait_for_tensors()
+            return received.view(self._ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
+        flat = torch.cat([out_BPMH.flatten() for out_BPMH in out_BSMH.split(shares.lengths, dim=1)])
+        (received,) = self._start(flat, sends, receives).wait_for_tensors()
+        messages = zip(received.split(receives), shares.num_heads, strict=True)
+        return torch.cat([message.view(batch, length, count, size) for message, count in messages], dim=2)
 
-    def _send_heads(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> PendingMessages:
-        """Sends to each rank its heads of all tensors, as `[B, S, tensors, heads, H]`."""
+    def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
+        """Starts to send each rank its heads of some tensors `[B, P, N, H]`, and to receive this rank's."""
         batch, length, _, size = tensors[0].shape
-        heads = self._split_heads(tensors)
-        each = [sum(len(run) for run in runs) for runs in heads]
-        sends = self._compute_message_sizes([length * n * size for n in each], batch)
+        sends, receives = shares.size_messages(batch * size)
+        if shares.is_even:
+            # RBPMH of each tensor where it lies: copied once, with the heads of a rank next to each other
+            views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
+            return self._start(torch.cat(views, dim=3).flatten(), sends, receives)
         flat = tensors[0].new_empty(sum(sends))
-        for part, runs in zip(flat.split(sends), heads, strict=True):
-            if part.numel():
-                _pack_heads(part.view(batch, length, -1, size), tensors, runs)
-        receives = self._compute_message_sizes(
-            [n * each[self._axis.index] * size for n in self._list_ulysses_lengths(tokens)], batch
-        )
+        for message, runs, count in zip(flat.split(sends), shares.heads, shares.num_heads, strict=True):
+            parts = message.view(batch, length, count, size).split([len(run) for run in runs], dim=2)
+            for x_BPNH, run, part in zip(tensors, runs, parts, strict=True):
+                part.copy_(x_BPNH[:, :, run.start : run.stop])
+        return self._start(flat, sends, receives)
+
+    def _receive_heads(self, pending: PendingMessages, shares: HeadAndTokenShares, like: Tensor) -> tuple[Tensor, ...]:
+        """This rank's heads of the tensors, `[B, S, M, H]` each."""
+        batch, _, _, size = like.shape
+        count = shares.num_heads[self._index]
+        (received,) = pending.wait_for_tensors()
+        if batch == 1:
+            # in memory the tokens of all ranks follow each other already, whatever their shares
+            x_BSMH = received.view(1, sum(shares.lengths), count, size)
+        elif shares.is_even:
+            x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
+        else:
+            messages = zip(received.split(shares.size_messages(batch * size)[1]), shares.lengths, strict=True)
+            x_BSMH = torch.cat([message.view(batch, length, count, size) for message, length in messages], dim=1)
+        parts: tuple[Tensor, ...] = x_BSMH.split([len(run) for run in shares.heads[self._index]], dim=2)
+        return parts
+
+    def _start(self, flat: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
         return start_all_to_all(flat, sends, receives, self._group, self._traffic, KIND)
 
-    def _receive_heads(self, tensors: Sequence[Tensor], pending: PendingMessages, tokens: LayerTokens) -> list[Tensor]:
-        batch, _, _, size = tensors[0].shape
-        runs, lengths = self._split_heads(tensors)[self._axis.index], self._list_ulysses_lengths(tokens)
-        heads = [len(run) for run in runs]
-        if batch == 1:
-            (received,) = pending.wait_for_tensors()
-            return list(received.view(1, sum(lengths), sum(heads), size).split(heads, dim=2))
-        whole = tensors[0].new_empty((batch, sum(heads), sum(lengths), size)).transpose(1, 2)
-        parts = whole.split(lengths, dim=1)
-        _pack_heads(parts[self._axis.index], tensors, runs)  # while the others travel
-        (received,) = pending.wait_for_tensors()
-        sizes = self._compute_message_sizes([n * sum(heads) * size for n in lengths], batch)
-        for part, travelled in zip(parts, received.split(sizes), strict=True):
-            if travelled.numel():
-                part.copy_(travelled.view(part.shape))
-        return list(whole.split(heads, dim=2))
+    def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
+        return share_heads_and_tokens(tokens, heads, self._index, self._ranks)
 
-    def _compute_message_sizes(self, sizes: Sequence[int], batch: int) -> list[int]:
-        """Numbers to each rank of so many for each row of a batch.
-
-        What a rank keeps goes by itself to where it belongs, but for a batch of one, of which nothing has to be moved
-        once it is there: then it goes with the others.
-        """
-        return [0 if batch > 1 and rank == self._axis.index else batch * size for rank, size in enumerate(sizes)]
-
-    def _split_heads(self, tensors: Sequence[Tensor]) -> list[list[range]]:
-        """Of each rank, its heads of each tensor."""
-        size = self._axis.num_ranks
-        return [[pick_even_chunk(range(x.shape[2]), size, rank) for x in tensors] for rank in range(size)]
-
-    def _repeat_uneven_heads(self, x: Tensor, heads: int) -> Tensor:
+    def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
         """Grouped-query heads are repeated where a rank's queries would need half a group."""
-        return x if x.shape[2] % self._axis.num_ranks == 0 else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-    def _count_rank_heads(self, heads: int) -> list[int]:
-        return [len(pick_even_chunk(range(heads), self._axis.num_ranks, rank)) for rank in range(self._axis.num_ranks)]
-
-    def _list_ulysses_lengths(self, tokens: LayerTokens) -> list[int]:
-        """Of the ranks on this line: they are neighbours."""
-        first = tokens.index - self._axis.index
-        return list(tokens.rank_lengths[first : first + self._axis.num_ranks])
+        groups = x_BPNH.shape[2]
+        return x_BPNH if groups % self._ranks == 0 else x_BPNH.repeat_interleave(heads // groups, dim=2)
 
 
 class OverlappedUlysses(UlyssesExchange):
@@ -130,26 +171,20 @@ class OverlappedUlysses(UlyssesExchange):
 
     def __init__(self, axis: Axis, traffic: Traffic, trace: GenerationTrace, current: Callable[[], Generation]) -> None:
         super().__init__(axis, traffic)
-        self._trace, self._now = trace, current
+        self._trace, self._current = trace, current
 
-    def exchange_tokens_for_heads(self, makes: Sequence[DeferredTensor], tokens: LayerTokens) -> list[Tensor]:
-        """As above, in three exchanges."""
-        (step, patch), branch = self._now().micro_step, self._now().branch
-        under_way: list[tuple[Tensor, PendingMessages, object]] = []
-        for name, make in zip("qkv", makes, strict=True):
+    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """q, k and v, each made and sent before the next is made: three exchanges."""
+        (step, patch), branch = self._current().micro_step, self._current().branch
+        under_way: list[tuple[Tensor, HeadAndTokenShares, PendingMessages, object]] = []
+        for name, make in zip("qkv", makers, strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
-                x = make()
-            x = self._repeat_uneven_heads(x, under_way[0][0].shape[2] if under_way else x.shape[2])
-            under_way.append((x, self._send_heads([x], tokens), self._trace.mark_point()))
-        head_tensors = []
-        for name, (x, pending, began) in zip("qkv", under_way, strict=True):
-            head_tensors += self._receive_heads([x], pending, tokens)
+                x_BPNH = make()
+            x_BPNH = self._repeat_uneven_heads(x_BPNH, (under_way[0][0] if under_way else x_BPNH).shape[2])
+            shares = self._get_shares(tokens, x_BPNH.shape[2])
+            under_way.append((x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
+        received: list[Tensor] = []
+        for name, (x_BPNH, shares, pending, began) in zip("qkv", under_way, strict=True):
+            received += self._receive_heads(pending, shares, x_BPNH)
             self._trace.record_op(f"exchange {name}", step, patch, branch, began)
-        return head_tensors
-
-
-def _pack_heads(into: Tensor, tensors: Sequence[Tensor], heads: Sequence[range]) -> None:
-    """Puts some heads of each tensor next to each other."""
-    chunks = into.split([len(run) for run in heads], dim=2)
-    for x, run, chunk in zip(tensors, heads, chunks, strict=True):
-        chunk.copy_(x[:, :, run.start : run.stop])
+        return tuple(received)

@@ -121,9 +121,6 @@ def _convolve_rows(
     return F.conv2d(x, conv.weight, conv.bias, cast(tuple[int, int], conv.stride), padding, groups=conv.groups)
 
 
-# noqa: N812
-
-
 AT_ONCE = 1 << 22
 """Numbers that are centred at a time, so that no second copy of the picture is made."""
 
@@ -176,9 +173,6 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
     return torch.stack([all_means, torch.cat(variances, 1), torch.full_like(all_means, share)])
 
 
-# noqa: N812
-
-
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 """The processors that this one computes the same as."""
 
@@ -199,13 +193,13 @@ class RowAttention:
     ) -> Tensor:
         """From this rank's rows `[B, C, rows, W]` to its rows of the output."""
         batch, _, rows, width = hidden_states.shape
-        x_BCS = hidden_states.flatten(2)  # noqa: N806
+        x_BCS = hidden_states.flatten(2)
         if attn.group_norm is not None:
-            x_BCS = attn.group_norm(x_BCS)  # noqa: N806
-        x_SBC = x_BCS.permute(2, 0, 1)  # noqa: N806
+            x_BCS = attn.group_norm(x_BCS)
+        x_SBC = x_BCS.permute(2, 0, 1)
         pairs = self._strip.start_strip_gather(torch.cat([attn.to_k(x_SBC), attn.to_v(x_SBC)], dim=-1), units=width)
         query = attn.to_q(x_SBC)
-        q_BNSH, k_BNSH, v_BNSH = (  # noqa: N806
+        q_BNSH, k_BNSH, v_BNSH = (
             part.unflatten(-1, (attn.heads, -1)).permute(1, 2, 0, 3)
             for part in (query, *torch.cat(pairs.wait_for_tensors()).chunk(2, -1))
         )
