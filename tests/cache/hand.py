@@ -119,7 +119,7 @@ class Hand:
             for name, x in streams.items():
                 if x is not None:
                     added = x if self.hidden or start[name] is None else x - start[name]
-                    self.kept.setdefault((index, name), self.memory()).add(self.step, added.clone())
+                    self.kept.setdefault((index, name), self.memory()).add_computed_step(self.step, added.clone())
             return streams
 
         return [self.before(segment[0], entered), self.behind(segment[-1], left)]
@@ -127,7 +127,7 @@ class Hand:
     def recalled(self, key: Any, start: Tensor | None) -> Tensor | None:
         if key not in self.kept:
             return None
-        found = self.kept[key].at(self.step)
+        found = self.kept[key].forecast_value(self.step)
         return found.clone() if self.hidden or start is None else start + found
 
     def is_cached(self, index: int) -> bool:

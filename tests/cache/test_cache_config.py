@@ -21,7 +21,7 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
     choose_stored_value,
     format_cache_config,
-    merged,
+    merge_configs,
 )
 from ditile.cache.step_mask import steps_mask
 from ditile.errors import ModelError
@@ -128,25 +128,25 @@ def test_masks_and_blocks_become_tuples() -> None:
 def test_a_modifier_changes_what_was_given_to_it() -> None:
     base = DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.2, max_warmup_steps=4)
     modifier = DBCacheConfig().reset(residual_diff_threshold=0.16)
-    assert merged(base, modifier) == base.reset(residual_diff_threshold=0.16)
-    assert merged(base, DBCacheConfig()) == base
-    assert merged(base, None) is base and merged(None, modifier) is modifier and merged(None, None) is None
+    assert merge_configs(base, modifier) == base.reset(residual_diff_threshold=0.16)
+    assert merge_configs(base, DBCacheConfig()) == base
+    assert merge_configs(base, None) is base and merge_configs(None, modifier) is modifier and merge_configs(None, None) is None
 
 
 def test_a_modifier_may_name_the_default() -> None:
     """The published FLUX example gives one list eight first blocks and 0.08, which are the defaults."""
     base = DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.2)
     back = DBCacheConfig().reset(Fn_compute_blocks=8, residual_diff_threshold=0.08)
-    assert merged(base, back) == DBCacheConfig()
+    assert merge_configs(base, back) == DBCacheConfig()
 
 
 def test_the_narrower_kind_wins() -> None:
     prune, plain = DBPruneConfig(non_prune_block_ids=(3,)), DBCacheConfig(max_warmup_steps=4)
     wanted = DBPruneConfig(non_prune_block_ids=(3,), max_warmup_steps=4)
-    assert merged(prune, plain) == wanted == merged(plain, prune)
+    assert merge_configs(prune, plain) == wanted == merge_configs(plain, prune)
     taylor, foca = TaylorSeerCalibratorConfig(taylorseer_order=2), FoCaCalibratorConfig()
-    assert merged(taylor, foca) is foca
-    assert merged(taylor, TaylorSeerCalibratorConfig(enable_encoder_calibrator=False)) == taylor.reset(
+    assert merge_configs(taylor, foca) is foca
+    assert merge_configs(taylor, TaylorSeerCalibratorConfig(enable_encoder_calibrator=False)) == taylor.reset(
         enable_encoder_calibrator=False
     )
 

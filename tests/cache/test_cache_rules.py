@@ -346,7 +346,7 @@ def test_patches_at_hand_are_decided_on_together() -> None:
     assert decide(one, rough, 1, **both) == [False], "8 / 4"
     assert decide(one, probe[:, :3], 2, patches=(0,)) == [True]
     assert decide(one, probe[:, 3:], 2, patches=(1,)) == [False], "8 / 9"
-    assert decide(one, probe, 3, must=True, **both) == [False], "what follows needs it"
+    assert decide(one, probe, 3, must_compute=True, **both) == [False], "what follows needs it"
 
 
 def test_what_is_kept() -> None:

@@ -96,7 +96,7 @@ def test_weights_memory_and_time(
 ) -> None:
     """--perf draws four times, and the picture is that of one time."""
     calls: list[float] = []
-    summed = generate.medians
+    summed = generate.compute_median_reports
     monkeypatch.setattr(
         generate, "compute_median_reports", lambda reports: calls.append(len(reports)) or summed(reports)
     )
