@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ditile.cache.config import Calibration, DBCacheConfig
-from ditile.cache.config_text import parse_cache_config, parse_calibrator_config
+from ditile.cache.config_text import parse_cache_line
 from ditile.errors import ModelError
 
 OURS, THEIRS = "ditile", "cache-dit"
@@ -77,7 +77,8 @@ class CacheSetting:
         Raises:
             ModelError: if a name or value is not known.
         """
-        return parse_cache_config(self.text)
+        config: DBCacheConfig = parse_cache_line(self.text)["cache_config"]
+        return config
 
     def fits_num_steps(self, steps: int) -> bool:
         """Whether its mask, if it has one of bins, is long enough for so many steps."""
@@ -91,7 +92,8 @@ class CacheSetting:
         Raises:
             ModelError: if there are two, or a value is not known.
         """
-        return parse_calibrator_config(self.text)
+        calibrator: Calibration | None = parse_cache_line(self.text).get("calibrator_config")
+        return calibrator
 
 
 def parse_cache_settings(engines: str, lines: str) -> list[CacheSetting]:

@@ -17,7 +17,8 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cli import main
-from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions, merge_alias_values
+from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions
+from ditile.cli.flag_aliases import merge_alias_values
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.errors import DitileError, ModelError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalise_flags
@@ -117,7 +118,7 @@ def test_flags_that_are_other_options() -> None:
     ],
 )
 def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...]) -> None:
-    with pytest.raises(ModelError, match="give one of them"):
+    with pytest.raises(DitileError, match="give one of them"):
         made(kind, *words)
     assert made(RunOptions, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
 

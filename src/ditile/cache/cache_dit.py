@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ditile.cache.config import Fields, check_known, check_one_of, is_whole_number
+from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
+from ditile.plan.checks import check_choice, check_whole_number
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
@@ -16,10 +17,10 @@ AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
 
 Size = int | Literal["auto"] | None
 
+_ASYNC_SWITCHES = ("experimental_async_qkv_proj", "experimental_ulysses_async")
 _SWITCHES = (
     "experimental_ulysses_anything",
-    "experimental_async_qkv_proj",
-    "experimental_ulysses_async",
+    *_ASYNC_SWITCHES,
     "experimental_ulysses_float8",
     "ring_convert_to_fp32",
 )
@@ -59,16 +60,17 @@ class ParallelismConfig(Fields):
     parallel_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        automatic = [name for name in AXES if getattr(self, name) == "auto"]
         for name in AXES:
-            size = getattr(self, name)
-            if size is not None and size != "auto" and not (is_whole_number(size) and size >= 1):
-                raise ModelError(f"{name}={size!r} is not a whole number of at least 1; try {name}=2 or {name}='auto'")
-        several = [name for name in AXES if getattr(self, name) == "auto"]
-        if len(several) > 1:
-            raise ModelError(f"{' and '.join(several)} are auto; say one of them as a number")
+            if name not in automatic:
+                hint = f"{name}=2 or {name}='auto'"
+                check_whole_number(getattr(self, name), name, optional=True, hint=hint)
+        if len(automatic) > 1:
+            raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
         object.__setattr__(self, "backend", str(self.backend).rpartition(".")[2].lower())
-        check_one_of(self, "backend", "auto", "native_diffuser", "native_pytorch", "native_hybrid")
-        object.__setattr__(self, "parallel_kwargs", _check_parallel_kwargs(self.parallel_kwargs))
+        check_choice(self.backend, "backend", ("auto", "native_diffuser", "native_pytorch", "native_hybrid"))
+        _check_parallel_kwargs(self.parallel_kwargs)
+        object.__setattr__(self, "parallel_kwargs", dict(self.parallel_kwargs))
 
     @property
     def attention_backend(self) -> str | None:
@@ -97,14 +99,9 @@ class ParallelismConfig(Fields):
             ranks = world if world is not None else (1 if place is None else place.world)
             sizes = _fill_auto_size(sizes, ranks)
         known = self.parallel_kwargs
-        plan = Plan(
-            **sizes,
-            uaa=known.get("experimental_ulysses_anything"),
-            async_ulysses=any(known.get(name, False) for name in _SWITCHES[1:3]),
-        )
-        if plan.world == 1:
-            return plan
-        for name in known.get("extra_parallel_modules", ()):
+        is_async = any(known.get(name, False) for name in _ASYNC_SWITCHES)
+        plan = Plan(**sizes, uaa=known.get("experimental_ulysses_anything"), async_ulysses=is_async)
+        for name in known.get("extra_parallel_modules", ()) if plan.world > 1 else ():
             plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[name])
         return plan
 
@@ -121,8 +118,8 @@ def _fill_auto_size(sizes: dict[str, Any], world: int) -> dict[str, Any]:
     return sizes | {auto: world // fixed}
 
 
-def _check_parallel_kwargs(kwargs: Any) -> dict[str, Any]:
-    """The entries of parallel_kwargs. Raises `ModelError` for one that is not known or not offered."""
+def _check_parallel_kwargs(kwargs: Any) -> None:
+    """Raises `ModelError` for an entry of parallel_kwargs that is not known or not offered."""
     if not isinstance(kwargs, Mapping):
         raise ModelError(
             f"parallel_kwargs={kwargs!r} are no names and values; give some of {', '.join(_PARALLEL_KWARGS)}"
@@ -138,14 +135,9 @@ def _check_parallel_kwargs(kwargs: Any) -> dict[str, Any]:
     kernel = kwargs.get("attention_backend")
     if kernel is not None and not isinstance(kernel, str):
         raise ModelError(f"attention_backend={kernel!r} is no name; try 'native'")
-    modules = kwargs.get("extra_parallel_modules", ())
+    modules, known = kwargs.get("extra_parallel_modules", ()), list(_PLAN_CHANGES_BY_MODULE)
     if isinstance(modules, str) or not isinstance(modules, Sequence):
-        raise ModelError(
-            f"extra_parallel_modules={modules!r} are no names; give some of {list(_PLAN_CHANGES_BY_MODULE)}"
-        )
+        raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {known}")
     for name in modules:
-        if not (isinstance(name, str) and name in _PLAN_CHANGES_BY_MODULE):
-            raise ModelError(
-                f"extra_parallel_modules: {name!r} is not offered; give some of {list(_PLAN_CHANGES_BY_MODULE)}"
-            )
-    return dict(kwargs)
+        if name not in known:
+            raise ModelError(f"extra_parallel_modules: {name!r} is not offered; give some of {known}")

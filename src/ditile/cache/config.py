@@ -1,22 +1,23 @@
-"""What a user says of the cache. Values, checked when made; nothing here imports torch.
+"""What a user says of a cache: values, which are checked when they are made. Nothing here imports torch.
 
-The names are those that cache-dit documents, so that a script for it runs. A step below is one call of the transformer
-and its branches of guidance, counted from 0.
-
-What the configs of the cache have in common: their fields are checked, and they know which of them were given.
+The names are those that cache-dit documents, so that a script for it runs. The type of a field says what it may be. How
+a field is said elsewhere (a flag, a word in a line, a letter in `strify`) is in one table, `CACHE_WORDS`. A step below
+is one call of the transformer and its branches of guidance, counted from 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-from collections.abc import Sequence
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from ditile.cache.step_mask import check_preset_name
+from ditile.cache.step_mask import check_step_mask
 from ditile.errors import ModelError
+from ditile.plan.checks import check_choice, check_finite_number, check_whole_number, is_whole_number, suggest_nearest
 
 __all__ = [
     "Calibration",
@@ -32,6 +33,10 @@ __all__ = [
 ]
 
 StoreType = Literal["bfloat16", "float16", "float32"]
+Count = Annotated[int, 0]
+"""A whole number of at least so many."""
+Positive = Annotated[int, 1]
+Limit = Annotated[int, -1]
 
 
 class Fields:
@@ -51,6 +56,11 @@ class Fields:
         new = object.__new__(cls)
         object.__setattr__(new, "_given", frozenset(values))
         return new
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, check in _collect_checks(kind).items():
+            check(getattr(self, name), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_config, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
@@ -117,55 +127,31 @@ class DBCacheConfig(Fields):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
-    Fn_compute_blocks: int = 8
-    Bn_compute_blocks: int = 0
+    Fn_compute_blocks: Count = 8
+    Bn_compute_blocks: Count = 0
     residual_diff_threshold: float = 0.08
-    max_warmup_steps: int = 8
-    warmup_interval: int = 1
-    max_cached_steps: int = -1
-    max_continuous_cached_steps: int = -1
-    max_accumulated_residual_diff_threshold: float | None = None
+    max_warmup_steps: Count = 8
+    warmup_interval: Positive = 1
+    max_cached_steps: Limit = -1
+    max_continuous_cached_steps: Limit = -1
+    max_accumulated_residual_diff_threshold: Annotated[float, 0.5] | None = None
     accumulated_resets: bool = False
     steps_computation_mask: Sequence[int] | str | None = None
     steps_computation_policy: Literal["dynamic", "static"] = "dynamic"
     enable_separate_cfg: bool | None = None
     cfg_compute_first: bool = False
     cfg_diff_compute_separate: bool = True
-    num_inference_steps: int | None = None
-    l1_hidden_states_diff_threshold: float | None = None
+    num_inference_steps: Positive | None = None
+    l1_hidden_states_diff_threshold: Annotated[float, 0.08] | None = None
     important_condition_threshold: float = 0.0
-    downsample_factor: int = 1
+    downsample_factor: Positive = 1
     couple: Literal["row", "image", "batch"] = "image"
     store: Literal["residual", "hidden"] = "residual"
     store_dtype: StoreType | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("Fn_compute_blocks", 0),
-            ("Bn_compute_blocks", 0),
-            ("max_warmup_steps", 0),
-            ("warmup_interval", 1),
-            ("max_cached_steps", -1),
-            ("max_continuous_cached_steps", -1),
-            ("downsample_factor", 1),
-        ):
-            check_whole_number(self, name, least)
-        check_whole_number(self, "num_inference_steps", 1, none=True)
-        check_finite_number(self, "residual_diff_threshold", 0, 0.08)
-        check_finite_number(self, "max_accumulated_residual_diff_threshold", 0, 0.5, none=True)
-        check_finite_number(self, "l1_hidden_states_diff_threshold", 0, 0.08, none=True)
-        check_finite_number(self, "important_condition_threshold", 0, 0.0)
-        for name in ("accumulated_resets", "cfg_compute_first", "cfg_diff_compute_separate"):
-            check_one_of(self, name, True, False)
-        check_one_of(self, "enable_separate_cfg", None, True, False)
-        check_one_of(self, "steps_computation_policy", "dynamic", "static")
-        check_one_of(self, "couple", "row", "image", "batch")
-        check_one_of(self, "store", "residual", "hidden")
-        check_one_of(self, "store_dtype", None, "bfloat16", "float16", "float32")
-        if isinstance(self.steps_computation_mask, str):
-            check_preset_name(self.steps_computation_mask)
-        elif self.steps_computation_mask is not None:
-            object.__setattr__(self, "steps_computation_mask", _check_step_mask(self.steps_computation_mask))
+        Fields.__post_init__(self)
+        object.__setattr__(self, "steps_computation_mask", check_step_mask(self.steps_computation_mask))
 
     def __str__(self) -> str:
         return format_cache_config(self)
@@ -188,15 +174,12 @@ class DBPruneConfig(DBCacheConfig):
     """
 
     enable_dynamic_prune_threshold: bool = False
-    max_dynamic_prune_threshold: float | None = None
+    max_dynamic_prune_threshold: Annotated[float, 0.16] | None = None
     dynamic_prune_threshold_relax_ratio: float = 1.25
     non_prune_block_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         DBCacheConfig.__post_init__(self)
-        check_one_of(self, "enable_dynamic_prune_threshold", True, False)
-        check_finite_number(self, "max_dynamic_prune_threshold", 0, 0.16, none=True)
-        check_finite_number(self, "dynamic_prune_threshold_relax_ratio", 0, 1.25)
         ids = self.non_prune_block_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole_number(k) and k >= 0 for k in ids):
             raise ModelError(f"non_prune_block_ids={ids!r} are no numbers of blocks; give some such as [16, 17]")
@@ -207,9 +190,6 @@ class DBPruneConfig(DBCacheConfig):
         """How far a dynamic threshold may rise."""
         limit = self.max_dynamic_prune_threshold
         return 2 * self.residual_diff_threshold if limit is None else limit
-
-    def __str__(self) -> str:
-        return format_cache_config(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,16 +209,6 @@ class Calibration(Fields):
     enable_encoder_calibrator: bool = True
     calibrator_cache_type: Literal["residual", "hidden_states"] = "residual"
 
-    def __post_init__(self) -> None:
-        check_one_of(self, "enable_calibrator", True, False)
-        check_one_of(self, "enable_encoder_calibrator", True, False)
-        check_one_of(self, "calibrator_cache_type", "residual", "hidden_states")
-
-    @property
-    def tag(self) -> str:
-        """The few letters that stand for it in `strify`."""
-        return ""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaylorSeerCalibratorConfig(Calibration):
@@ -256,21 +226,9 @@ class TaylorSeerCalibratorConfig(Calibration):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
-    taylorseer_order: int = 1
-    taylorseer_reach: float | None = None
+    taylorseer_order: Count = 1
+    taylorseer_reach: Annotated[float, 1] | None = None
     calibrator_type: Literal["taylorseer"] = "taylorseer"
-
-    def __post_init__(self) -> None:
-        Calibration.__post_init__(self)
-        check_whole_number(self, "taylorseer_order", 0)
-        check_finite_number(self, "taylorseer_reach", 0, 1, none=True)
-        check_one_of(self, "calibrator_type", "taylorseer")
-
-    @property
-    def tag(self) -> str:
-        """The few letters that stand for it in `strify`."""
-        reach = "" if self.taylorseer_reach is None else f"E{self.taylorseer_reach:g}"
-        return f"T1O{self.taylorseer_order}{reach}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,15 +245,6 @@ class FoCaCalibratorConfig(Calibration):
     """
 
     calibrator_type: Literal["foca"] = "foca"
-
-    def __post_init__(self) -> None:
-        Calibration.__post_init__(self)
-        check_one_of(self, "calibrator_type", "foca")
-
-    @property
-    def tag(self) -> str:
-        """The few letters that stand for it in `strify`."""
-        return "FoCa"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,29 +264,16 @@ class DMDCalibratorConfig(Calibration):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
-    dmd_history: int = 6
-    dmd_rank: int | None = None
+    dmd_history: Annotated[int, 2] = 6
+    dmd_rank: Count | None = None
     dmd_ridge: float = 1e-8
     dmd_svd_precision: Literal["medium", "high", "highest"] | None = None
     calibrator_type: Literal["dmd"] = "dmd"
 
-    def __post_init__(self) -> None:
-        Calibration.__post_init__(self)
-        check_whole_number(self, "dmd_history", 2)
-        check_whole_number(self, "dmd_rank", 0, none=True)
-        check_finite_number(self, "dmd_ridge", 0, 1e-8)
-        check_one_of(self, "dmd_svd_precision", None, "medium", "high", "highest")
-        check_one_of(self, "calibrator_type", "dmd")
-
-    @property
-    def tag(self) -> str:
-        """The few letters that stand for it in `strify`."""
-        return f"DMDH{self.dmd_history}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsModifier(Fields):
-    """What is different for one list of blocks. How it meets the pipeline's own configs is said at `merged`.
+    """What is different for one list of blocks. `merge_configs` says how it meets the pipeline's own.
 
     Attributes:
         cache_config: the fields that were given to it win.
@@ -351,13 +287,10 @@ class ParamsModifier(Fields):
     calibrator_config: Calibration | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, example in (
-            ("cache_config", DBCacheConfig, "DBCacheConfig"),
-            ("calibrator_config", Calibration, "TaylorSeerCalibratorConfig"),
-        ):
-            value = getattr(self, name)
+        kinds = (DBCacheConfig, DBCacheConfig), (Calibration, TaylorSeerCalibratorConfig)
+        for (name, value), (kind, example) in zip(self.values().items(), kinds, strict=True):
             if value is not None and not isinstance(value, kind):
-                raise ModelError(f"{name}={value!r} is no config; give a {example}(..)")
+                raise ModelError(f"{name}={value!r} is no config; give a {example.__name__}(..)")
 
     def over(
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
@@ -373,32 +306,79 @@ def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) ->
     return "hidden" if returned else cache.store
 
 
+class CacheWord(NamedTuple):
+    """How a field of a config is said elsewhere.
+
+    Attributes:
+        config: the config that has the field.
+        field: its name, which is its key in a config file too. None: the word stands for the config itself.
+        letters: in `strify`; a field without letters is not shown there.
+        flag: of `ditile generate`, as the field of its options.
+        help: what `--help` says of the flag.
+        aliases: of the flag.
+    """
+
+    config: type[Fields]
+    field: str | None = None
+    letters: str = ""
+    flag: str = ""
+    help: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+_CACHE, _TAYLOR = DBCacheConfig, TaylorSeerCalibratorConfig
+_M, _MC = "max_cached_steps", "max_continuous_cached_steps"
+_RDT = "leave out where the first blocks' work changes less than this"
+_MASK = "steps that compute: slow, medium, fast, ultra, or bins such as 6,1,1,1,1/1,2,5,5,5"
+_POLICY = "steps that the mask lets go are left out where little changes, or always"
+CACHE_WORDS = {
+    "F": CacheWord(_CACHE, "Fn_compute_blocks", "F", "Fn", "first blocks, which always compute"),
+    "B": CacheWord(_CACHE, "Bn_compute_blocks", "B", "Bn", "last blocks, which always compute"),
+    "R": CacheWord(_CACHE, "residual_diff_threshold", "R", "rdt", _RDT),
+    "W": CacheWord(_CACHE, "max_warmup_steps", "W", "max_warmup_steps", "first steps, which compute", ("--w",)),
+    "I": CacheWord(
+        _CACHE, "warmup_interval", "I", "warmup_interval", "compute every N-th of the warmup steps", ("--wi",)
+    ),
+    "M": CacheWord(_CACHE, _M, "M", _M, "cached steps at most; -1 is no limit", ("--mc",)),
+    "MC": CacheWord(_CACHE, _MC, "MC", _MC, "cached steps in a row at most; -1 is no limit", ("--mcc",)),
+    "budget": CacheWord(_CACHE, "max_accumulated_residual_diff_threshold"),
+    "resets": CacheWord(_CACHE, "accumulated_resets"),
+    "mask": CacheWord(_CACHE, "steps_computation_mask", "SCM", "steps_mask", _MASK),
+    "policy": CacheWord(_CACHE, "steps_computation_policy", "", "steps_policy", _POLICY),
+    "prune": CacheWord(DBPruneConfig),
+    "taylor": CacheWord(_TAYLOR, "taylorseer_order", "T1O", "taylorseer_order", "its degree", ("-order",)),
+    "dmd": CacheWord(DMDCalibratorConfig, "dmd_history", "DMDH"),
+    "foca": CacheWord(FoCaCalibratorConfig, None, "FoCa"),
+    "reach": CacheWord(_TAYLOR, "taylorseer_reach", "E"),
+}
+"""The words of a cache in one line, in the order in which errors name them."""
+
+
 def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
     """One word that says what was asked for, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
     0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.
     """
-    mask, tag = cache.steps_computation_mask, calibrator.tag if calibrator is not None else ""
-    parts = [
-        "DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache",
-        f"F{cache.Fn_compute_blocks}B{cache.Bn_compute_blocks}",
-        f"W{cache.max_warmup_steps}I{cache.warmup_interval}M{max(cache.max_cached_steps, 0)}"
-        f"MC{max(cache.max_continuous_cached_steps, 0)}",
-        f"R{cache.residual_diff_threshold:g}",
-        *([] if mask is None else [f"SCM{''.join(map(str, mask))}_{cache.steps_computation_policy}"]),
-        *([tag] if tag else []),
-    ]
-    return "_".join(parts)
+    parts = ["DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache", _show_words(cache, "F", "B")]
+    parts += [_show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
+    if cache.steps_computation_mask is not None:
+        parts.append(f"{_show_words(cache, 'mask')}_{cache.steps_computation_policy}")
+    if calibrator is not None:
+        parts.append(_show_words(calibrator, "taylor", "dmd", "foca", "reach"))
+    return "_".join(filter(None, parts))
 
 
-def _check_step_mask(mask: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
-        raise ModelError(
-            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
-            "a preset"
-        )
-    return tuple(map(int, mask))
+def _show_words(config: Fields, *words: str) -> str:
+    rows = [CACHE_WORDS[word] for word in words if isinstance(config, CACHE_WORDS[word].config)]
+    values = [(row.letters, "" if row.field is None else getattr(config, row.field)) for row in rows]
+    return "".join(letters + _show_value(value) for letters, value in values if value is not None)
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "".join(map(str, value)) if isinstance(value, str | tuple) else str(max(value, 0))
 
 
 C = TypeVar("C", bound="Fields")
@@ -421,46 +401,34 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
 
 
-def check_known(what: str, name: str, known: Any) -> None:
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
     """Raises `ModelError` about `what` unless `name` is one of `known`; says which is nearest."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ModelError(f"{what} is not known; " + (f"did you mean {near[0]}?" if near else _format_choices(known)))
+        raise ModelError(f"{what} is not known; {suggest_nearest(name, known)}")
 
 
-def check_whole_number(config: Any, name: str, least: int, *, none: bool = False) -> None:
-    """Raises `ModelError` unless a field is a whole number of at least `least`, or None where that is allowed."""
-    value = getattr(config, name)
-    if none and value is None:
-        return
-    if not is_whole_number(value) or value < least:
-        raise ModelError(f"{name}={value!r} is not a whole number of at least {least}; try {name}={max(least, 1)}")
+@functools.cache
+def _collect_checks(config: type[Fields]) -> dict[str, Callable[[Any, str], None]]:
+    """What raises `ModelError` for a value that a field may not have: (value, name of the field)."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    fields = config.__dataclass_fields__.items()
+    checks = {name: _build_check(hints[name], field.default) for name, field in fields}
+    return {name: check for name, check in checks.items() if check is not None}
 
 
-def check_finite_number(config: Any, name: str, least: float, example: float, *, none: bool = False) -> None:
-    """Raises `ModelError` unless a field is a finite number of at least `least`, or None where that is allowed."""
-    value = getattr(config, name)
-    if none and value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value < math.inf:
-        raise ModelError(f"{name}={value!r} is not a number of at least {least:g}; try {name}={example}")
-
-
-def check_one_of(config: Any, name: str, *known: Any) -> None:
-    """Raises `ModelError` unless a field has one of the known values."""
-    value = getattr(config, name)
-    if not any(value is word or (isinstance(word, str) and value == word) for word in known):
-        raise ModelError(f"{name}={value!r} is not known; {_format_choices(known)}")
-
-
-def is_whole_number(value: Any) -> bool:
-    """Whether it is an int, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _format_choices(known: Any) -> str:
-    return f"try one of {', '.join(map(str, known))}"
+def _build_check(hint: Any, default: Any) -> Callable[[Any, str], None] | None:
+    """Of a type and what it is annotated with: the least of whole numbers, or for other numbers an example."""
+    optional = types.NoneType in typing.get_args(hint)
+    kind = typing.get_args(hint)[0] if optional else hint
+    kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    if kind is int:
+        return functools.partial(check_whole_number, least=bounds[0], optional=optional)
+    if kind is float:
+        return functools.partial(check_finite_number, least=0, example=[*bounds, default][0], optional=optional)
+    choices = (True, False) if kind is bool else typing.get_args(kind)
+    if kind is not bool and typing.get_origin(kind) is not Literal:
+        return None
+    return functools.partial(check_choice, known=(None, *choices) if optional else choices)
 
 
 def _rebuild_config(kind: type[C], values: dict[str, Any], given: frozenset[str]) -> C:

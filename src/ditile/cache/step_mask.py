@@ -8,11 +8,12 @@ between the old ones, so that holes keep their length in steps, and fewer steps 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ditile.errors import ModelError
+from ditile.plan.checks import check_whole_number, is_whole_number, suggest_nearest
 
 REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""
@@ -48,12 +49,12 @@ def steps_mask(
         ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
-    if total_steps is not None and not _is_positive_int(total_steps):
-        raise ModelError(f"total_steps={total_steps!r} is not a whole number of at least 1; try total_steps=28")
+    check_whole_number(total_steps, "total_steps", optional=True, hint="total_steps=28")
     bins = compute_bins is not None or cache_bins is not None
     if bins == (mask_policy is not None):
+        presets = ", ".join(PRESET_BINS)
         raise ModelError(
-            f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {', '.join(PRESET_BINS)}"
+            f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {presets}"
         )
     if mask_policy is not None:
         if total_steps is None:
@@ -89,10 +90,22 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
 def check_preset_name(name: str) -> str:
     """The name of a preset, as it is. Raises `ModelError`, with the nearest, if there is none of that name."""
     if name not in PRESET_BINS:
-        near = difflib.get_close_matches(name, PRESET_BINS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"try one of {', '.join(PRESET_BINS)}"
-        raise ModelError(f"the step mask {name!r} is not known; {hint}")
+        raise ModelError(f"the step mask {name!r} is not known; {suggest_nearest(name, PRESET_BINS)}")
     return name
+
+
+def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
+    """A mask as a config keeps it. Raises `ModelError` unless it is None, a preset, or has a 1 or 0 for each step."""
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        return check_preset_name(mask)
+    if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
+        raise ModelError(
+            f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
+            "a preset"
+        )
+    return tuple(map(int, mask))
 
 
 def resolve_step_mask(mask: Sequence[int] | str | None, steps: int | None) -> tuple[int, ...] | None:
@@ -175,10 +188,6 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
 def _check_bins(name: str, bins: Sequence[int] | None) -> Sequence[int]:
     if bins is None:
         raise ModelError(f"{name} is missing; give compute_bins and cache_bins, such as [6, 1, 1] and [1, 2]")
-    if isinstance(bins, str) or not bins or not all(map(_is_positive_int, bins)):
+    if isinstance(bins, str) or not bins or not all(is_whole_number(length) and length >= 1 for length in bins):
         raise ModelError(f"{name}={bins!r} are no lengths in steps; give whole numbers of at least 1")
     return bins
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

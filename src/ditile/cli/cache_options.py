@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ditile.cache.config import (
+    CACHE_WORDS,
     Calibration,
     DBCacheConfig,
     DBPruneConfig,
-    DMDCalibratorConfig,
     Fields,
-    FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
     merge_configs,
 )
-from ditile.cache.config_text import load_configs, parse_cache_line
+from ditile.cache.config_text import CALIBRATOR_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
-from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
-from ditile.plan.flags import define_option, format_flag, iter_field_readers
+from ditile.plan.checks import check_choice
+from ditile.plan.flags import define_option, format_flag
 from ditile.plan.plan import AXES, Plan
 
 QUANTIZE_TYPES = (
@@ -46,27 +43,22 @@ QUANTIZE_TYPES = (
 )
 """What --quantize-type takes; whether it runs here is known when weights are there."""
 
-CACHE_CONFIG_FIELDS = {
-    "Fn": "Fn_compute_blocks",
-    "Bn": "Bn_compute_blocks",
-    "rdt": "residual_diff_threshold",
-    "max_warmup_steps": "max_warmup_steps",
-    "warmup_interval": "warmup_interval",
-    "max_cached_steps": "max_cached_steps",
-    "max_continuous_cached_steps": "max_continuous_cached_steps",
-    "steps_mask": "steps_computation_mask",
-    "steps_policy": "steps_computation_policy",
-}
-"""Fields of `Cache` that are fields of `DBCacheConfig`."""
+CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
+"""The fields of `CacheOptions` that are fields of a config."""
 
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """What --parallel-type names -> the degree of `Plan`."""
 
-_CALIBRATOR_FLAGS: dict[str, type[Calibration]] = {
-    "taylorseer": TaylorSeerCalibratorConfig,
-    "foca": FoCaCalibratorConfig,
-    "dmd": DMDCalibratorConfig,
-}
+_SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
+"""The flags that are for a cache which something else asks for."""
+
+
+def define_cache_flag(name: str, **how: Any) -> Any:
+    """A field that stands for a config's, with its default; see `define_option` for the other arguments."""
+    row = CACHE_FLAGS[name]
+    default = row.config.__dataclass_fields__[str(row.field)].default
+    metavar = {"metavar": "X" if isinstance(default, float) else "N"}
+    return define_option(default, row.help, aliases=row.aliases, **(how or metavar))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,27 +71,19 @@ class CacheOptions(Fields):
 
     cache: bool = define_option(False, "leave out blocks whose work hardly changes (DBCache)")
     prune: bool = define_option(False, "cache each block by itself (DBPrune); implies --cache")
-    Fn: int = define_option(8, "first blocks, which always compute", metavar="N")
-    Bn: int = define_option(0, "last blocks, which always compute", metavar="N")
-    rdt: float = define_option(0.08, "leave out where the first blocks' work changes less than this", metavar="X")
-    max_warmup_steps: int = define_option(8, "first steps, which compute", metavar="N", aliases=("--w",))
-    warmup_interval: int = define_option(1, "compute every N-th of the warmup steps", metavar="N", aliases=("--wi",))
-    max_cached_steps: int = define_option(-1, "cached steps at most; -1 is no limit", metavar="N", aliases=("--mc",))
-    max_continuous_cached_steps: int = define_option(
-        -1, "cached steps in a row at most; -1 is no limit", metavar="N", aliases=("--mcc",)
-    )
+    Fn: int = define_cache_flag("Fn")
+    Bn: int = define_cache_flag("Bn")
+    rdt: float = define_cache_flag("rdt")
+    max_warmup_steps: int = define_cache_flag("max_warmup_steps")
+    warmup_interval: int = define_cache_flag("warmup_interval")
+    max_cached_steps: int = define_cache_flag("max_cached_steps")
+    max_continuous_cached_steps: int = define_cache_flag("max_continuous_cached_steps")
     taylorseer: bool = define_option(False, "forecast what is left out by a polynomial (TaylorSeer)")
-    taylorseer_order: int = define_option(1, "its degree", metavar="N", aliases=("-order",))
+    taylorseer_order: int = define_cache_flag("taylorseer_order")
     foca: bool = define_option(False, "forecast it by slopes, corrected (FoCa)")
     dmd: bool = define_option(False, "forecast it by exponentials (dynamic mode decomposition)")
-    steps_mask: str | None = define_option(
-        None, "steps that compute: slow, medium, fast, ultra, or bins such as 6,1,1,1,1/1,2,5,5,5", metavar="MASK"
-    )
-    steps_policy: Literal["dynamic", "static"] = define_option(
-        "dynamic",
-        "steps that the mask lets go are left out where little changes, or always",
-        choices=("dynamic", "static"),
-    )
+    steps_mask: str | None = define_cache_flag("steps_mask", metavar="MASK")
+    steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", choices=("dynamic", "static"))
     cache_line: str | None = define_option(
         None,
         "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
@@ -124,19 +108,15 @@ class CacheOptions(Fields):
     def __post_init__(self) -> None:
         if self.cache_line is not None:
             self._check_cache_line(self.cache_line)
-        named = [name for name in _CALIBRATOR_FLAGS if getattr(self, name)]
+        named = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
         if len(named) > 1:
             raise ModelError(f"{' and '.join(map(format_flag, named))}: there is one forecast; give one of them")
-        if not (self.cache or self.prune or self.config):
-            for name in (*CACHE_CONFIG_FIELDS, *_CALIBRATOR_FLAGS, "taylorseer_order"):
-                if name in self.given:
-                    raise ModelError(f"{format_flag(name)} says how to cache, and nothing is cached; add --cache")
+        useless = [name for name in _SAYS_HOW if name in self.given]
+        if useless and not (self.cache or self.prune or self.config):
+            raise ModelError(f"{format_flag(useless[0])} says how to cache, and nothing is cached; add --cache")
         if "taylorseer_order" in self.given and not (self.taylorseer or self.config):
             raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
-        if self.quantize_type not in QUANTIZE_TYPES:
-            raise ModelError(
-                f"quantize_type={self.quantize_type!r} is not known; try one of {', '.join(QUANTIZE_TYPES)}"
-            )
+        check_choice(self.quantize_type, "quantize_type", QUANTIZE_TYPES)
         if "quantize_type" in self.given and not self.quantize:
             raise ModelError(f"--quantize-type {self.quantize_type} is for --quantize; add it")
         if self.fuse_lora and self.lora is None:
@@ -181,9 +161,9 @@ class CacheOptions(Fields):
 
     def choose_attention_backend(self, flag_value: str | None) -> str | None:
         """The attention kernel: its own flag's, else that of --config."""
-        file_arguments = self._load_config_file()
-        config = file_arguments.get("parallelism_config")
-        in_file: str | None = file_arguments.get("attention_backend") or (config and config.attention_backend)
+        arguments = self._load_config_file()
+        config = arguments.get("parallelism_config")
+        in_file: str | None = arguments.get("attention_backend") or (config and config.attention_backend)
         return flag_value or in_file
 
     @property
@@ -225,11 +205,7 @@ class CacheOptions(Fields):
 
     def _check_cache_line(self, line: str) -> None:
         """Raises `ModelError` where something else says how to cache too, or the line cannot be read."""
-        others = [
-            name
-            for name in ("cache", "prune", *CACHE_CONFIG_FIELDS, *_CALIBRATOR_FLAGS, "taylorseer_order")
-            if name in self.given
-        ]
+        others = [name for name in ("cache", "prune", *_SAYS_HOW) if name in self.given]
         if others or self._load_config_file()["cache_config"] is not None:
             other = format_flag(others[0]) if others else f"--config {self.config}"
             raise ModelError(f"--cache-line {line!r} says how to cache, and {other} too; give one of them")
@@ -237,82 +213,17 @@ class CacheOptions(Fields):
 
     def _build_cache_config(self) -> DBCacheConfig:
         """What the flags say of the cache."""
-        values = {name: getattr(self, ours) for ours, name in CACHE_CONFIG_FIELDS.items() if ours in self.given}
+        rows = [row for name, row in CACHE_FLAGS.items() if row.config is DBCacheConfig and name in self.given]
+        values: dict[str, Any] = {str(row.field): getattr(self, row.flag) for row in rows}
         if self.steps_mask is not None:
             values["steps_computation_mask"] = parse_step_mask(self.steps_mask)
         return DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
 
     def _build_calibrator_config(self, in_file: Calibration | None) -> Calibration | None:
         order: dict[str, Any] = {"taylorseer_order": self.taylorseer_order} if "taylorseer_order" in self.given else {}
-        for name, kind in _CALIBRATOR_FLAGS.items():
+        for name, kind in CALIBRATOR_CONFIGS.items():
             if getattr(self, name):
                 return merge_configs(in_file, kind(**order))
         if order and not isinstance(in_file, TaylorSeerCalibratorConfig):
             raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
         return None if in_file is None else in_file.reset(**order)
-
-
-class CacheDitAlias(NamedTuple):
-    """A flag that stands for a field of another set of options.
-
-    Attributes:
-        name: as in cache-dit.
-        kind: whose field it is.
-        field: its name.
-        value: what a switch sets; None for a flag that takes a value.
-    """
-
-    name: str
-    kind: type
-    field: str
-    value: Any = None
-
-
-CACHE_DIT_ALIASES = (
-    CacheDitAlias("prompt", GenerateOptions, "prompt"),
-    CacheDitAlias("model_path", GenerateOptions, "model"),
-    CacheDitAlias("attn", RunOptions, "attention"),
-    CacheDitAlias("ulysses_anything", Plan, "uaa", True),
-)
-"""What else cache-dit documents; --steps, --height, --width, --negative-prompt and --uaa are our own names."""
-
-_ALIAS_PREFIX = "cache_dit_"
-
-
-def add_cache_dit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the aliases, in a group of their own."""
-    group = parser.add_argument_group("picture, plan and run, with the flags of cache-dit")
-    for name, kind, field, value in CACHE_DIT_ALIASES:
-        reader = next(read for one, read in iter_field_readers(kind) if one.name == field)
-        ours = field.upper() if name == field else format_flag(field)
-        add = functools.partial(
-            group.add_argument, format_flag(name), dest=_ALIAS_PREFIX + name, default=argparse.SUPPRESS
-        )
-        if value is None:
-            add(type=reader, metavar=field.upper(), help=f"as {ours}")
-        else:
-            add(action="store_true", help=f"as {ours}")
-
-
-def list_cache_dit_flags() -> list[str]:
-    """The aliases as `argparse` knows them."""
-    return [format_flag(alias.name) for alias in CACHE_DIT_ALIASES]
-
-
-def merge_alias_values(arguments: argparse.Namespace, kind: type, flag_values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a set of options: its own flags and the aliases.
-
-    Raises:
-        ModelError: if a flag and its alias say different things.
-    """
-    values = dict(flag_values)
-    for name, options, field, value in CACHE_DIT_ALIASES:
-        if options is not kind or not hasattr(arguments, _ALIAS_PREFIX + name):
-            continue
-        alias_value = getattr(arguments, _ALIAS_PREFIX + name) if value is None else value
-        if field in flag_values and flag_values[field] != alias_value:
-            raise ModelError(
-                f"{format_flag(name)} says {field}={alias_value!r} and {field}={flag_values[field]!r} is said too; give one of them"
-            )
-        values[field] = alias_value
-    return values

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ditile
-from ditile.cli import cache_options, xdit_flags
+from ditile.cli import flag_aliases
 from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
@@ -35,7 +35,7 @@ from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError, ModelError, PlanError, RankError
-from ditile.plan.flags import add_arguments, collect_arguments, list_flags, normalise_flags
+from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalise_flags
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
@@ -131,9 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
         for kind in OPTION_CLASSES[name]:
             add_arguments(command, kind, title=titles[kind])
         if Plan in OPTION_CLASSES[name]:
-            xdit_flags.add_xdit_arguments(command)
+            flag_aliases.add_alias_arguments(command, flag_aliases.XDIT_ALIASES, title="plan, with the flags of xDiT")
         if CacheOptions in OPTION_CLASSES[name]:
-            cache_options.add_cache_dit_arguments(command)
+            title = "picture, plan and run, with the flags of cache-dit"
+            flag_aliases.add_alias_arguments(command, flag_aliases.CACHE_DIT_ALIASES, title=title)
     models = commands.add_parser(
         "models", help="list what can run", description="List families, methods and bundled models.", allow_abbrev=False
     )
@@ -158,19 +159,20 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def _list_known_flags(command: str) -> list[str]:
     kinds = OPTION_CLASSES.get(command, ())
-    known = cache_options.list_cache_dit_flags() if CacheOptions in kinds else []
-    known += xdit_flags.list_xdit_flags() if Plan in kinds else []
-    return ["--help", *(name for kind in kinds for name in list_flags(kind)), *known]
+    aliases: tuple[flag_aliases.FlagAlias, ...] = flag_aliases.CACHE_DIT_ALIASES if CacheOptions in kinds else ()
+    aliases += flag_aliases.XDIT_ALIASES if Plan in kinds else ()
+    names = [format_flag(alias.name) for alias in aliases]
+    return ["--help", *(name for kind in kinds for name in list_flags(kind)), *names]
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
-    plan_values = xdit_flags.merge_xdit_flags(arguments, _collect_options(Plan, arguments))
+    plan_values = _collect_options(Plan, arguments)
     return Plan(**(plan_values if cache is None else cache.collect_plan_values(plan_values)))
 
 
 def _collect_options(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of a set of options, and the aliases for them."""
-    return cache_options.merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
+    return flag_aliases.merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
 
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
