@@ -274,7 +274,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 SCRIPT = """
     import ctypes, logging, os, signal, sys, time
     from pathlib import Path
-    from ditile.launch import launch
+    from ditile import launch
 
     assert "torch" not in sys.modules
     logging.getLogger("torchao").warning("Failed to load kernels")  # as an import of torchao says
@@ -298,7 +298,7 @@ SCRIPT = """
 def _script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "scratch")}
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path / "scratch")}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, script, *words], env=environ, stdout=pipe, stderr=pipe, text=True)
 

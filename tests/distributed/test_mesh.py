@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 
 from ditile.cache import agreement
 from ditile.cli.main import main
-from ditile.distributed import backend as gloo
-from ditile.distributed import backend as gpus
-from ditile.distributed import env, transport
+from ditile.distributed import backend, env, transport
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.launch import _set_up_process_group as join_launched
 from ditile.distributed.mesh import Communicators, build_mesh, join_process_group, make_subgroup, pick_device
@@ -37,16 +35,8 @@ SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
 def test_sixteen_ranks() -> None:
     """A failure means that ranks that should share an image, a branch or a stage do not."""
     assert list_subgroups(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
-    assert list_subgroups(SIXTEEN, ["pipefusion"]) == [
-        (0, 2),
-        (1, 3),
-        (4, 6),
-        (5, 7),
-        (8, 10),
-        (9, 11),
-        (12, 14),
-        (13, 15),
-    ]
+    stages = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert list_subgroups(SIXTEEN, ["pipefusion"]) == stages
     assert list_subgroups(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
     assert list_subgroups(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
     assert list_subgroups(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
@@ -56,18 +46,15 @@ def test_sixteen_ranks() -> None:
 def test_lines_cut_the_world(sizes: list[int], names: set[str]) -> None:
     """Every rank is on exactly one line along any axes, and lines are as long as their degrees."""
     plan = Plan(data=sizes[0], pipefusion=sizes[1], ring=sizes[2], ulysses=sizes[3], tensor=sizes[4])
-    found = list_subgroups(plan, sorted(names))
-    assert sorted(rank for line in found for rank in line) == list(range(plan.world))
-    assert len({len(line) for line in found}) == 1
+    lines = list_subgroups(plan, sorted(names))
+    assert sorted(rank for line in lines for rank in line) == list(range(plan.world))
+    assert len({len(line) for line in lines}) == 1
 
 
 def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
     mesh = build_mesh(plan)
-    axes = {name: (mesh[name].ranks, mesh[name].index) for name in AXES}
-    return axes | {
-        "sequence": (mesh.sequence.ranks, mesh.sequence.index),
-        "image": (mesh.image.ranks, mesh.image.index),
-    }
+    axes = [*(mesh[name] for name in AXES), mesh.sequence, mesh.image]
+    return {name: (axis.ranks, axis.index) for name, axis in zip([*AXES, "sequence", "image"], axes, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -104,17 +91,20 @@ def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None
     """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
     asks NCCL for two ranks on one GPU."""
     for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
-        assert is_world and backends == ["gloo", gloo.BACKEND_NAME, gloo.BACKEND_NAME]
+        assert is_world and backends == ["gloo", backend.BACKEND_NAME, backend.BACKEND_NAME]
 
 
 def made(plan: Plan) -> list[tuple[int, ...]]:
     """The groups that a mesh has made here, for all its ranks."""
     groups, asked = Communicators(), []
     with pytest.MonkeyPatch.context() as patch:
-        new = gloo.make_group_on_one_loop
-        patch.setattr(
-            gloo, "make_group_on_one_loop", lambda ranks, *also: asked.append(tuple(ranks)) or new(ranks, *also)
-        )
+        new = backend.make_group_on_one_loop
+
+        def recorded(ranks: Any, *also: Any) -> Any:
+            asked.append(tuple(ranks))
+            return new(ranks, *also)
+
+        patch.setattr(backend, "make_group_on_one_loop", recorded)
         mesh = build_mesh(plan, groups)
     mesh.shared = False
     mesh.close_groups()
@@ -157,8 +147,8 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
     ranks, devices, wanted, warning = JOINS[name]
     here, store, current, joined = threading.local(), dist.HashStore(), {}, {}
 
-    def connected(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-        joined[rank] = backend, world_size, timeout.total_seconds()
+    def connected(kind: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+        joined[rank] = kind, world_size, timeout.total_seconds()
 
     def rank(number: int) -> None:
         here.host, here.gpus, local_rank = ranks[number]
@@ -169,18 +159,15 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
         else:
             join_launched(number, len(ranks), 1, str(tmp_path))
 
-    monkeypatch.setattr(
-        env, "redirect_native_stdout", nullcontext
-    )  # the descriptors of a process are those of all its threads
-    monkeypatch.setitem(join_launched.__globals__, "keep_to_own_cores", lambda *_: None)
+    # The descriptors of a process are those of all its threads.
+    monkeypatch.setattr(env, "redirect_native_stdout", nullcontext)
+    monkeypatch.setitem(join_launched.__globals__, "pin_to_own_cores", lambda *_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(gpus.socket, "gethostname", lambda: here.host)
+    monkeypatch.setattr(backend.socket, "gethostname", lambda: here.host)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(here.gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({here.rank: str(device)}))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=here.gpus[device.index])
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=here.gpus[gpu.index]))
     monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, here.rank, len(ranks))]))
     monkeypatch.setattr(dist, "init_process_group", connected)
     with ThreadPoolExecutor(len(ranks)) as threads, caplog.at_level("WARNING", "ditile"):
@@ -237,7 +224,7 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(gloo, "make_group_on_one_loop", made)
+    monkeypatch.setattr(backend, "make_group_on_one_loop", made)
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
@@ -260,19 +247,19 @@ def batches() -> Iterator[list[tuple[str, int]]]:
 
 def peers(plans: list[Plan]) -> list[list[tuple[str, int]]]:
     """For each plan the messages in which its mesh connects."""
-    found, cpu = [], torch.device("cpu")
+    messages, cpu = [], torch.device("cpu")
     for plan in plans:
         mesh = build_mesh(plan)
         with batches() as sent:
             mesh.connect_groups(plan, cpu)
-        found.append(sent)
+        messages.append(sent)
         with batches() as sent, pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport, "is_on_gpu", lambda device, group: False)
             mesh.connect_groups(plan, cpu)
         assert not sent, "gloo has no connections to make"
         assert not mesh.traffic.bytes
         mesh.close_groups()
-    return found
+    return messages
 
 
 def peers_of_decisions() -> list[tuple[str, int]]:
@@ -289,13 +276,13 @@ def test_pairs_that_send_each_other_messages_connect_before_a_picture(pool: Pool
     """Under NCCL, where two ranks connect when they first do. A failure means that they do so beside kernels that wait
     for messages, that all ranks of a large run connect for nothing, or that connecting is counted as traffic."""
     three, pair = [Plan(ulysses=3), Plan(ring=3), Plan(data=3), Plan(distrifusion=3)], [("irecv", 1), ("isend", 1)]
-    for rank, found in enumerate(pool.run(peers, 3, three)):
+    for rank, sent in enumerate(pool.run(peers, 3, three)):
         others = [other for other in range(3) if other != rank]
-        assert found == [[("irecv", other) for other in others] + [("isend", other) for other in others]] * len(three)
+        assert sent == [[("irecv", other) for other in others] + [("isend", other) for other in others]] * len(three)
     messages = ["cfg=2", "pipefusion=2 warmup=2 warmup_mode=sequence", "tensor=2 vae=rows"]
     none = ["tensor=2", "pipefusion=2"]
-    found, _ = pool.run(peers, 2, [Plan.parse(words) for words in messages + none])
-    assert found == [pair] * len(messages) + [[]] * len(none)
+    sent, _ = pool.run(peers, 2, [Plan.parse(words) for words in messages + none])
+    assert sent == [pair] * len(messages) + [[]] * len(none)
     assert pool.run(peers_of_decisions, 2)[0] == pair, "a probe that is longer than a stage"
 
 
@@ -342,11 +329,6 @@ def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:
     """A failure means that --stall-timeout says nothing to most groups: torch's own 30 minutes are theirs."""
     for everyone, *others in pool.run(timeouts, 4):
         assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
-
-
-def test_axes_are_the_degrees() -> None:
-    """A failure means that a degree of the plan has no axis."""
-    assert AXES == AXES
 
 
 def shared(plans: list[Plan]) -> tuple[int, int, bool]:

@@ -98,7 +98,7 @@ def test_text_makes_the_first_patch_smaller() -> None:
 def splits(draw: st.DrawFn) -> tuple[Layout, Split]:
     """A layout and as many ranks as every patch of it has tokens for."""
     layout = draw(layouts())
-    fewest = min(layout.rows(p) for p in range(layout.num_patches)) * layout.grid.tokens_per_row
+    fewest = min(layout.count_rows(p) for p in range(layout.num_patches)) * layout.grid.tokens_per_row
     if draw(st.booleans()):
         whole = Layout.cut_into_patches(layout.grid, 1, layout.text, layout.joint)
         distrifusion = draw(st.integers(1, min(8, layout.grid.rows)))
@@ -126,9 +126,9 @@ def test_shares_are_even_and_all(start: int, length: int, ranks: int) -> None:
 def test_joined_runs_are_the_same_items(pairs: list[tuple[int, int]]) -> None:
     """A failure means that keys are written to other places than they came from."""
     runs = [range(start, start + length) for start, length in pairs]
-    found = merge_ranges(runs)
-    assert [item for run in found for item in run] == [item for run in runs for item in run]
-    assert all(found) and all(a.stop != b.start for a, b in itertools.pairwise(found))
+    merged = merge_ranges(runs)
+    assert [item for run in merged for item in run] == [item for run in runs for item in run]
+    assert all(merged) and all(a.stop != b.start for a, b in itertools.pairwise(merged))
 
 
 @settings(deadline=None)
@@ -167,7 +167,7 @@ def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Sp
         assert image == [token for p in mine for run in p.image for token in run]
         assert part.image_tokens == sum(p.image_tokens for p in mine)
     for patch, parts in enumerate(of_patches):
-        sent = sum(len(part.text) + part.image_tokens for part in parts)
+        sent = sum(part.count_tokens() for part in parts)
         again = layout.text * (how.distrifusion - 1) if layout.carries_text(patch) else 0
         assert sent - again == layout.count_message_tokens(patch)
 
@@ -175,7 +175,7 @@ def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Sp
 @settings(deadline=None)
 @given(splits())
 def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
-    """Text and image where the family has them. A failure means that a store has holes, or words lie in the image."""
+    """Text and image where the family has them. A failure means that a store has holes, or text lies in the image."""
     layout, how = split
     text = layout.text if layout.joint != "none" else 0
     if how.distrifusion == 1 and layout.joint != "none":
@@ -185,15 +185,12 @@ def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
         if layout.joint == "none":
             continue
         runs = layout.locate_in_sequence(part, joint=True)
-        words = [
-            run
-            for run in runs
-            if (run.start < text if layout.joint == "text_first" else run.start >= layout.image_tokens)
-        ]
-        assert sum(map(len, words)) == len(part.text)
-        assert sum(map(len, runs)) == len(part.text) + part.image_tokens
-        if words:
-            assert runs.index(words[0]) == (0 if layout.joint == "text_first" else len(runs) - 1)
+        text_first = layout.joint == "text_first"
+        of_text = [run for run in runs if (run.start < text if text_first else run.start >= layout.image_tokens)]
+        assert sum(map(len, of_text)) == len(part.text)
+        assert sum(map(len, runs)) == part.count_tokens()
+        if of_text:
+            assert runs.index(of_text[0]) == (0 if text_first else len(runs) - 1)
 
 
 def test_too_many_ranks_for_a_patch() -> None:

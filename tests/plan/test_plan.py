@@ -178,19 +178,16 @@ FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1
 )  # fmt: skip
 def test_what_the_facts_forbid(plan: Plan, says: str) -> None:
     """Each rule alone; with unknown facts there is nothing to say."""
-    found = plan.illegal(FACTS)
-    assert len(found) == 1 and says in found[0], found
+    violations = plan.illegal(FACTS)
+    assert len(violations) == 1 and says in violations[0], violations
     assert plan.illegal(Facts()) == []
 
 
 def test_patches_that_nobody_asked_for_are_not_named() -> None:
     """A failure means that somebody who wrote pipefusion=9 is told of patches=9."""
     assert Plan(pipefusion=9).illegal(FACTS) == ["pipefusion=9 exceeds the 6 blocks of M; try 1 to 6"]
-    (said,) = Plan(pipefusion=9).illegal(Facts(rows=8))
-    assert said == (
-        "pipefusion=9 makes as many patches, more than the 8 token rows of this image; try patches=1 to 8, or a taller "
-        "image"
-    )
+    (line,) = Plan(pipefusion=9).illegal(Facts(rows=8))
+    assert "pipefusion=9 makes as many patches" in line and "try patches=1 to 8" in line
 
 
 def test_help_says_what_each_field_is() -> None:
@@ -211,8 +208,8 @@ def test_all_that_is_illegal_is_said_on_one_line() -> None:
 
 
 @given(plans())
-def test_what_is_left_is_little(plan: Plan) -> None:
-    """A large model and image allow every plan whose tensor degree divides the heads, whatever is combined."""
+def test_a_large_model_and_image_allow_every_plan(plan: Plan) -> None:
+    """Whose tensor degree divides the heads, whatever is combined."""
     facts = Facts(heads=60, rows=400, tokens_per_row=64, text=512, branches=2)
     assert plan.illegal(facts) == [] or (plan.uaa is False and "uaa" in plan.illegal(facts)[0])
 

@@ -27,18 +27,16 @@ def schedules(draw: st.DrawFn, most: int = 5) -> Schedule:
     numbers = st.integers(1, most)
     stages, patches, steps = draw(numbers), draw(numbers), draw(numbers)
     mode = draw(st.sampled_from(WARMUP_MODES))
-    crew = {"sequence": stages, "separate": draw(st.integers(1, stages))}.get(mode, 0)
+    group_size = {"sequence": stages, "separate": draw(st.integers(1, stages))}.get(mode, 0)
     adaptive = draw(st.booleans())
     again = draw(st.frozensets(st.integers(0, steps))) if adaptive else frozenset()
-    return Schedule(
-        stages, patches, steps, draw(st.integers(0, steps)), mode=mode, warmup_group_size=crew, batch=draw(numbers),
-        adaptive=adaptive, again=again,
-    )  # fmt: skip
+    options = {"mode": mode, "warmup_group_size": group_size, "batch": draw(numbers), "adaptive": adaptive}
+    return Schedule(stages, patches, steps, draw(st.integers(0, steps)), again=again, **options)
 
 
 @pytest.mark.parametrize("stages", UP_TO_8)
 def test_makespan_is_the_bound(stages: int) -> None:
-    """With equal stages, one call and a free wire a generation takes, in steps of one rank,
+    """With equal stages, one call and free messages a generation takes, in steps of one rank,
 
         W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M)    the last term only if S > W and M > 1.
 
@@ -60,14 +58,14 @@ def test_makespan_is_the_bound(stages: int) -> None:
 @settings(deadline=None, max_examples=300)
 @given(schedules(), st.integers(1, 3))
 def test_makespan_in_every_mode(schedule: Schedule, calls: int) -> None:
-    """Pieces of unequal size, crews, several calls, and steps that are synchronous again in mid-run."""
+    """Micro-batches of unequal size, warmup groups, several calls, and steps that are synchronous again in mid-run."""
     assert end(simulate_schedule(schedule, calls=calls)) == pytest.approx(schedule.compute_makespan(calls))
 
 
 def test_bounds_by_hand() -> None:
     """20 steps over 2 stages in 4 patches, 1 of them synchronous, with batched guidance.
 
-    Serial: 1 + 19 / 2 + 1 / 8 = 10.625. In two pieces the synchronous step takes 3 / 4, with a crew of two 1 / 2.
+    Serial: 1 + 19 / 2 + 1 / 8 = 10.625. In two micro-batches the synchronous step takes 3 / 4, in a group of two 1 / 2.
     """
     base = {"stages": 2, "patches": 4, "steps": 20, "warmup": 1, "batch": 2}
     assert Schedule(**base).bound_speedup() == pytest.approx(20 / 10.625)
@@ -97,35 +95,35 @@ def test_useful_share_is_the_papers() -> None:
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_no_deadlock_in_any_order(schedule: Schedule, calls: int, random: object) -> None:
-    """Whichever stage gets the next turn, all programs end, on wires that keep order and know no names.
+    """Whichever stage gets the next turn, all programs end, on channels that keep order and have no tags.
 
     Sends never wait for the receiver, as in the executor. A failure means that ranks would hang, or that one would take
     a message for another.
     """
     programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
-    wires: dict[tuple[OpKind, int | None, int | None], deque[Op]] = defaultdict(deque)
+    channels: dict[tuple[OpKind, int | None, int | None], deque[Op]] = defaultdict(deque)
 
     def is_ready(stage: int) -> bool:
         program = programs[stage]
         if not program or program[0].kind not in SEND_OF_RECEIVE:
             return bool(program)
-        return bool(wires[SEND_OF_RECEIVE[program[0].kind], program[0].peer, stage])
+        return bool(channels[SEND_OF_RECEIVE[program[0].kind], program[0].peer, stage])
 
     while ready := [stage for stage in range(schedule.stages) if is_ready(stage)]:
         op = programs[stage := random.choice(ready)].popleft()  # type: ignore[attr-defined]
         if op.kind in SEND_OF_RECEIVE.values():
-            wires[op.kind, stage, op.peer].append(op)
+            channels[op.kind, stage, op.peer].append(op)
         elif op.kind in SEND_OF_RECEIVE:
-            message = wires[SEND_OF_RECEIVE[op.kind], op.peer, stage].popleft()
+            message = channels[SEND_OF_RECEIVE[op.kind], op.peer, stage].popleft()
             assert name(message) == name(op), f"stage {stage} expects {op} and gets {message}"
     assert not any(programs), f"stages wait at {[program[0] if program else None for program in programs]}"
-    assert not any(wires.values()), "messages that nobody takes"
+    assert not any(channels.values()), "messages that nobody takes"
 
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3))
 def test_simulation_ends(schedule: Schedule, calls: int) -> None:
-    """`simulate` raises if stages wait for each other; it runs every op of every stage once, in order."""
+    """`simulate_schedule` raises if stages wait for each other; it runs every op of every stage once, in order."""
     spans = simulate_schedule(schedule, calls=calls)
     for stage in range(schedule.stages):
         mine = [span for span in spans if span.stage == stage]
@@ -134,7 +132,7 @@ def test_simulation_ends(schedule: Schedule, calls: int) -> None:
 
 
 def name(op: Op) -> tuple[int, int, int, int | None]:
-    """What tells a message from others on its wire."""
+    """What tells a message from others of its channel."""
     return op.step, op.branch, op.micro_batch, op.patch
 
 
@@ -144,11 +142,11 @@ def messages(schedule: Schedule, stage: int, kind: OpKind, calls: int) -> list[t
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3))
-def test_the_wire_carries_the_same_in_every_mode(schedule: Schedule, calls: int) -> None:
+def test_channels_carry_the_same_in_every_mode(schedule: Schedule, calls: int) -> None:
     """M patches per step and branch in patch order, synchronous or not; what one end sends the other one receives.
 
-    For each piece so in a pipelined step; none where a crew computes the step. A failure means that receives cannot be
-    posted ahead of what a step decides.
+    So it is for each micro-batch of a pipelined step; there are none where a warmup group computes the step. A failure
+    means that receives cannot be posted ahead of what a step decides.
     """
     first, last = 0, schedule.stages - 1
     for stage in range(last):
@@ -156,8 +154,8 @@ def test_the_wire_carries_the_same_in_every_mode(schedule: Schedule, calls: int)
         assert sent == messages(schedule, stage + 1, OpKind.RECEIVE, calls)
         for step, branch in itertools.product(range(schedule.steps), range(calls)):
             micro = schedule.list_micro_steps(step)[0]
-            pieces = 0 if schedule.select_warmup_group(micro) else len(schedule.split_micro_batches(micro))
-            wanted = list(range(schedule.patches)) * pieces
+            times = 0 if schedule.select_warmup_group(micro) else len(schedule.split_micro_batches(micro))
+            wanted = list(range(schedule.patches)) * times
             assert [m[3] for m in sent if m[:2] == (step, branch)] == wanted
     returned = messages(schedule, last, OpKind.SEND_STEPPED_PATCH, calls)
     assert returned == messages(schedule, first, OpKind.RECEIVE_STEPPED_PATCH, calls)
@@ -176,23 +174,19 @@ def test_what_is_certain_is_certain(schedule: Schedule, step: int, calls: int) -
     flipped = replace(schedule, again=schedule.again ^ {step + 1}) if schedule.adaptive else schedule
     for stage, kind in itertools.product(range(schedule.stages), (OpKind.RECEIVE, OpKind.RECEIVE_STEPPED_PATCH)):
         of_stage = [messages(s, stage, kind, calls) for s in (schedule, flipped)]
-        one, other = ([m for m in found if m[0] in certain] for found in of_stage)
+        one, other = ([m for m in each if m[0] in certain] for each in of_stage)
         assert one == other
 
 
-def test_a_crew_hands_over() -> None:
-    """By hand: 3 stages, a crew of 2, one synchronous step of two calls before an asynchronous one.
+def test_a_warmup_group_hands_over() -> None:
+    """By hand: 3 stages, a warmup group of 2, one synchronous step of two calls before an asynchronous one.
 
     A failure means that a stage would read keys that it never got, or that the last one steps without a prediction.
     """
     schedule = Schedule(3, 2, 2, 1, mode="separate", warmup_group_size=2)
-    shown = [
-        " ".join(
-            f"{op.kind.value}{op.branch}" for op in schedule.iter_step_ops(stage, 0, 2) if op.kind is not OpKind.STEP
-        )
-        for stage in range(3)
-    ]
-    assert shown == [
+    ops = [[op for op in schedule.iter_step_ops(stage, 0, 2) if op.kind is not OpKind.STEP] for stage in range(3)]
+    words = [" ".join(f"{op.kind.value}{op.branch}" for op in of_stage) for of_stage in ops]
+    assert words == [
         "compute0 give0 predict0 compute1 give1 predict1",
         "compute0 predict0 compute1 predict1",
         "keep0 collect0 collect0 keep1 collect1 collect1 return0 return0",
@@ -239,7 +233,7 @@ def test_ages(schedule: Schedule) -> None:
 def test_ages_agree_with_time(schedule: Schedule, calls: int) -> None:
     """On each stage, keys that should be fresh are there before they are read, and stale ones are not yet replaced.
 
-    Pieces of one call read their own rows alone. Where a crew computes a step, the owners of other layers get keys. A
+    Micro-batches of one call read their own rows alone. Where a warmup group computes a step, the owners of other layers get keys. A
     failure means that the ages assert something that no order of work can give.
     """
     when: dict[tuple[int, int, int, int], Span] = {}

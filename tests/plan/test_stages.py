@@ -43,10 +43,10 @@ def fits(costs: list[float], stages: int, most: float) -> bool:
 def test_balanced_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
     """Against brute force. A failure means that a stage is slower than it must be, and so is every picture."""
     stages = data.draw(st.integers(1, len(costs)))
-    found = cut_stages(costs, stages)
-    assert [block for stage in found for block in stage] == list(range(len(costs)))
-    assert len(found) == stages and all(found)
-    assert worst(costs, found) == min(worst(costs, other) for other in every_cut(len(costs), stages))
+    cut = cut_stages(costs, stages)
+    assert [block for stage in cut for block in stage] == list(range(len(costs)))
+    assert len(cut) == stages and all(cut)
+    assert worst(costs, cut) == min(worst(costs, other) for other in every_cut(len(costs), stages))
 
 
 @settings(deadline=None)
@@ -72,9 +72,9 @@ def test_a_slow_device_gets_fewer_blocks() -> None:
 def test_flux(stages: int) -> None:
     """19 double blocks at 1.2 and 38 single ones at 1: no cut into as many stages has a cheaper costliest stage."""
     costs = [1.2] * 19 + [1.0] * 38
-    found = cut_stages(costs, stages)
-    assert [block for stage in found for block in stage] == list(range(57))
-    cheapest = worst(costs, found)
+    cut = cut_stages(costs, stages)
+    assert [block for stage in cut for block in stage] == list(range(57))
+    cheapest = worst(costs, cut)
     assert fits(costs, stages, cheapest + 1e-6)
     assert not fits(costs, stages, cheapest - 1e-6)
 
@@ -135,17 +135,16 @@ def test_counted_by_hand(real_flux: TransformerHooks) -> None:
     assert costs.blocks[-1] == pytest.approx(12 * width**2 * tokens + attention, rel=0.02)
 
 
-def test_hollow_blocks_count_too() -> None:
+def test_placeholders_of_blocks_count_too() -> None:
     """A rank that read its own blocks alone counts as one that read all. A failure means that ranks cut differently."""
     pipe = tiny.flux()
-    seats = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
+    hooks = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
     plan = Plan(pipefusion=3, patches=2)
-    whole = divide_blocks(seats, plan)
-    seats.empty_other_blocks(whole[1], keep=False)
-    assert divide_blocks(seats, plan) == whole
-    assert count_block_costs(seats, 2, 32) == count_block_costs(
-        TransformerHooks(tiny.flux().transformer, seats.spec), 2, 32
-    )
+    whole = divide_blocks(hooks, plan)
+    hooks.empty_other_blocks(whole[1], keep=False)
+    assert divide_blocks(hooks, plan) == whole
+    of_whole = TransformerHooks(tiny.flux().transformer, hooks.spec)
+    assert count_block_costs(hooks, 2, 32) == count_block_costs(of_whole, 2, 32)
 
 
 def test_what_is_remembered_costs_nothing() -> None:

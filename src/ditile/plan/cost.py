@@ -10,13 +10,13 @@ p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of a
     prediction     the own part of the prediction, to the n - 1 that share out the tokens; where they share out a text
                    that cross attention sees (LTX-Video), 2 (n - 1) / n L b t C e more, its keys and values
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
-    latents        the stepped patches, from the last stage to the first; a crew's other members get the whole
+    latents        the stepped patches, from the last stage to the first; of a warmup group the others get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
-    keys           a crew of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all those of a layer
-                   to the stage that owns it, where that is no member; their prediction goes to the last stage
+    keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all those of
+                   a layer to the stage that owns it, where that is no member; their prediction goes to the last stage
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
-Shares that do not divide differ by a token or a head, and are counted as they are. Nothing is said of headers.
+Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ from ditile.plan.schedule import MicroStep, Schedule
 from ditile.plan.shape import Shape, Weights
 from ditile.plan.spec import ModelSpec
 
-ALIGNMENT = 16  # bytes; where each tensor begins in a buffer
-
+ALIGNMENT = 16
+"""Bytes; where each tensor begins in a buffer."""
 
 KINDS = (
     "activations",
@@ -55,7 +55,7 @@ KINDS = (
 
 
 class RepeatedExchange(NamedTuple):
-    """Exchanges of a kind within a call that are alike: the bytes of each, and how many there are."""
+    """Equal exchanges of a kind within a call: the bytes of each, and how many there are."""
 
     kind: str
     size: int
@@ -63,7 +63,7 @@ class RepeatedExchange(NamedTuple):
 
 
 class RankCoordinates(NamedTuple):
-    """A rank's stage; its rank among those that share out the tokens, `outer` of them along ring or distrifusion."""
+    """Where a rank is. `rank` counts those that share out the tokens, `outer` those along ring or distrifusion."""
 
     data: int
     cfg: int
@@ -79,6 +79,7 @@ class PlannedCall:
     """A call under a plan.
 
     Attributes:
+        plan, spec: how it is divided, and the model's family.
         shape: of the call of all replicas.
         weights: the blocks of the undivided transformer.
         stages: the blocks of each stage.
@@ -89,6 +90,11 @@ class PlannedCall:
     shape: Shape
     weights: Weights
     stages: Sequence[range]
+    _replica_shapes: dict[int, Shape] = field(init=False, default_factory=dict, compare=False)
+    _shards_of_patch: dict[int | None, tuple[TokenShard, ...]] = field(init=False, default_factory=dict, compare=False)
+    _counts_of_stage: dict[int, tuple[Counter[bool], Counter[tuple[str, str]]]] = field(
+        init=False, default_factory=dict, compare=False
+    )
 
     @cached_property
     def step_schedule(self) -> Schedule:
@@ -101,9 +107,9 @@ class PlannedCall:
             self._replica_shapes[data] = self.shape.divide_batch(self.plan, data)
         return self._replica_shapes[data]
 
-    @cached_property
-    def _replica_shapes(self) -> dict[int, Shape]:
-        return {}
+    def count_number_bytes(self, place: RankCoordinates) -> int:
+        """Bytes of one number of each row of a rank's batch."""
+        return self.compute_replica_shape(place.data).batch * self.shape.element_size
 
     def count_calls_in_step(self, step: int) -> int:
         """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
@@ -126,17 +132,10 @@ class PlannedCall:
         return self._shards_of_patch[patch]
 
     @cached_property
-    def _shards_of_patch(self) -> dict[int | None, tuple[TokenShard, ...]]:
-        return {}
-
-    @cached_property
     def warmup_shards(self) -> tuple[TokenShard, ...]:
-        """What each stage of a crew has of the image in the steps that it computes; none without one."""
-        return (
-            Split(self.step_schedule.warmup_group_size).shard_tokens(self.image_layout, None)
-            if self.step_schedule.warmup_group_size
-            else ()
-        )
+        """What each stage of the warmup group has of the image in synchronous steps; none without a group."""
+        group_size = self.step_schedule.warmup_group_size
+        return Split(group_size).shard_tokens(self.image_layout, None) if group_size else ()
 
     def locate_rank(self, rank: int) -> RankCoordinates:
         """Where a rank is."""
@@ -166,10 +165,6 @@ class PlannedCall:
             self._counts_of_stage[stage] = Counter(layers), Counter(exchanges)
         return self._counts_of_stage[stage]
 
-    @cached_property
-    def _counts_of_stage(self) -> dict[int, tuple[Counter[bool], Counter[tuple[str, str]]]]:
-        return {}
-
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
     """Bytes that a rank sends in a whole call, by kind."""
@@ -190,19 +185,10 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
     if not replica_shape.images:
         return {}  # an idle replica calls no model
     for micro in job.step_schedule.list_micro_steps(step):
-        for formula in (
-            _iter_activation_exchanges,
-            _iter_tensor_exchanges,
-            _iter_ulysses_exchanges,
-            _iter_ring_exchanges,
-            _iter_distrifusion_exchanges,
-            _iter_prediction_exchanges,
-            _iter_weight_exchanges,
-            _iter_warmup_group_exchanges,
-        ):
+        for formula in (*_CALL_FORMULAS, *_STAGE_FORMULAS):
             for kind, size, times in formula(job, place, micro):
                 total[kind] += job.count_calls_in_step(step) * size * times
-        total["cfg"] += _count_cfg_bytes(job, place, micro)
+        total["cfg"] += count_guidance_bytes(job, place, micro)
         total["latents"] += replica_shape.latent_bytes * _count_latent_receivers(job, place, micro)
     last = place.stage == job.plan.pipefusion - 1 > 0
     total["latents"] += replica_shape.latent_bytes if last and step < job.shape.steps - 1 else 0
@@ -212,13 +198,7 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
 def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> dict[str, tuple[int, int]]:
     """The exchanges of a rank within one transformer call and their bytes, by kind; those between stages apart."""
     by_kind: dict[str, tuple[int, int]] = {}
-    for formula in (
-        _iter_tensor_exchanges,
-        _iter_ulysses_exchanges,
-        _iter_ring_exchanges,
-        _iter_distrifusion_exchanges,
-        _iter_prediction_exchanges,
-    ):
+    for formula in _CALL_FORMULAS:
         for kind, size, times in formula(job, place, micro):
             exchanges, total = by_kind.get(kind, (0, 0))
             by_kind[kind] = exchanges + times, total + times * size
@@ -227,38 +207,45 @@ def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int) -> int:
     """Bytes that a rank hands to the next stage for a patch, in one call."""
-    part = job.shard_tokens(patch)[place.rank]
-    return _count_stream_bytes(job, place, len(part.text) + part.image_tokens)
+    length = job.shard_tokens(patch)[place.rank].count_tokens()
+    if job.plan.split_scheme == "sequence":
+        length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
+    return length * job.shape.token_channels * job.count_number_bytes(place)
 
 
 def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
-    """Bytes of a block's weights on their way to one other stage; see `blocks.lending`."""
+    """Bytes of a block's weights on their way to one other stage; see `parallel.pipefusion.weight_streaming`."""
     return _count_flat_buffer_bytes(job.weights.tensors[block], job.shape.element_size)
 
 
 def count_group_key_bytes(job: PlannedCall, place: RankCoordinates, *, joint: bool) -> int:
-    """Bytes of a layer's keys and values that a stage of a crew sends to each other one, in one call."""
-    return 2 * _count_layer_tokens(job.warmup_shards[place.stage], joint=joint) * _count_token_key_bytes(job, place)
+    """Bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one call."""
+    return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_token_key_bytes(job, place)
 
 
 def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
-    """Bytes of a layer's keys and values that a crew sends to the stage that owns it, in one call."""
-    return (
-        2
-        * (job.image_layout.image_tokens + (job.image_layout.text if joint else 0))
-        * _count_token_key_bytes(job, RankCoordinates(0, 0, owner, 0, 0, 0, 0))
-    )
+    """Bytes of a layer's keys and values that a warmup group sends to the stage that owns it, in one call."""
+    place = RankCoordinates(0, 0, owner, 0, 0, 0, 0)
+    return 2 * job.image_layout.count_layer_tokens(joint=joint) * _count_token_key_bytes(job, place)
 
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
-    """Bytes of the prediction of a crew member's tokens, in one call."""
-    size = job.warmup_shards[place.stage].image_tokens * job.weights.out * job.shape.element_size
-    return size * job.compute_replica_shape(place.data).batch
+    """Bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
+    return job.warmup_shards[place.stage].image_tokens * job.weights.out * job.count_number_bytes(place)
 
 
 def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes that a rank hands to the other half of guidance behind a micro-step."""
-    return _count_cfg_bytes(job, place, micro)
+    """Bytes of the own branches' prediction that a rank hands to the other half of guidance behind a micro-step.
+
+    They go out in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
+    """
+    branches_are_calls = job.shape.branches_per_call == 1
+    if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
+        return 0
+    layout = job.image_layout
+    rows = layout.grid.rows if micro.patch is None else layout.count_rows(micro.patch)
+    numbers = (job.plan.cfg - 1) * rows * layout.grid.tokens_per_row * job.weights.out
+    return job.compute_replica_shape(place.data).calls * numbers * job.count_number_bytes(place)
 
 
 def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
@@ -270,7 +257,7 @@ def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: Mic
 
 def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
     """Tokens of all ranks on a rank's line along ulysses, each once."""
-    return sum(map(_count_shard_tokens, _select_ulysses_shards(job, place, micro)))
+    return sum(part.count_tokens() for part in _select_ulysses_shards(job, place, micro))
 
 
 def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> int:
@@ -279,7 +266,7 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
         return 0
     place, layout = job.locate_rank(rank), job.image_layout
     layers = job.count_layers(place).items()
-    tokens = sum(times * (layout.image_tokens + (layout.text if joint and text else 0)) for joint, times in layers)
+    tokens = sum(times * layout.count_layer_tokens(joint=joint and text) for joint, times in layers)
     return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)
 
 
@@ -314,9 +301,7 @@ def _iter_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: Micr
             patches = job.step_schedule.list_patches(micro)
             sizes += [(job.shard_tokens(p)[place.rank].image_tokens * job.shape.token_channels, 1) for p in patches]
     for size, times in sizes:
-        yield RepeatedExchange(
-            "tensor", size * job.compute_replica_shape(place.data).batch * job.shape.element_size * (n - 1) // n, times
-        )
+        yield RepeatedExchange("tensor", size * job.count_number_bytes(place) * (n - 1) // n, times)
 
 
 def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
@@ -324,25 +309,23 @@ def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
     if job.plan.ulysses == 1:
         return
     parts, heads = _select_ulysses_shards(job, place, micro), job.shape.heads // job.plan.tensor
-    each = job.compute_replica_shape(place.data).batch * job.shape.head_dim * job.shape.element_size
-    own_heads = job.count_heads(place)
+    own_heads, head_bytes = job.count_heads(place), job.shape.head_dim * job.count_number_bytes(place)
     for joint, times in job.count_layers(place).items():
-        lengths = [_count_shard_tokens(part) if joint else part.image_tokens for part in parts]
+        lengths = [part.count_tokens(joint=joint) for part in parts]
         own_length = lengths[place.ulysses]
-        yield RepeatedExchange(
-            "ulysses", each * (3 * own_length * (heads - own_heads) + (sum(lengths) - own_length) * own_heads), times
-        )
+        sent = 3 * own_length * (heads - own_heads) + (sum(lengths) - own_length) * own_heads
+        yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
 
 def _iter_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Round without a store: all blocks but the one that belongs to the next rank. With one: the own to all."""
+    """Without a store all blocks but the next rank's travel round; with one, the own block goes to all."""
     n = job.plan.ring
     if n == 1:
         return
     stores_keys = job.plan.num_patches > 1 and (micro.patch is not None or job.step_schedule.keeps_keys(micro.step))
     groups = [_select_ulysses_shards(job, place._replace(outer=outer), micro) for outer in range(n)]
     for joint, times in job.count_layers(place).items():
-        lengths = [sum(_count_shard_tokens(part) if joint else part.image_tokens for part in group) for group in groups]
+        lengths = [sum(part.count_tokens(joint=joint) for part in group) for group in groups]
         tokens = (n - 1) * lengths[place.outer] if stores_keys else sum(lengths) - lengths[(place.outer + 1) % n]
         yield RepeatedExchange("ring", 2 * tokens * _count_token_key_bytes(job, place), times)
 
@@ -354,24 +337,23 @@ def _iter_distrifusion_exchanges(
     if n == 1 or (schedule.reads_stale_keys(micro.step) and not schedule.keeps_keys(micro.step)):
         return
     image = sum(part.image_tokens for part in _select_ulysses_shards(job, place, micro))
-    yield RepeatedExchange(
-        "distrifusion", 2 * (n - 1) * image * _count_token_key_bytes(job, place), sum(job.count_layers(place).values())
-    )
+    size = 2 * (n - 1) * image * _count_token_key_bytes(job, place)
+    yield RepeatedExchange("distrifusion", size, sum(job.count_layers(place).values()))
 
 
 def _iter_prediction_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    if job.token_split.num_ranks > 1 and place.stage == job.plan.pipefusion - 1:
-        n, of_layers = job.token_split.num_ranks, sum(job.count_layers(place).values())
-        number = (n - 1) * job.compute_replica_shape(place.data).batch * job.shape.element_size
-        yield RepeatedExchange(
-            "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.weights.out
-        )
-        text_tokens = len(pick_even_chunk(range(job.shape.cross_text_tokens), n, place.rank))
-        yield RepeatedExchange(
-            "prediction", 2 * number * text_tokens * job.shape.token_channels, of_layers if text_tokens else 0
-        )
+    n = job.token_split.num_ranks
+    if n == 1 or place.stage < job.plan.pipefusion - 1:
+        return
+    number = (n - 1) * job.count_number_bytes(place)
+    yield RepeatedExchange(
+        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.weights.out
+    )
+    if text_tokens := len(pick_even_chunk(range(job.shape.cross_text_tokens), n, place.rank)):
+        size = 2 * number * text_tokens * job.shape.token_channels
+        yield RepeatedExchange("prediction", size, sum(job.count_layers(place).values()))
 
 
 def _iter_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
@@ -384,13 +366,12 @@ def _iter_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: Micr
 def _iter_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    """What a crew exchanges in a call: keys of all layers among its members, what others need of it to them."""
+    """What a warmup group sends in a call: keys of all layers to its members, and what other stages need to them."""
     warmup_group, last = job.step_schedule.select_warmup_group(micro), job.plan.pipefusion - 1
     if place.stage in warmup_group:
         for joint, times in Counter(itertools.chain.from_iterable(job.weights.layers)).items():
-            yield RepeatedExchange(
-                "keys", (len(warmup_group) - 1) * count_group_key_bytes(job, place, joint=joint), times
-            )
+            size = (len(warmup_group) - 1) * count_group_key_bytes(job, place, joint=joint)
+            yield RepeatedExchange("keys", size, times)
         if place.stage != last:
             yield RepeatedExchange("prediction", count_prediction_bytes(job, place))
     if warmup_group and place.stage == 0 and job.step_schedule.keeps_keys(micro.step):
@@ -400,39 +381,11 @@ def _iter_warmup_group_exchanges(
 
 
 def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Members of a crew that the last stage sends the whole latents before a step; the first one takes its patches."""
+    """Members of a warmup group that get the whole latents from the last stage before a step; stage 0 gets patches."""
     last = job.plan.pipefusion - 1
     if place.stage < last or micro.step == 0:
         return 0
     return sum(0 < member < last for member in job.step_schedule.select_warmup_group(micro))
-
-
-def _count_cfg_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """What is fresh of the own branches: in each call, or, of branches that are calls, after all of a later step."""
-    by_calls = job.shape.branches_per_call == 1
-    if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (by_calls and micro.step == 0):
-        return 0
-    tokens = (
-        job.image_layout.image_tokens
-        if micro.patch is None
-        else len(range(job.image_layout.image_tokens)[job.image_layout.locate_tokens(micro.patch)])
-    )
-    replica_shape = job.compute_replica_shape(place.data)
-    return (
-        (job.plan.cfg - 1)
-        * replica_shape.calls
-        * replica_shape.batch
-        * tokens
-        * job.weights.out
-        * job.shape.element_size
-    )
-
-
-def _count_stream_bytes(job: PlannedCall, place: RankCoordinates, length: int) -> int:
-    """Bytes of what a rank has of a stream between two blocks: with split_scheme=sequence its share."""
-    if job.plan.split_scheme == "sequence":
-        length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
-    return length * job.compute_replica_shape(place.data).batch * job.shape.token_channels * job.shape.element_size
 
 
 def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[TokenShard, ...]:
@@ -441,18 +394,9 @@ def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: Micr
     return job.shard_tokens(micro.patch)[first : first + job.plan.ulysses]
 
 
-def _count_shard_tokens(part: TokenShard) -> int:
-    return len(part.text) + part.image_tokens
-
-
-def _count_layer_tokens(part: TokenShard, *, joint: bool) -> int:
-    """Tokens of a part that a layer sees."""
-    return _count_shard_tokens(part) if joint else part.image_tokens
-
-
 @lru_cache
 def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
-    """Bytes of tensors of so many numbers in one buffer, each from where `blocks.lending` has it begin."""
+    """Bytes of tensors of so many numbers in one buffer, in which each begins at a multiple of `ALIGNMENT`."""
     stop = 0
     for numbers in tensors:
         stop = -(-stop // ALIGNMENT) * ALIGNMENT + numbers * size
@@ -461,9 +405,14 @@ def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
 
 def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
     """Bytes of a token's keys, or values, on a rank."""
-    return (
-        job.compute_replica_shape(place.data).batch
-        * job.count_heads(place)
-        * job.shape.head_dim
-        * job.shape.element_size
-    )
+    return job.count_heads(place) * job.shape.head_dim * job.count_number_bytes(place)
+
+
+_CALL_FORMULAS = (
+    _iter_tensor_exchanges,
+    _iter_ulysses_exchanges,
+    _iter_ring_exchanges,
+    _iter_distrifusion_exchanges,
+    _iter_prediction_exchanges,
+)
+_STAGE_FORMULAS = (_iter_activation_exchanges, _iter_weight_exchanges, _iter_warmup_group_exchanges)

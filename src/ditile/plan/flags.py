@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Plan:
-        pipefusion: int = option(1, "stages that the blocks are cut into")
+        pipefusion: int = define_option(1, "stages that the blocks are cut into")
 
 `-` and `_` are the same in a flag, abbreviations are refused, and nothing here imports torch.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import types
 import typing
@@ -22,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads a value from text, and says what it wants where it cannot.
+    """Reads a value from text; the error for other text says what it wants.
 
     Attributes:
         what: what it wants, such as "a whole number".
@@ -52,8 +53,13 @@ def define_option(
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
-    A bool that is False is a switch; one that is None has a `--no-` form too. Aliases are flags as they are written.
-    The example is of several numbers, for the error where they cannot be read.
+    Args:
+        default: a bool that is False is a switch; one that is None has a `--no-` form too.
+        doc: what `--help` says.
+        choices, metavar: as in `argparse`.
+        positional: whether it is an argument without a flag.
+        aliases: other flags, as they are written.
+        example: several numbers, for the error where they cannot be read.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
     return dataclasses.field(default=default, metadata=metadata | {"example": example})
@@ -76,27 +82,19 @@ def build_docstring(doc: str | None, fields: Mapping[str, Any]) -> str:
 
 
 def build_signature(fields: Mapping[str, Any]) -> inspect.Signature:
-    """What a class of these fields is called with, for `help`, where it has a `__new__` that takes anything."""
+    """The signature that `help` shows for a class of these fields whose `__new__` takes any keyword."""
     options = {name: field for name, field in fields.items() if isinstance(field, dataclasses.Field)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(n, keyword, default=field.default) for n, field in options.items()])
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """`"7,7,8"` as `(7, 7, 8)`.
-
-    Raises:
-        ValueError: if a part is not a whole number.
-    """
+    """`"7,7,8"` as `(7, 7, 8)`. Raises `ValueError` if a part is not a whole number."""
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """`"1,0.5"` as `(1.0, 0.5)`.
-
-    Raises:
-        ValueError: if a part is no number.
-    """
+    """`"1,0.5"` as `(1.0, 0.5)`. Raises `ValueError` if a part is no number."""
     return tuple(float(part) for part in text.split(","))
 
 
@@ -163,11 +161,7 @@ def normalise_flags(argv: list[str]) -> list[str]:
 
 
 def parse_boolean(text: str) -> bool:
-    """`"True"` or `"false"`.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """`"True"` or `"false"` as a bool. Raises `ValueError` if the text is neither."""
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
@@ -185,33 +179,27 @@ _READERS_OF_TYPES = {
 def _build_reader(hint: Any, example: str | None = None) -> Reader:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         kinds = [_build_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return (
-            kinds[0] if len(kinds) == 1 else Reader(" or ".join(kind.what for kind in kinds), _make_union_parser(kinds))
-        )
+        what = " or ".join(kind.what for kind in kinds)
+        return kinds[0] if len(kinds) == 1 else Reader(what, functools.partial(_parse_first_match, kinds))
     if typing.get_origin(hint) is tuple:
         such = "" if example is None else f" such as {example}"
         whole = typing.get_args(hint)[0] is int
         return Reader("whole numbers" + such, parse_integers) if whole else Reader("numbers" + such, parse_numbers)
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
-        return Reader(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}", _make_choice_parser(choices))
+        what = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+        return Reader(what, functools.partial(_parse_choice, choices))
     return _READERS_OF_TYPES[hint]
 
 
-def _make_choice_parser(choices: tuple[str, ...]) -> Callable[[str], str]:
-    def parse_choice(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return parse_choice
-
-
-def _make_union_parser(kinds: list[Reader]) -> Callable[[str], Any]:
-    def parse_first_match(text: str) -> Any:
-        for kind in kinds:
-            with contextlib.suppress(ValueError):
-                return kind.parse(text)
+def _parse_choice(choices: tuple[str, ...], text: str) -> str:
+    if text not in choices:
         raise ValueError(text)
+    return text
 
-    return parse_first_match
+
+def _parse_first_match(kinds: list[Reader], text: str) -> Any:
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
+            return kind.parse(text)
+    raise ValueError(text)

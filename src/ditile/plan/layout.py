@@ -16,14 +16,16 @@ from ditile.errors import PlanError
 
 
 def split_batch_evenly(batch_size: int, parts: int) -> list[range]:
-    """Runs of rows as even as can be, the larger ones first; as many as asked for, but none is empty."""
+    """The rows of a batch in so many contiguous parts of equal size, or one row more in the first; none is empty."""
     parts = min(batch_size, parts)
     return [pick_even_chunk(range(batch_size), parts, index) for index in range(parts)]
 
 
 Joint = Literal["none", "text_first", "image_first"]
 
-DUMMY_TEXT = 2  # tokens of text in a patch without text: no model takes 0, and 1 is specialised by torch.compile
+# No model takes 0 tokens, and torch.compile specialises for 1.
+DUMMY_TEXT = 2
+"""Text tokens in a patch without text."""
 
 
 class Grid(NamedTuple):
@@ -49,6 +51,10 @@ class TokenShard:
         """Tokens of the image."""
         return sum(map(len, self.image))
 
+    def count_tokens(self, *, joint: bool = True) -> int:
+        """Tokens in an attention layer that sees the text too, or the image alone."""
+        return self.image_tokens + (len(self.text) if joint else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -69,13 +75,17 @@ class Layout:
 
     @property
     def num_patches(self) -> int:
-        """M."""
+        """The number of patches."""
         return len(self.cuts) - 1
 
     @property
     def image_tokens(self) -> int:
         """Image tokens."""
         return self.grid.rows * self.grid.tokens_per_row
+
+    def count_layer_tokens(self, *, joint: bool) -> int:
+        """Tokens in an attention layer that sees the text too, or the image alone."""
+        return self.image_tokens + (self.text if joint else 0)
 
     def count_rows(self, patch: int) -> int:
         """Token rows of a patch."""
@@ -92,15 +102,15 @@ class Layout:
         return slice(self.cuts[patch] * height, self.cuts[patch + 1] * height)
 
     def carries_text(self, patch: int | None) -> bool:
-        """Whether the text rides with a patch (None: the whole image)."""
+        """Whether the text is computed with a patch (None: the whole image)."""
         return self.joint != "none" and patch in (None, 0)
 
     def count_message_tokens(self, patch: int) -> int:
-        """Tokens that travel between stages for a patch, over all ranks that share it out."""
+        """Tokens that a stage sends to the next one for a patch, over all ranks that share it out."""
         return self.count_rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
 
     def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
-        """Where a part's tokens are in the sequence of an attention layer, which sees the text or not."""
+        """The positions of a shard's tokens in an attention layer that sees the text too, or the image alone."""
         if not joint:
             return shard.image
         text_at, image_at = (0, self.text) if self.joint == "text_first" else (self.image_tokens, 0)
@@ -113,7 +123,9 @@ class Layout:
 class Split:
     """How ranks share out the tokens of a patch: evenly, or (DistriFusion) a patch of rows each and the text to all.
 
-    Ranks are counted with ulysses innermost. With `uneven` off, shares of a rank more or less are refused.
+    Attributes:
+        ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost.
+        uneven: whether one rank may have a token more than another.
     """
 
     ring: int = 1
@@ -123,7 +135,7 @@ class Split:
 
     @property
     def num_ranks(self) -> int:
-        """How many."""
+        """Ranks that share out the tokens."""
         return self.ring * self.distrifusion * self.ulysses
 
     def shard_tokens(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
@@ -139,17 +151,10 @@ class Split:
         if self.distrifusion > 1:
             parts = self._shard_by_rows(layout, text)
         else:
-            patches = range(layout.num_patches) if patch is None else [patch]
-            spans = [layout.locate_tokens(p) for p in patches]
-            parts = tuple(
-                TokenShard(
-                    pick_even_chunk(text, self.num_ranks, k),
-                    merge_ranges(pick_even_chunk(range(s.start, s.stop), self.num_ranks, k) for s in spans),
-                )
-                for k in range(self.num_ranks)
-            )
-        least = min(part.image_tokens for part in parts)
-        if least == 0:
+            patches, image = range(layout.num_patches) if patch is None else [patch], range(layout.image_tokens)
+            runs = [image[layout.locate_tokens(p)] for p in patches]
+            parts = tuple(_pick_shard(text, runs, self.num_ranks, k) for k in range(self.num_ranks))
+        if min(part.image_tokens for part in parts) == 0:
             name = f"patch {patch}" if patch is not None else "the image"
             raise PlanError(
                 f"{name} has fewer tokens than the {self.num_ranks} ranks that share it out; "
@@ -177,18 +182,20 @@ class Split:
         for rows in balance_patch_rows(layout.grid.rows, self.distrifusion):
             image = range(at * width, (at + rows) * width)
             at += rows
-            parts += [
-                TokenShard(
-                    pick_even_chunk(text, self.ulysses, k), merge_ranges([pick_even_chunk(image, self.ulysses, k)])
-                )
-                for k in range(self.ulysses)
-            ]
+            parts += [_pick_shard(text, [image], self.ulysses, k) for k in range(self.ulysses)]
         return tuple(parts)
+
+
+def _pick_shard(text: range, image: Iterable[range], ranks: int, index: int) -> TokenShard:
+    """A rank's even share of the text and of each run of image tokens."""
+    return TokenShard(
+        pick_even_chunk(text, ranks, index), merge_ranges(pick_even_chunk(run, ranks, index) for run in image)
+    )
 
 
 @lru_cache(maxsize=4096)
 def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
-    """Asked for at every call of a model, and for every plan that is priced."""
+    # A cache, because every call of a model asks for it, and the planner for every plan that it prices.
     return split._compute_shards(layout, patch)
 
 

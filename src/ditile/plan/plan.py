@@ -1,6 +1,6 @@
-"""Plan: how one picture is divided over the ranks. Validated when made, checked against a model before it runs.
+"""Plan: how one picture is divided over the ranks. Checked when it is made, and against a model before it runs.
 
-A plan is a value: it knows no process, device or model. `str(plan)` is one line that `Plan.parse` reads back.
+A plan is a value: it knows no process, device or model. `Plan.parse` is the inverse of `str(plan)`, which is one line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORTHWHILE_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a model and a call; None is not known, and nothing is said about it.
+    """What is known of a model and a call. None is not known: a plan is then not checked for it.
 
     Attributes:
         model: what to call it.
@@ -121,7 +121,7 @@ class Plan:
     __doc__, __signature__ = build_docstring(__doc__, vars()), build_signature(vars())
 
     def __new__(cls, **values: Any) -> Any:
-        """Raises `PlanError`, with the nearest known one, for a field that there is not."""
+        """Raises `PlanError`, with the nearest field, for a name that is no field."""
         known = cls.__dataclass_fields__
         for name in values:
             if name not in known:
@@ -151,7 +151,7 @@ class Plan:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        """What excludes each other. There is little."""
+        """Raises `PlanError` for fields that exclude each other."""
         if self.cfg > 2:
             raise PlanError(f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once")
         if self.distrifusion > 1 and self.pipefusion > 1:
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def divides_the_batch_alone(self) -> bool:
-        """Whether each rank runs whole models on whole images: all that a model of any kind is good for."""
+        """Whether each rank runs whole models on whole images, which models of any kind can do."""
         return self.world == self.data * self.cfg and self.num_patches == 1
 
     @property
@@ -233,11 +233,12 @@ class Plan:
 
     @property
     def least_warmup(self) -> int:
-        """W, or with warmup=auto the least that it can be: keys change first in step 1, which decides on step 3."""
+        """The number of synchronous steps; with warmup=auto the fewest that there can be."""
+        # Keys change first in step 1, and the change in a step decides on the one after the next: on step 3.
         return self.warmup if isinstance(self.warmup, int) else 3
 
     @property
-    def crew(self) -> int:
+    def num_whole_stages(self) -> int:
         """Stages that hold the weights of all blocks, for the synchronous steps of warmup_mode=separate."""
         return (self.warmup_ranks or 1) if self.warmup_mode == "separate" else 0
 
@@ -248,7 +249,8 @@ class Plan:
 
     @property
     def rounds_otherwise(self) -> bool:
-        """Whether every step rounds otherwise than in one process: products of shared-out tokens have other shapes."""
+        """Whether every step rounds otherwise than in one process."""
+        # Matrix products of shared-out tokens have other shapes, for which libraries choose other kernels.
         return self.token_ranks > 1
 
     @classmethod
@@ -297,10 +299,10 @@ class Plan:
             raise PlanError("; and ".join(violations))
 
     def advice(self, bound: float) -> str | None:
-        """What to say where warmup and the filling of the pipeline eat more than 30 % of the gain; else None.
+        """A warning where warmup and the filling of the pipeline cost more than 30 % of the gain; else None.
 
         Args:
-            bound: the speed-up over one rank that its stages can reach, as `Schedule.bound` has it.
+            bound: the speed-up over one rank that its stages can reach, from `Schedule.bound_speedup`.
         """
         stages = self.pipefusion
         if stages == 1 or bound >= WORTHWHILE_SHARE * stages:
@@ -316,16 +318,13 @@ class Plan:
 
     def check_planned(self, model: str) -> None:
         """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided so."""
-        wanted = {
-            name: getattr(self, name)
-            for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses")
-            if getattr(self, name) is True or (getattr(self, name) or 1) > 1
-        }
-        for name, value in wanted.items():
-            raise PlanError(
-                f"{name}={value} needs a ModelSpec, and {model} has a table of splits alone, which gives ulysses, "
-                f"ring, data and cfg; try ulysses={self.world}, or ditile.register({model}, ModelSpec(...))"
-            )
+        for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses"):
+            value = getattr(self, name)
+            if value is True or (value or 1) > 1:
+                raise PlanError(
+                    f"{name}={value} needs a ModelSpec, and {model} has a table of splits alone, which gives ulysses, "
+                    f"ring, data and cfg; try ulysses={self.world}, or ditile.register({model}, ModelSpec(...))"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON types; `Plan(**d)` is its inverse."""
@@ -360,16 +359,13 @@ def require_plan(plan: Any) -> Plan:
     """The plan as it is. Raises `PlanError` if it is something else."""
     if isinstance(plan, Plan):
         return plan
-    instead = (
-        f"ditile.Plan.parse({plan!r})"
-        if isinstance(plan, str) and plan.strip()
-        else "one, such as ditile.Plan(pipefusion=2)"
-    )
+    is_text = isinstance(plan, str) and plan.strip()
+    instead = f"ditile.Plan.parse({plan!r})" if is_text else "one, such as ditile.Plan(pipefusion=2)"
     raise PlanError(f"plan={plan!r} is no Plan; give {instead}")
 
 
 def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """The place of a rank on each axis of `AXES`. Pure."""
+    """The coordinate of a rank on each axis of `AXES`."""
     place = {}
     for name in reversed(AXES):
         rank, place[name] = divmod(rank, getattr(plan, name))
@@ -377,7 +373,7 @@ def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of every line along some axes, in the order of the first rank of each. Pure."""
+    """The groups of ranks that differ on some axes only, in the order of their first ranks."""
     sizes = [getattr(plan, name) for name in AXES]
     strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
 
@@ -402,7 +398,7 @@ def _check_blocks(plan: Plan, facts: Facts) -> Iterator[str]:
         yield f"pipefusion={plan.pipefusion} exceeds the {blocks} blocks of {model}; try 1 to {blocks}"
     elif plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks:
         yield (
-            f"stage_blocks={','.join(map(str, plan.stage_blocks))} has {sum(plan.stage_blocks)} blocks and {model} has "
+            f"stage_blocks={_format_plan_value(plan.stage_blocks)} has {sum(plan.stage_blocks)} blocks and {model} has "
             f"{blocks}; give {plan.pipefusion} numbers that add up to {blocks}"
         )
 

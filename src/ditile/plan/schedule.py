@@ -1,16 +1,15 @@
 """The schedule of PipeFusion as data: what each stage does, in order (arXiv 2405.14430, section 3.4, figures 3 and 4).
 
-A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch, keys and values of the patches
-that are still to come taken from the step before). One unit of the pipeline's loop is a `Micro`: a whole synchronous
-step, or one patch of an asynchronous one. `before`, `call` and `after` say what a stage does around it; the executor
-runs these, `simulate` prices them, and a test proves them free of deadlock without starting a process.
+A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch; keys and values of the patches
+that are not computed yet are those of the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
+synchronous step, or one patch of an asynchronous one. `Schedule.iter_ops_before_call`, `iter_call_ops` and
+`iter_ops_after_call` say what a stage does in it. The executor runs these ops, `simulate_schedule` prices them and
+proves that no stage waits for ever, without a process, and `render_gantt_chart` draws them as text.
 
-The wire carries the same messages whether a step is synchronous or not: M patches per step and branch, in patch order.
-(The branches come one after the other in a synchronous step, and take turns in an asynchronous one.)
-Where a synchronous step is `pipelined`, it does so for each piece of the batch; where its tokens are shared out
-(`sequence`, `separate`), a crew of stages computes it without the wire, and the last stage gets their predictions.
-
-The schedule as a picture of text: one row per stage, one column per micro-step's time, with unit costs.
+The channels carry the same messages in both kinds of step: M patches per step and branch, in patch order. (Branches
+come one after the other in a synchronous step, and take turns in an asynchronous one.) A `pipelined` synchronous step
+sends them for each micro-batch. Where stages share out the tokens of a synchronous step (`sequence`, `separate`), this
+warmup group computes it without the channels, and its predictions go to the last stage.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class OpKind(Enum):
     STEP = "step"  # the scheduler, on a patch (last stage)
     SEND_STEPPED_PATCH = "return"  # the stepped patch, from the last stage to the first
     RECEIVE_STEPPED_PATCH = "take"  # the stepped patch of the step before, on the first stage
-    SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the crew of the next step
+    SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the next step's warmup group
     RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
-    SEND_PREDICTION = "predict"  # the prediction of a crew member's tokens, to the last stage
+    SEND_PREDICTION = "predict"  # the prediction of the tokens of a member of the warmup group, to the last stage
     RECEIVE_PREDICTION = "collect"  # the same, on the last stage
-    SEND_KEYS = "give"  # keys and values of a stage's layers, from the crew to that stage
+    SEND_KEYS = "give"  # keys and values of a stage's layers, from the warmup group to that stage
     RECEIVE_KEYS = "keep"  # the same, on that stage
 
 
@@ -63,7 +62,11 @@ SEND_OF_RECEIVE = {
 class Op(NamedTuple):
     """One thing that one stage does.
 
-    `branch` is the transformer call within the step, `piece` the run of rows within the call; `peer` the other stage.
+    Attributes:
+        kind, step, patch: what it does, and on what.
+        branch: the transformer call within the step.
+        peer: the other stage of a message.
+        micro_batch: the run of rows within the call.
     """
 
     kind: OpKind
@@ -82,8 +85,8 @@ class Schedule:
         stages, patches, steps, warmup: N, M, S, W.
         distrifusion: patches, one per rank; an asynchronous step is then one micro-step on every rank.
         mode: how a synchronous step runs; see `Plan.warmup_mode`.
-        crew: the first stages, which compute a synchronous step together (`sequence`, `separate`).
-        rows: rows of a transformer call, which a pipelined synchronous step computes in pieces.
+        warmup_group_size: how many first stages compute a synchronous step together (`sequence`, `separate`).
+        batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
         again: those that did.
     """
@@ -102,18 +105,16 @@ class Schedule:
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
         """The schedule of a plan over some steps, with so many rows in a transformer call."""
-        n = plan.pipefusion
-        warmup_group_size = n if plan.warmup_mode == "sequence" else plan.crew
         return cls(
-            n,
-            plan.num_patches,
-            steps,
-            min(plan.least_warmup, steps),
-            plan.distrifusion,
-            plan.warmup_mode,
-            warmup_group_size,
-            batch,
-            plan.warmup == AUTO,
+            stages=plan.pipefusion,
+            patches=plan.num_patches,
+            steps=steps,
+            warmup=min(plan.least_warmup, steps),
+            distrifusion=plan.distrifusion,
+            mode=plan.warmup_mode,
+            warmup_group_size=plan.pipefusion if plan.warmup_mode == "sequence" else plan.num_whole_stages,
+            batch=batch,
+            adaptive=plan.warmup == AUTO,
         )
 
     def is_synchronous(self, step: int) -> bool:
@@ -175,7 +176,7 @@ class Schedule:
     def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
         """What a stage does before the transformer is called: the first one takes the stepped patches.
 
-        The other members of a crew get the whole latents.
+        The other members of a warmup group get the whole latents.
         """
         if micro.step == 0 or self.stages == 1:
             return
@@ -191,7 +192,7 @@ class Schedule:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
-        """What a stage does in one call of the transformer, or in a piece of it."""
+        """What a stage does in one call of the transformer, or in a micro-batch of it."""
         if self.stages > 1 and self.select_warmup_group(micro):
             yield from self._iter_warmup_group_ops(stage, micro, branch)
             return
@@ -204,7 +205,7 @@ class Schedule:
                 yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
 
     def _iter_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
-        """A call that a crew computes: predictions go to the last stage, keys to the stages that own their layers."""
+        """A call of a warmup group: predictions go to the last stage, keys to the stages that own their layers."""
         step, last, warmup_group = micro.step, self.stages - 1, self.select_warmup_group(micro)
         key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
         if stage in warmup_group:
@@ -247,7 +248,7 @@ class Schedule:
             yield from self.iter_step_ops(stage, step, calls(step) if callable(calls) else calls)
 
     def bound_speedup(self, calls: int = 1) -> float:
-        """The speed-up over one rank that no implementation exceeds, with equal stages and a free wire.
+        """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
 
         In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
         M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
@@ -255,11 +256,11 @@ class Schedule:
         return self.steps / self.compute_makespan(calls)
 
     def compute_makespan(self, calls: int = 1) -> float:
-        """The time of a generation in units of one step on one rank; `simulate` with unit costs gives the same.
+        """The time of a generation in units of one step on one rank; `simulate_schedule` with unit costs gives the same.
 
         In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
         max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
-        pieces (or calls) of which the largest is a share q of the step, (1 + (N - 1) q) / N; with a crew of R, 1 / R.
+        micro-batches (or calls) of which the largest is a share q, (1 + (N - 1) q) / N; in a group of R, 1 / R.
         """
         n, m, c, s = self.stages, self.patches, calls, self.steps
         if self.distrifusion > 1:
@@ -315,9 +316,8 @@ def simulate_schedule(
                 clocks[stage] = start + price(stage, op)
                 spans.append(Span(stage, op, start, clocks[stage]))
                 if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
-                    sent[(op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)] = clocks[stage] + (
-                        travel(stage, op) if travel else 0.0
-                    )
+                    message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
+                    sent[message] = clocks[stage] + (travel(stage, op) if travel else 0.0)
                 moved = True
         if not moved:
             raise RuntimeError(f"deadlock: stages wait at {[p[0] if p else None for p in programs]}")
@@ -325,7 +325,7 @@ def simulate_schedule(
 
 
 def _find_arrival_time(sent: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
-    """When what an op waits for is there; None if it was not sent yet."""
+    """When the message arrives that an op waits for; None if it was not sent yet."""
     sender = SEND_OF_RECEIVE.get(op.kind)
     return 0.0 if sender is None else sent.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
 
@@ -344,7 +344,7 @@ _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
-    """The first `steps` steps. Each cell is the patch that a stage computes; `=` is a whole synchronous step."""
+    """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
     cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = [s for s in simulate_schedule(schedule, calls=calls) if s.op.kind is OpKind.COMPUTE and s.op.step < steps]

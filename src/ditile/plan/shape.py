@@ -59,7 +59,7 @@ class Shape:
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
         frames: latent ones, of a video.
-        words: text tokens that ranks share out and every layer's cross attention sees all of.
+        cross_text_tokens: text tokens of cross attention that ranks share out; every layer sees all of them.
     """
 
     height: int

@@ -1,4 +1,4 @@
-"""ModelSpec: all that ditile must know of a family of transformers, in a few lines. The family's own forward runs."""
+"""ModelSpec: what ditile must know of a family of transformers, as a table. The family's own forward runs."""
 
 from __future__ import annotations
 
@@ -101,20 +101,20 @@ class ModelSpec:
         grid: (transformer, arguments of forward) -> the token grid of the image.
         latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
         conditioning: call arguments -> text, batch and calls, for tables and dry runs.
-        example: (config, grid, text tokens) -> arguments of the forward with one row, of which nothing is read but
-            shapes: how the planner has the forward counted.
+        example: (config, grid, text tokens) -> arguments of the forward with one row, for the planner, which counts
+            the work of the forward; only their shapes matter.
         image_tokens: embeds the latents; its value is read on the first stage only.
-        embed: (that module, its forward) -> what embeds a run of tokens alone, of the latents; None embeds all of them
-            for every patch.
+        embed: (that module, its forward) -> a function (latents, range) -> the embedding of this run of tokens; with
+            None all tokens are embedded for every patch.
         out: makes the prediction of each token.
         constant: modules whose output does not change during a generation; `*` stands for one name.
         per_step: modules whose output does not change during a step.
         processor: makes an attention processor that calls an `AttentionCore`, for families that do not go through
             diffusers' `dispatch_attention_fn`.
-        overlapped: the same, which computes q, k and v one after the other when asked to; used where they are to travel
-            so, by families that need no processor otherwise.
-        cross: attributes of blocks that hold attention to the text -> what makes a processor that stands for a `stock`
-            one, with the same result in less time; other processors stay.
+        overlapped: the same for async_ulysses: it computes q, k and v one after the other. For families that need no
+            processor otherwise.
+        cross: attributes of blocks that hold attention to the text -> what makes a processor with the result of the
+            `stock` one in less time; other processors stay.
         stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
         tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where

@@ -29,7 +29,7 @@ def cut_stages(
 
 
 def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:
-    """The blocks whose weights a stage holds: its own, or all if it is one of a crew of the first stages."""
+    """The blocks whose weights a stage holds: its own, or all if it is one of a warmup group."""
     return range(stages[-1].stop) if stage < warmup_group_size else stages[stage]
 
 

@@ -54,7 +54,7 @@ def count_rank_memory(
 ) -> RankMemory:
     """Of a rank of a call, whose cross attention sees so many words."""
     place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
-    owned = select_local_blocks(job.stages, place.stage, plan.crew)
+    owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
     if plan.warmup_mode == "sequence":
         every = range(len(job.weights.blocks))
@@ -127,7 +127,7 @@ def _count_micro_step_peak(
     if micro.patch is not None:
         image, text = cost.count_micro_step_tokens(job, place, micro)
     elif plan.warmup_mode in ("sequence", "separate"):
-        group_size = plan.crew or plan.pipefusion
+        group_size = plan.num_whole_stages or plan.pipefusion
         image, text = -(-image // group_size), -(-text // group_size)
     exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
     most = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.moments)

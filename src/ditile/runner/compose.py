@@ -110,7 +110,7 @@ class Composition:
     @property
     def resident_blocks(self) -> range:
         """The blocks whose weights this rank holds."""
-        return select_local_blocks(self.stages, self.mesh.stage_index, self.plan.crew)
+        return select_local_blocks(self.stages, self.mesh.stage_index, self.plan.num_whole_stages)
 
     @property
     def calls_whole_model(self) -> bool:
@@ -331,7 +331,7 @@ def compose_strategies(
     warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
     # Asked before the blocks are claimed, which takes note that a runner has them now.
     is_read_in_part = block_hooks.loaded_blocks is not None
-    own, tensor = select_local_blocks(stages, mesh.stage_index, plan.crew), mesh["tensor"]
+    own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
     weights = block_hooks.claim_blocks(own, keep=keep_weights, shard=(tensor.index, tensor.num_ranks))
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
     sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_read_in_part, keep=keep_weights)
@@ -490,7 +490,7 @@ def _build_warmup_group(
     if plan.warmup_mode not in ("sequence", "separate"):
         return None
     if plan.warmup_mode == "separate":
-        return WarmupGroup(mesh, block_hooks, stages, plan.crew, None)
+        return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
     return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream)

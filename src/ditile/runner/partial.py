@@ -103,7 +103,7 @@ def load_partial_transformer(
     made = _build_empty_model(cls, config.parent, dtype)
     block_hooks = TransformerHooks(made, registry.require_model_spec(made))
     owned = select_local_blocks(
-        divide_into_stages(block_hooks, plan), compute_coordinates(plan, rank)["pipefusion"], plan.crew
+        divide_into_stages(block_hooks, plan), compute_coordinates(plan, rank)["pipefusion"], plan.num_whole_stages
     )
     checkpoint = Checkpoint.open_checkpoint(
         locate, STEM, variant if variant is not None and _has_variant_files(locate, variant) else None

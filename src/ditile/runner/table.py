@@ -86,7 +86,7 @@ def format_rank_tokens(job: PlannedCall, rank: int) -> str:
 
 def count_expected_parameters(job: PlannedCall, rank: int) -> int:
     """The parameters of a rank's stage, those of its blocks over the tensor degree."""
-    here = select_local_blocks(job.stages, job.locate_rank(rank).stage, job.plan.crew)
+    here = select_local_blocks(job.stages, job.locate_rank(rank).stage, job.plan.num_whole_stages)
     owned = sum(job.weights.blocks[block] for block in here)
     return job.weights.shared + -(-owned // job.plan.tensor)
 
