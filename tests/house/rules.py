@@ -1,14 +1,25 @@
-"""The rules of the house. Each takes a parsed file, and yields what is wrong with it; none knows the repository."""
+"""The rules of the house. Each takes a parsed file, or all files, and yields what is wrong with them.
+
+None of them reads the repository: the tests hand it over.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 FILE_LINES, FUNCTION_LINES = 600, 50
+ROOT_ENTRIES, FOLDER_FILES, FORMAT_SKIPS = 14, 16, 20
+LONELY_LINES = 60
+"""A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
+NAME_LENGTH, PARTICIPLES = 11, 0.06
+"""The mean length of a function's name, at least; and the share of names that end in a participle, at most."""
+IRREGULAR = {"found", "made", "told", "held", "drawn", "sent", "kept", "taken", "given"}
+NO_PARTICIPLES = {"embed", "feed", "need", "seed", "speed"}
 PACKAGE = "src/ditile/"
 ORDER = (
     "errors", "plan", "distributed", "hooks", "models", "parallel", "cache", "runner", "planner", "__init__", "cli",
@@ -55,6 +66,76 @@ def sizes(source: Source) -> Iterator[str]:
         lines = node.end_lineno - node.lineno + 1 - (first.end_lineno - first.lineno + 1 if doc else 0)
         if lines > FUNCTION_LINES:
             yield f"{node.name} has {lines} lines"
+
+
+def root_entries(sources: Sequence[Source]) -> Iterator[str]:
+    """The root of the package has at most 14 entries."""
+    entries = {s.path.removeprefix(PACKAGE).split("/")[0] for s in sources if s.path.startswith(PACKAGE)}
+    if len(entries) > ROOT_ENTRIES:
+        yield f"{len(entries)} entries: {', '.join(sorted(entries))}"
+
+
+def folders(sources: Sequence[Source]) -> Iterator[str]:
+    """A folder of the package has at most 16 modules beside its `__init__`."""
+    modules = [s.path for s in _modules(sources) if not s.path.endswith("/__init__.py")]
+    for folder, count in Counter(path.rpartition("/")[0] for path in modules).items():
+        if count > FOLDER_FILES:
+            yield f"{folder} has {count} modules"
+
+
+def twins(sources: Sequence[Source]) -> Iterator[str]:
+    """No two classes of the package have one name."""
+    places = [(node.name, source.path) for source in _modules(sources) for node in source.find(ast.ClassDef)]
+    for name, count in Counter(name for name, _ in places).items():
+        if count > 1:
+            yield f"{name} is in {', '.join(path for each, path in places if each == name)}"
+
+
+def format_skips(sources: Sequence[Source]) -> Iterator[str]:
+    """The formatter is switched off at most 20 times in the package, for tables."""
+    skips = [source.path for source in _modules(sources) for _ in re.findall(r"# fmt: (?:skip|off)", source.text)]
+    if len(skips) > FORMAT_SKIPS:
+        yield f"{len(skips)} times: {Counter(skips)}"
+
+
+def lonely(sources: Sequence[Source]) -> Iterator[str]:
+    """No module under 60 lines is imported by one other file alone, unless it is data: without functions."""
+    importers = Counter(module for source in _modules(sources) for module in _imported_modules(source))
+    for source in _modules(sources):
+        module, lines = _module(source.path), len(source.text.splitlines())
+        if lines < LONELY_LINES and importers[module] == 1 and any(source.find(ast.FunctionDef)):
+            yield f"{source.path} has {lines} lines and one importer"
+
+
+def names_of_functions(sources: Sequence[Source]) -> Iterator[str]:
+    """Names of functions can be searched for: 11 letters in the mean, and at most 6 % end in a participle."""
+    names = [node.name for s in _modules(sources) for node in s.find(ast.FunctionDef, ast.AsyncFunctionDef)]
+    names = [name for name in names if not name.startswith("__")]
+    mean = sum(map(len, names)) / max(len(names), 1)
+    if names and mean < NAME_LENGTH:
+        yield f"{mean:.1f} letters in the mean"
+    participles = [name for name in names if _ends_in_participle(name)]
+    if len(participles) > PARTICIPLES * len(names):
+        yield f"{len(participles)} of {len(names)} end in a participle: {', '.join(participles)}"
+
+
+def _ends_in_participle(name: str) -> bool:
+    first, last = name.strip("_").split("_")[0], name.strip("_").split("_")[-1]
+    if first in {"is", "has"} or last in NO_PARTICIPLES:
+        return False
+    return last.endswith("ed") or last in IRREGULAR
+
+
+def _modules(sources: Sequence[Source]) -> list[Source]:
+    return [s for s in sources if s.path.startswith(PACKAGE) and s.path.endswith(".py")]
+
+
+def _imported_modules(source: Source) -> set[str]:
+    """What a file imports, each name of `from package import name` as a module too."""
+    modules = {*_imports(source), *_constant_imports(source)}
+    for node in source.find(ast.ImportFrom):
+        modules |= {f"{node.module}.{name.name}" for name in node.names}
+    return modules
 
 
 def globals_(source: Source) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,17 @@ from tests.house.rules import Source
 ROOT = Path(__file__).parents[2]
 HERE = "tests/house/"
 Rule = Callable[[Source], Iterator[str]]
+TreeRule = Callable[[Sequence[Source]], Iterator[str]]
 
 OF_PACKAGE: list[Rule] = [
     rules.globals_, rules.environment, rules.swallowed, rules.patched, rules.unsafe, rules.directions,
 ]  # fmt: skip
 OF_PYTHON: list[Rule] = [rules.sizes, rules.vague]
 OF_TEXT: list[Rule] = [rules.unfinished, rules.machine_paths]
-TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
+OF_TREE: list[TreeRule] = [
+    rules.root_entries, rules.folders, rules.twins, rules.format_skips, rules.lonely, rules.names_of_functions,
+]  # fmt: skip
+TEXTS = {".py", ".typed", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
 
 WRONG = {
     rules.sizes: [
@@ -60,7 +65,7 @@ WRONG = {
         "from ..cache import config",
         "def f():\n    from ditile.runner.runner import Runner",
     ],
-    rules.vague: ["class CacheManager: ...", "class BaseSplit: ...", "class Base: ...", "class _SeatHelper: ..."],
+    rules.vague: ["class CacheManager: ...", "class BaseSplit: ...", "class Base: ...", "class _HookHelper: ..."],
     rules.unfinished: ["x = 1  # TO" + "DO later", "# FIX" + "ME"],
     rules.machine_paths: ["open('/" + "tmp/x')", "see /" + "root/notes", "/" + "home/ann/models"],
 }
@@ -74,15 +79,56 @@ RIGHT = {
     rules.patched: ["self.forward = mine", "block.forward = mine", "setattr(block, 'forward', mine)", "x.T = 1"],
     rules.unsafe: ["f(trust_remote_code=False, use_safetensors=True)", "json.load(file)"],
     rules.directions: ["from ditile.models import spec", "from ditile.plan.plan import Plan", "from . import spec"],
-    rules.vague: ["class Baseline: ...", "class Seat: ..."],
+    rules.vague: ["class Baseline: ...", "class Hook: ..."],
     rules.machine_paths: ["https://example.org/" + "home/x", "~/models", "'a/" + "tmp/b'"],
 }
 
 
-def cases(samples: dict[Rule, list[str]]) -> list[object]:
-    return [
-        pytest.param(rule, text, id=f"{rule.__name__}-{k}") for rule in samples for k, text in enumerate(samples[rule])
-    ]
+def package(**files: str) -> list[Source]:
+    """Files of a package by their names, `__` for a slash."""
+    return [Source(f"src/ditile/{name.replace('__', '/')}.py", text) for name, text in files.items()]
+
+
+SHORT, LONG = "def f(): ...", "def exchange_heads(): ..."
+WRONG_TREES: dict[TreeRule, list[list[Source]]] = {
+    rules.root_entries: [package(**{f"m{k}": "" for k in range(15)})],
+    rules.folders: [package(**{f"cache__m{k}": "" for k in range(17)})],
+    rules.twins: [
+        package(a="class Job: ...", b="def f():\n    class Job: ..."),
+        package(a="class A: ...\nclass A: ..."),
+    ],
+    rules.format_skips: [package(a="x = 1  # fmt: skip\n" * 21)],
+    rules.lonely: [
+        package(a=LONG, b="from ditile.a import x"),
+        package(plan__a=LONG, b="def f():\n    from ditile.plan import a"),
+    ],
+    rules.names_of_functions: [
+        package(a=SHORT),
+        package(a="def heads_are_exchanged(): ..."),
+        package(a="def tokens_that_are_held(): ..."),
+    ],
+}
+RIGHT_TREES: dict[TreeRule, list[list[Source]]] = {
+    rules.root_entries: [package(**{f"plan__m{k}": "" for k in range(15)})],
+    rules.folders: [package(**{f"cache__m{k}": "" for k in range(16)})],
+    rules.twins: [package(a="class A: ...", b="class B: ...")],
+    rules.format_skips: [package(a="x = 1  # fmt: skip\n" * 20)],
+    rules.lonely: [
+        package(a="X = 1", b="from ditile.a import X"),
+        package(a=LONG + "\n" * 60, b="import ditile.a"),
+        package(a=LONG, b="import ditile.a", c="import ditile.a"),
+    ],
+    rules.names_of_functions: [
+        package(a=LONG),
+        package(a="def is_exchanged(): ..."),
+        package(a="def embed_tokens_at_speed(): ..."),
+    ],
+}
+
+
+def cases(samples: dict[Any, list[Any]]) -> list[object]:
+    named = [(rule, sample, f"{rule.__name__}-{k}") for rule in samples for k, sample in enumerate(samples[rule])]
+    return [pytest.param(rule, sample, id=name) for rule, sample, name in named]
 
 
 def tracked() -> list[Source]:
@@ -111,6 +157,21 @@ def test_all_text_keeps(rule: Rule) -> None:
     assert_kept(rule, [s for s in FILES if not s.path.startswith(HERE) and not s.path.endswith("tokenizer.json")])
 
 
+@pytest.mark.parametrize("rule", OF_TREE, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps(rule: TreeRule) -> None:
+    assert list(rule(FILES)) == [], rule.__doc__
+
+
+@pytest.mark.parametrize(("rule", "sources"), cases(WRONG_TREES))
+def test_a_rule_of_the_tree_finds_what_breaks_it(rule: TreeRule, sources: list[Source]) -> None:
+    assert list(rule(sources))
+
+
+@pytest.mark.parametrize(("rule", "sources"), cases(RIGHT_TREES))
+def test_a_rule_of_the_tree_leaves_the_rest_alone(rule: TreeRule, sources: list[Source]) -> None:
+    assert not list(rule(sources))
+
+
 @pytest.mark.parametrize(("rule", "text"), cases(WRONG))
 def test_a_rule_finds_what_breaks_it(rule: Rule, text: str) -> None:
     assert list(rule(Source("src/ditile/models/sample.py", text)))
@@ -122,7 +183,7 @@ def test_a_rule_leaves_the_rest_alone(rule: Rule, text: str) -> None:
 
 
 def test_every_rule_has_a_sample_that_breaks_it() -> None:
-    assert set(WRONG) == {*OF_PACKAGE, *OF_PYTHON, *OF_TEXT}
+    assert set(WRONG) == {*OF_PACKAGE, *OF_PYTHON, *OF_TEXT} and set(WRONG_TREES) == set(OF_TREE)
     assert list(rules.vague(Source("src/ditile/utils.py", "")))
 
 

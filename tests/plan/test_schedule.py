@@ -233,8 +233,8 @@ def test_ages(schedule: Schedule) -> None:
 def test_ages_agree_with_time(schedule: Schedule, calls: int) -> None:
     """On each stage, keys that should be fresh are there before they are read, and stale ones are not yet replaced.
 
-    Micro-batches of one call read their own rows alone. Where a warmup group computes a step, the owners of other layers get keys. A
-    failure means that the ages assert something that no order of work can give.
+    Micro-batches of one call read their own rows alone. Where a warmup group computes a step, the owners of other
+    layers get keys. A failure means that the ages assert something that no order of work can give.
     """
     when: dict[tuple[int, int, int, int], Span] = {}
     spans = simulate_schedule(schedule, calls=calls)

@@ -256,7 +256,7 @@ class Schedule:
         return self.steps / self.compute_makespan(calls)
 
     def compute_makespan(self, calls: int = 1) -> float:
-        """The time of a generation in units of one step on one rank; `simulate_schedule` with unit costs gives the same.
+        """The time of a generation in units of one step on one rank, as `simulate_schedule` has it with unit costs.
 
         In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
         max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
