@@ -87,7 +87,7 @@ def measure(folder: Path) -> list[Row]:
     Raises:
         SystemExit: if one fails; what others measured is kept.
     """
-    found: list[Row] = []
+    results: list[Row] = []
     for job in JOBS:
         out, size = folder / job.job_name.replace(" ", "-"), str(job.size)
         profile = out.with_suffix(".json")
@@ -125,12 +125,12 @@ def measure(folder: Path) -> list[Row]:
             what = f"the machine was another, or disturbed, in {CALIBRATIONS} calibrations; the last one counts"
             print(f"note: {job.job_name}: {what}", file=sys.stderr)
         one = next(row for row in rows if row["plan"] == ONE_RANK)
-        found += [_shorten_bench_row(job, row, one) for row in rows]
-    return found
+        results += [_shorten_bench_row(job, row, one) for row in rows]
+    return results
 
 
 def is_calibrated_alike(profile: Profile, rows: Sequence[Row]) -> bool:
-    """Whether the machine was calibrated as it was while it ran: by the products of `gauge` alone, not by any error."""
+    """Whether the machine was as fast when it was calibrated as in the runs, by `SlowdownGauge`'s products alone."""
     best = min((row["product_s"] for row in rows if "product_s" in row), default=profile.product_s)
     alike = max(best, profile.product_s) <= ALIKE * min(best, profile.product_s)
     return alike and profile.disturbed <= BUSY

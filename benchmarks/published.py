@@ -130,8 +130,8 @@ class PublishedRow:
         return self.hardware, self.devices, self.model, self.pixels, self.scale
 
 
-Found = Sequence[tuple[PublishedRow, float]]
-"""Rows with their predictions, each in the row's unit."""
+Predictions = Sequence[tuple[PublishedRow, float]]
+"""Rows with their predicted values, each in the row's unit."""
 
 
 def read_published_rows() -> list[PublishedRow]:
@@ -198,36 +198,36 @@ def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
 
 
 def seconds(row: PublishedRow, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
-    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate`."""
+    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate_latency`."""
     pricer, job = _pricer(row.hardware, row.model, gets), _build_published_job(row.model, row.pixels, row.steps, plan)
     return pricer.estimate_latency(job) if rough else pricer.predict_latency(job)
 
 
 def predicted(some: Sequence[PublishedRow], gets: Efficiency, *, rough: bool = False) -> list[float]:
     """Of each row, in its own unit: rows of a scale have the factor that fits them best."""
-    found = [seconds(row, row.plan, gets, rough=rough) for row in some]
+    predictions = [seconds(row, row.plan, gets, rough=rough) for row in some]
     for k, row in enumerate(some):
         if row.base is not None:
-            found[k] = seconds(row, row.base, gets, rough=rough) / found[k]
+            predictions[k] = seconds(row, row.base, gets, rough=rough) / predictions[k]
     for scale in {row.scale for row in some} - {""}:
         mine = [k for k, row in enumerate(some) if row.scale == scale]
-        factor = math.exp(statistics.fmean(math.log(some[k].value / found[k]) for k in mine))
+        factor = math.exp(statistics.fmean(math.log(some[k].value / predictions[k]) for k in mine))
         for k in mine:
-            found[k] *= factor
-    return found
+            predictions[k] *= factor
+    return predictions
 
 
-def margins(found: Found) -> Iterator[float]:
+def margins(predictions: Predictions) -> Iterator[float]:
     """Of two methods on one machine and job, how much longer the one takes by prediction that does as published.
 
     A logarithm: above 0 their order is right. What differs by less than `TIE` as published has no order.
     """
     alike: dict[tuple[Any, ...], list[tuple[PublishedRow, float]]] = {}
-    for row, got in found:
+    for row, estimate in predictions:
         if row.base is not None:
-            yield math.copysign(1, -1 if row.has_order_only else math.log(row.value)) * math.log(got)
+            yield math.copysign(1, -1 if row.has_order_only else math.log(row.value)) * math.log(estimate)
         else:
-            alike.setdefault(row.comparison_key, []).append((row, got))
+            alike.setdefault(row.comparison_key, []).append((row, estimate))
     for those in alike.values():
         for (one, mine), (other, theirs) in itertools.combinations(those, 2):
             apart = math.log(one.value / other.value)
@@ -235,9 +235,9 @@ def margins(found: Found) -> Iterator[float]:
                 yield math.copysign(1, apart) * math.log(mine / theirs)
 
 
-def ordered(found: Found) -> tuple[int, int]:
+def ordered(predictions: Predictions) -> tuple[int, int]:
     """Pairs of methods that come in the published order, and all pairs."""
-    every = list(margins(found))
+    every = list(margins(predictions))
     return sum(margin > 0 for margin in every), len(every)
 
 
@@ -246,9 +246,15 @@ def fit_efficiency(some: Sequence[PublishedRow]) -> Efficiency:
     first = dict(_flatten_efficiency(START))
 
     def compute_fit_loss(values: dict[str, float], rough: bool) -> float:
-        found = predicted(some, _build_efficiency(values), rough=rough)
-        off = [abs(math.log(got / row.value)) for row, got in zip(some, found, strict=True) if not row.has_order_only]
-        wrong = [min(1.0, max(0.0, (CLEAR - m) / (CLEAR - LOST))) for m in margins(list(zip(some, found, strict=True)))]
+        predictions = predicted(some, _build_efficiency(values), rough=rough)
+        off = [
+            abs(math.log(estimate / row.value))
+            for row, estimate in zip(some, predictions, strict=True)
+            if not row.has_order_only
+        ]
+        wrong = [
+            min(1.0, max(0.0, (CLEAR - m) / (CLEAR - LOST))) for m in margins(list(zip(some, predictions, strict=True)))
+        ]
         near = statistics.fmean(min(each, MOST) for each in off) + statistics.median(off) / 2
         doubled = statistics.fmean(math.log2(value / first[name]) ** 2 for name, value in values.items())
         return near + ORDER * statistics.fmean(wrong) + PRIOR * doubled
@@ -305,40 +311,44 @@ def predict_unseen_hardware(
     every: Sequence[PublishedRow], gets: dict[str, Efficiency]
 ) -> list[tuple[PublishedRow, float]]:
     """Each row with its prediction by the shares that were fitted without its hardware."""
-    found: list[tuple[PublishedRow, float]] = []
+    predictions: list[tuple[PublishedRow, float]] = []
     for hardware, own in gets.items():
         mine = [row for row in every if row.hardware == hardware]
-        found += zip(mine, predicted(mine, own), strict=True)
-    return found
+        predictions += zip(mine, predicted(mine, own), strict=True)
+    return predictions
 
 
-def compute_median_error(found: Found) -> float:
+def compute_median_error(predictions: Predictions) -> float:
     """The median of how far predictions are off, as a share of the published figures."""
-    return statistics.median(abs(got / row.value - 1) for row, got in found if not row.has_order_only)
+    return statistics.median(abs(estimate / row.value - 1) for row, estimate in predictions if not row.has_order_only)
 
 
-def make_published_table(found: Found) -> Table:
+def make_published_table(predictions: Predictions) -> Table:
     """The rows for people."""
     shown = Table("row", "plan", "published", "predicted", "error")
-    for row, got in found:
+    for row, estimate in predictions:
         plan, unit = str(row.plan), "x" if row.scale or row.base is not None else " s"
         if row.base is not None:
             plan += f" over {row.base}" if row.base.world > 1 else " over one device"
-        value, off = ("below 1", "") if row.has_order_only else (f"{row.value:g}", f"{got / row.value - 1:+.0%}")
-        shown.add_row(str(row), plan, f"{value}{unit}", f"{got:.3g}{unit}", off)
+        value, off = ("below 1", "") if row.has_order_only else (f"{row.value:g}", f"{estimate / row.value - 1:+.0%}")
+        shown.add_row(str(row), plan, f"{value}{unit}", f"{estimate:.3g}{unit}", off)
     return shown
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(predictions: Predictions) -> Iterator[str]:
     """Errors and order by hardware, and of all."""
-    for name in (*sorted({row.hardware for row, _ in found}), ""):
-        mine = [(row, got) for row, got in found if name in ("", row.hardware)]
+    for name in (*sorted({row.hardware for row, _ in predictions}), ""):
+        mine = [(row, estimate) for row, estimate in predictions if name in ("", row.hardware)]
         right, total = ordered(mine)
         yield (
-            f"{name or 'all'}: median error {compute_median_error(mine):.1%} of {sum(not row.has_order_only for row, _ in mine)} figures, "
+            f"{name or 'all'}: median error {compute_median_error(mine):.1%} of {_count_figures(mine)} figures, "
             f"order right in {right} of {total} pairs ({right / total:.0%})"
         )
-    yield f"set aside: {len(SET_ASIDE)} of {len(SET_ASIDE) + sum(not row.has_order_only for row, _ in found)} figures"
+    yield f"set aside: {len(SET_ASIDE)} of {len(SET_ASIDE) + _count_figures(predictions)} figures"
+
+
+def _count_figures(predictions: Predictions) -> int:
+    return sum(not row.has_order_only for row, _ in predictions)
 
 
 def main() -> None:
@@ -352,9 +362,9 @@ def main() -> None:
         print(*summary(list(zip(every, predicted(every, gets), strict=True))), sep="\n")
         kept = {name: dataclasses.asdict(own) for name, own in fit_left_out(every).items()}
         files.write_json_file(LEFT_OUT, kept)
-    found = predict_unseen_hardware(every, left_out())
-    Console(width=150).print(make_published_table(found))
-    print(*summary(found), sep="\n")
+    predictions = predict_unseen_hardware(every, left_out())
+    Console(width=150).print(make_published_table(predictions))
+    print(*summary(predictions), sep="\n")
 
 
 if __name__ == "__main__":

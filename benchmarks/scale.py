@@ -125,7 +125,7 @@ def find_best_plans(task: ScalingTask, cluster: Cluster, devices: int) -> dict[s
     """Of every group that has a plan which uses all devices and fits their memory."""
     machine = load_profile(cluster.hardware, cluster.interlink)
     pricer = Pricer(task.subject.transformer_work, machine, task.words, IN_A_HOST)
-    found: dict[str, list[_EstimatedPlan]] = {name: [] for name in GROUPS}
+    best_plans: dict[str, list[_EstimatedPlan]] = {name: [] for name in GROUPS}
 
     def estimate_and_add(plan: Plan) -> None:
         groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
@@ -133,27 +133,27 @@ def find_best_plans(task: ScalingTask, cluster: Cluster, devices: int) -> dict[s
         if placed.memory <= machine.memory_bytes:
             rough = _EstimatedPlan(pricer.estimate_latency(placed.job), str(placed.job.plan), placed)
             for name in groups:
-                found[name].append(rough)
+                best_plans[name].append(rough)
 
     for plan in iterate_plans(task.subject, task.shape, SearchRequest(devices=devices, all_devices=True)):
         estimate_and_add(plan)
-    first = {rough.name: rough for roughs in found.values() for rough in sorted(roughs)[:SIFTED]}
+    first = {rough.name: rough for roughs in best_plans.values() for rough in sorted(roughs)[:SIFTED]}
     for rough in first.values():
         for plan in iterate_other_warmups(rough.placed.job):
             estimate_and_add(plan)
-    return {name: _simulated(pricer, min(roughs).placed) for name, roughs in found.items() if roughs}
+    return {name: _simulated(pricer, min(roughs).placed) for name, roughs in best_plans.items() if roughs}
 
 
 def _simulated(pricer: Pricer, placed: SizedJob) -> Best:
     return Best(placed.job.plan, pricer.predict_latency(placed.job), placed.memory)
 
 
-def as_markdown(task: ScalingTask, cluster: Cluster, found: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
+def as_markdown(task: ScalingTask, cluster: Cluster, best_plans: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:
     """A table: seconds of each group over devices, and the plan of the best."""
     yield f"### {task.name}: {cluster.name}\n"
     yield f"| devices | {' | '.join(GROUPS)} | memory | plan |"
     yield f"|--:|{'--:|' * (len(GROUPS) + 1)}:--|"
-    for devices, groups in found.items():
+    for devices, groups in best_plans.items():
         cells = [f"{format_number(groups[name].seconds)} s" if name in groups else "" for name in GROUPS]
         whole = groups["all together"]
         yield f"| {devices} | {' | '.join(cells)} | {whole.memory_bytes / 1e9:.0f} GB | `{whole.plan}` |"
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("figure", type=Path, help="the picture to write")
     figure = parser.parse_args().figure
     cells = [(task, cluster) for task in (make_flux_task(), make_wan_task()) for cluster in CLUSTERS]
-    found = {
+    best_plans = {
         (task.name, cluster.name): {
             devices: find_best_plans(task, cluster, devices)
             for devices in track(DEVICES, cluster.name, console=Console(stderr=True))
@@ -174,7 +174,7 @@ def main() -> None:
         for task, cluster in cells
     }
     for task, cluster in cells:
-        print("\n".join(as_markdown(task, cluster, found[task.name, cluster.name])))
+        print("\n".join(as_markdown(task, cluster, best_plans[task.name, cluster.name])))
     from benchmarks.plots import scaling
 
     scaling(
@@ -182,7 +182,7 @@ def main() -> None:
             f"{task}\n{cluster}": {
                 name: {d: groups[name].seconds for d, groups in by_devices.items() if name in groups} for name in GROUPS
             }
-            for (task, cluster), by_devices in found.items()
+            for (task, cluster), by_devices in best_plans.items()
         },
         figure,
     )

@@ -1,4 +1,4 @@
-"""The memory that the planner foretells is what ranks hold: real runs over gloo, every tensor counted."""
+"""The planner predicts the memory that ranks need: real runs over gloo, every tensor counted, by exact live bytes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ from ditile.runner.runner import parallelize
 from tests.pool import Pool
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
+
+
+def test_live_bytes_by_hand() -> None:
+    """A failure means that memory is counted twice, or kept after it is freed."""
+    before = torch.ones(500)
+    with LiveBytes() as live:
+        first = torch.empty(1000)
+        assert (live.now, live.peak, live.largest) == (4000, 4000, 4000)
+        view, mine = first.view(10, 100), before.add_(1)  # neither is new
+        assert live.now == 4000 and mine is before
+        second = first[:250] + 1
+        assert live.now == 5000
+        del first
+        assert live.now == 5000  # the view still holds it
+        del view
+        assert live.now == 1000
+        second.mul_(2)
+    assert (live.now, live.peak, live.largest) == (1000, 5000, 4000)
+
+
 STEPS, CPU = 3, hardware.load_profile("epyc-2-cores")
 """It was measured before GELU could be one kernel with its product."""
 FUSES = can_fuse_gelu(torch.device("cpu"), torch.float32)
@@ -61,6 +81,6 @@ def test_memory_is_what_was_foretold(pool: Pool, family: str, plan: str) -> None
     if family == "flux" and "cfg" in plan:
         pytest.skip("embedded guidance has no branches to share out")
     ranks = Plan.parse(plan).world
-    found = pool.run(measured, ranks, family, plan, 384)
-    most, foretold = (max(numbers) for numbers in zip(*found, strict=True))
+    result = pool.run(measured, ranks, family, plan, 384)
+    most, foretold = (max(numbers) for numbers in zip(*result, strict=True))
     assert abs(foretold / most - 1) <= 0.1, f"{family}, {plan}: {most / 1e6:.1f} MB, foretold {foretold / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""`ditile plan`: the question, and its answer as a table, as words and as JSON."""
+"""Answers the question of `ditile plan`, as a table and as JSON; `ditile.plan_for` returns the first plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALIKE = 0.005
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """The profile that is asked about.
+    """The profile of the machine in a question.
 
     Raises:
         PlanError: if there is none.
@@ -67,9 +67,10 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
 
 def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
     """The arguments of the call, the model's own where none are given."""
-    own = (
-        _read_published_call(ask.model) if ask.model in list_published_models() else read_generation_options(ask.model)
-    )
+    if ask.model in list_published_models():
+        own = json.loads((CONFIGS / ask.model / "generation.json").read_text("utf-8"))
+    else:
+        own = read_generation_options(ask.model)
     given = {
         "height": ask.height,
         "width": ask.width or ask.height,
@@ -78,12 +79,19 @@ def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
         "num_frames": ask.frames,
     }
     prompt = {"prompt": "a prompt", "num_images_per_prompt": ask.num_images}
-    return own | prompt | {name: value for name, value in given.items() if value is not None}
+    arguments: dict[str, Any] = own | prompt | {name: value for name, value in given.items() if value is not None}
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Prices, the best first; `uncounted` text encoders, whose configs could not be read, are in no memory."""
+    """Prices, the best first.
+
+    Attributes:
+        model, hardware, devices: of the question.
+        result: the prices.
+        uncounted: text encoders whose configs could not be read, so that no memory includes them.
+    """
 
     model: str
     hardware: str
@@ -92,14 +100,22 @@ class Answer:
     uncounted: tuple[str, ...] = ()
 
     def to_json_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The answer for programs."""
+        missed = self.result.missed
         return {
             "model": self.model,
             "hardware": self.hardware,
             "devices": self.devices,
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
-            "too_large": self._near_miss_to_dict(),
+            "too_large": missed
+            and {
+                "plan": str(missed.price.plan),
+                "latency_s": missed.price.latency_s,
+                "lacks_bytes": missed.lacks,
+                "memory_bytes": missed.price.memory_bytes,
+                "why": describe_near_miss(missed, self.result.prices[0]),
+            },
             "plans": [
                 {
                     "plan": str(price.plan),
@@ -115,28 +131,17 @@ class Answer:
             ],
         }
 
-    def _near_miss_to_dict(self) -> dict[str, Any] | None:
-        """The plan that is missed most for want of memory."""
-        missed = self.result.missed
-        return missed and {
-            "plan": str(missed.price.plan),
-            "latency_s": missed.price.latency_s,
-            "lacks_bytes": missed.lacks,
-            "memory_bytes": missed.price.memory_bytes,
-            "why": describe_near_miss(missed, self.result.prices[0]),
-        }
-
     def describe_choice(self) -> str:
         """The first plan, on one line."""
         best = self.result.prices[0]
         return f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
 
     def to_json(self) -> str:
-        """The same as text."""
+        """The same as `to_json_dict`, as text."""
         return json.dumps(self.to_json_dict(), indent=2)
 
     def render_table(self) -> Table:
-        """For people."""
+        """The answer for people."""
         from rich.table import Table
 
         plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
@@ -144,11 +149,9 @@ class Answer:
         if self.result.too_large:
             title += f", {len(self.result.too_large)} of the fastest too large"
         shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
-        lines = (
-            [f"too large: {describe_near_miss(self.result.missed, self.result.prices[0])}"]
-            if self.result.missed
-            else []
-        )
+        lines = []
+        if self.result.missed:
+            lines.append(f"too large: {describe_near_miss(self.result.missed, self.result.prices[0])}")
         if self.uncounted:
             lines.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         shown.caption = "\n".join(lines) or None
@@ -178,12 +181,9 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         PlanError: if no plan fits, or the priced one does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
-    profile, source = (
-        load_machine_profile(ask),
-        CONFIGS / ask.model if ask.model in list_published_models() else _find_model(ask.model),
-    )
-    call = fill_call_arguments(ask)
-    subject = PlanSubject.from_configs(ask.model, source)
+    profile = load_machine_profile(ask)
+    source = CONFIGS / ask.model if ask.model in list_published_models() else _find_model(ask.model)
+    call, subject = fill_call_arguments(ask), PlanSubject.from_configs(ask.model, source)
     plan = None if ask.price is None else Plan.parse(ask.price)
     devices = ask.devices or (profile.devices if plan is None else plan.world)
     if devices % ask.hosts:
@@ -201,10 +201,8 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
     if plan is None:
         result = search_plans(subject, call, profile, wanted, skips)
     else:
-        devices, result = (
-            plan.world,
-            SearchResult((price_single_plan(subject, call, profile, wanted, plan, skips),), (), 1),
-        )
+        devices = plan.world
+        result = SearchResult((price_single_plan(subject, call, profile, wanted, plan, skips),), (), 1)
     return Answer(ask.model, profile.name, devices, result, subject.uncounted)
 
 
@@ -231,10 +229,10 @@ def plan_for(
     if min_psnr is not None:
         if others := sorted(set(asked) - {"devices", "max_latency"}):
             raise PlanError(f"min_psnr={min_psnr:g} asks an evaluation, which has no {others[0]}; leave it out")
-        found = load_evaluation(model, evaluation)
-        rows = [row for row in found["settings"] if row["cache"] == "none"]
+        measured = load_evaluation(model, evaluation)
+        rows = [row for row in measured["settings"] if row["cache"] == "none"]
         row = choose(rows, min_psnr=min_psnr, max_latency=asked.get("max_latency"), world=asked.get("devices"))
-        where = found.get("measured", {}).get("machine", "another machine")
+        where = measured.get("measured", {}).get("machine", "another machine")
         _print_on_first_rank(f"picked: {describe_setting(row)}, as evaluated on {where}")
         return Plan.parse(row["plan"])
     known_words = [field.name for field in dataclasses.fields(PlanQuestion)]
@@ -252,7 +250,7 @@ def _print_on_first_rank(line: str) -> None:
 
 
 def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
-    """What the first is made of, and why each other is not the first."""
+    """For each price one phrase: what the first is made of, and why each other is slower."""
     best = prices[0]
     yield f"the fastest: {describe_shares(best)}" if len(prices) > 1 else describe_shares(best)
     for price in prices[1:]:
@@ -266,7 +264,7 @@ def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
 
 
 def describe_shares(price: Price) -> str:
-    """The share of compute, and the largest part beside it."""
+    """The share of compute, and the largest other part."""
     parts = _split_latency(price)
     share = {kind: parts[kind] / price.latency_s for kind in parts}
     name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])
@@ -274,7 +272,7 @@ def describe_shares(price: Price) -> str:
 
 
 def describe_near_miss(missed: NearMiss, best: Price) -> str:
-    """What is missed for want of memory."""
+    """How fast a plan would be that does not fit, and the memory that it lacks."""
     price, faster = missed.price, 1 - missed.price.latency_s / best.latency_s
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
     lacks = f"lacks {format_bytes(missed.lacks)} a device"
@@ -292,8 +290,3 @@ def _find_model(model: str) -> Any:
         raise ModelError(
             f"{error}; published models that can be planned for: {', '.join(list_published_models())}"
         ) from error
-
-
-def _read_published_call(model: str) -> dict[str, Any]:
-    arguments: dict[str, Any] = json.loads((CONFIGS / model / "generation.json").read_text("utf-8"))
-    return arguments

@@ -1,4 +1,4 @@
-"""A budget of quality or time, and the plan and cache that a stored evaluation (`ditile evaluate`) picks for it. Pure.
+"""Picks a plan and a cache from a stored evaluation (`ditile evaluate`) for a budget of quality or time. Pure.
 
 choose(rows, min_psnr=30)       the fastest setting whose mean PSNR to the original pipeline is at least 30 dB
 choose(rows, max_latency=5)     of the settings that took at most 5 s, the one that comes closest to the original
@@ -18,7 +18,7 @@ from ditile.plan.flags import define_option
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "assets" / "evaluations"
 IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
-"""What `choose` reads of a row; JSON may have a whole number for a float."""
+"""The keys of a row that `choose` reads; JSON may have a whole number for a float."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,23 +127,21 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
         evaluation = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LoadError(f"evaluation={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(evaluation, dict) or not _is_setting_list(evaluation.get("settings")):
+    rows = evaluation.get("settings") if isinstance(evaluation, dict) else None
+    if not isinstance(rows, list) or not rows or not all(map(_is_valid_setting, rows)):
         raise LoadError(f"evaluation={str(path)!r} is no evaluation; give what ditile evaluate wrote as {FILE}")
     if evaluation.get("model") != model:
         raise ModelError(
             f"evaluation={str(path)!r} is of model {evaluation.get('model')!r}, not of {model!r}; evaluate it"
         )
-    return evaluation
+    checked: dict[str, Any] = evaluation
+    return checked
 
 
-def _is_setting_list(rows: Any) -> bool:
-    """Whether these are rows that can be chosen from."""
-    return (
-        isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) and _is_valid_setting(row) for row in rows)
-    )
-
-
-def _is_valid_setting(row: Mapping[str, Any]) -> bool:
+def _is_valid_setting(row: Any) -> bool:
+    """Whether `choose` can read a row."""
+    if not isinstance(row, dict):
+        return False
     for name, kind in IN_A_ROW.items():
         value, kinds = row.get(name), (int, float) if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):

@@ -120,20 +120,16 @@ class DisturbanceGuard:
         """The result of the first measurement after which the machine is at its best, or of the last one allowed."""
         if self._times == 0:
             return measure()
-        result, seconds = self._measure_once(measure)
-        while self.last > LIMIT and self.num_repeats < self._times and self._wait_until_quiet():
+        while True:
+            began = time.perf_counter()
+            result = measure()
+            seconds = time.perf_counter() - began
+            self.last = self._slower()
+            if self.last <= LIMIT or self.num_repeats == self._times or not self._wait_until_quiet():
+                self.seconds += seconds
+                self.disturbed_s += seconds if self.last > LIMIT else 0.0
+                return result
             self.num_repeats += 1
-            result, seconds = self._measure_once(measure)
-        self.seconds += seconds
-        self.disturbed_s += seconds if self.last > LIMIT else 0.0
-        return result
-
-    def _measure_once(self, measure: Callable[[], _Result]) -> tuple[_Result, float]:
-        began = time.perf_counter()
-        result = measure()
-        seconds = time.perf_counter() - began
-        self.last = self._slower()
-        return result, seconds
 
     def _wait_until_quiet(self) -> bool:
         """Whether the machine became quiet before the allowed pauses were used up."""

@@ -1,13 +1,14 @@
-"""What a model's forward holds at once, counted on the meta device: numbers that grow with the tokens of a call.
+"""The tensors that are alive at once, counted: in a model's forward on the meta device, or exactly in real code.
 
-The moment that holds most depends on the call: a block's feed-forward with many image tokens, the text's with few. So
-all moments are kept that no other exceeds in every kind, and a call's peak is the largest of them at its own lengths.
+A `Footprint` is in numbers that grow with the tokens of a call. Which moment needs most memory depends on the call: a
+block's feed-forward with many image tokens, the text's with few. So all moments are kept that no other exceeds in every
+kind, and a call's peak is the largest of them at its own lengths.
 
-Live bytes: what the tensors that exist at one time occupy, exactly; what kernels use inside is not seen.
+`LiveBytes` counts real tensors; it does not see what kernels use inside:
 
-with LiveBytes() as live:
-    vae.decode(latents)
-live.peak, live.largest
+    with LiveBytes() as live:
+        vae.decode(latents)
+    live.peak, live.largest
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class LiveNumbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a forward holds.
+    """The numbers that are alive in a forward.
 
     Attributes:
         moments: none of which exceeds another in every kind.
         fused: the same where GELU is one kernel with the product in front of it.
-        attending: the same of those at which attention is computed.
-        kept: of each block, what is remembered of it for a whole generation.
+        attending: the same of the moments in which attention is computed.
+        kept: of each block, the numbers that are kept for a whole generation.
     """
 
     moments: tuple[LiveNumbers, ...]
@@ -73,38 +74,28 @@ class Footprint:
     kept: tuple[LiveNumbers, ...]
 
     def divide_by_ranks(self, channels: int, ranks: int) -> Footprint:
-        """What a rank of tensor parallelism holds, where a token has so many channels between blocks."""
+        """The footprint of one of the ranks of tensor parallelism; a token has so many channels between blocks."""
+        whole = WHOLE * channels
 
-        def divide_numbers(moment: LiveNumbers) -> LiveNumbers:
-            return LiveNumbers(
-                *(x if x < WHOLE * channels else WHOLE * channels + (x - WHOLE * channels) / ranks for x in moment)
-            )
+        def divide_moments(moments: tuple[LiveNumbers, ...], whole: int) -> tuple[LiveNumbers, ...]:
+            return tuple(LiveNumbers(*(min(x, whole) + max(x - whole, 0) / ranks for x in each)) for each in moments)
 
-        kept = tuple(LiveNumbers(*(x / ranks for x in entry)) for entry in self.kept)
-        moments, fused, attending = (
-            tuple(map(divide_numbers, entry)) for entry in (self.moments, self.fused, self.attending)
-        )
-        return Footprint(moments, fused, attending, kept)
+        moments, fused, attending = (divide_moments(each, whole) for each in (self.moments, self.fused, self.attending))
+        return Footprint(moments, fused, attending, divide_moments(self.kept, 0))
 
 
 class StorageTracker(TorchDispatchMode):
     """Follows the storages that operators make within it, until they are freed.
 
     Args:
-        made: told of each one, by the tensor that came with it; what it returns is called when the storage is freed.
+        on_create: called for each storage with its first tensor; what it returns is called when the storage is freed.
     """
 
     def __init__(self, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_create, self._known = on_create, dict[int, weakref.ref[Any]]()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, lambda _: lambda: None)
@@ -129,10 +120,10 @@ class StorageTracker(TorchDispatchMode):
 
 
 class FootprintTracker(StorageTracker):
-    """Notes the moments of what is run within it.
+    """Notes the numbers that are alive after each storage that is made within it.
 
     Args:
-        held: what a tensor is, by its shape.
+        count_tensor: the numbers of a tensor, by the streams that its shape shows.
     """
 
     def __init__(self, count_tensor: Callable[[Tensor], LiveNumbers]) -> None:
@@ -140,13 +131,7 @@ class FootprintTracker(StorageTracker):
         self._count_tensor, self._live_numbers, self._is_gelu = count_tensor, LiveNumbers(), False
         self._fused, self._gelu, self._attending = set[LiveNumbers](), set[LiveNumbers](), set[LiveNumbers]()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._is_gelu = func is torch.ops.aten.gelu.default
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -161,11 +146,11 @@ class FootprintTracker(StorageTracker):
         return subtract_storage
 
     def attend_to_keys(self) -> None:
-        """Attention is computed."""
+        """Notes that attention is computed now."""
         self._attending.add(self._live_numbers)
 
     def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
-        """What was seen."""
+        """The footprint of all that was run; `kept` of each block."""
         every = (self._fused | self._gelu, self._fused, self._attending)
         moments, fused, attending = (tuple(find_pareto_front(candidates)) for candidates in every)
         return Footprint(moments, fused, attending, tuple(kept))
@@ -177,7 +162,7 @@ def count_decoder_numbers(config: Mapping[str, Any], kind: Any = AutoencoderKL) 
 
 
 def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
-    """The same of a VAE of frames, by how many latent ones there are: a line from few on.
+    """The same of a VAE of frames, by the number of latent frames: from `FRAMES` on it is a line.
 
     Args:
         kind: its class.
@@ -211,7 +196,7 @@ def _count_decoding_peak(kind: Any, config: Mapping[str, Any], channels: str, fr
 
 
 def find_pareto_front(moments: Iterable[LiveNumbers]) -> Sequence[LiveNumbers]:
-    """Those that no other exceeds in every kind."""
+    """The moments that no other one exceeds in every kind."""
     front: list[LiveNumbers] = []
     for one in sorted(moments, reverse=True):
         if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in front):

@@ -1,8 +1,8 @@
-"""What a transformer computes, counted: its forward runs once without numbers, and every kernel is noted.
+"""Counts what a transformer computes: its forward runs once on the meta device, and every kernel is noted.
 
-The forward is the family's own, on the meta device, at a size whose token counts are told apart: an operation on 703
-rows belongs to the image, one on 59 to the text, one on 762 to both. A kernel so says how it grows with the tokens of a
-rank, and `Work` is what a block, or the rest of the model, has of each. Blocks that are built alike are run once.
+The forward is the family's own, at a size whose token counts cannot be confused: an operation on 703 rows belongs to
+the image, one on 59 to the text, one on 762 to both. So each kernel shows how it grows with the tokens of a rank, and
+`Work` is how often a block, or the rest of the model, runs each. Blocks that are built alike run once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
 """Whose tokens a kernel works on; `once`: of none, the same for any picture."""
 
-GRID, TEXT = Grid(19, 37, 37), 59  # 703 tokens and 59: of no width of a model, nor of each other
+GRID, TEXT = Grid(19, 37, 37), 59
+"""703 tokens of the image and 59 of the text: no width of a model, nor a multiple of each other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
@@ -42,7 +43,7 @@ FREE = {
     "aten::empty_like",
     "aten::lift_fresh",
 }
-"""What moves no number."""
+"""Operators that read and write no numbers."""
 
 
 class RooflineKernel(NamedTuple):
@@ -67,8 +68,7 @@ Work = Mapping[RooflineKernel, int]
 
 
 class WorkMix(NamedTuple):
-    """The work of some blocks, alike ones together, and how often each is done: in every call, once in a step, once in
-    a generation."""
+    """The work of some blocks and how often each is done in a call, in a step and in a generation."""
 
     blocks: Sequence[tuple[Work, float]]
     steps: Sequence[tuple[Work, float]]
@@ -80,16 +80,12 @@ class TransformerWork:
     """A transformer's work in one call with one row.
 
     Attributes:
-        blocks: of each block.
-        block_steps: of each block, once in a step.
-        block_once: of each block, once in a generation.
-        first: before them, on the first stage: the embedding of the latents.
+        blocks, block_steps, block_once: of each block, in every call, once in a step, once in a generation.
+        first: before the blocks, on the first stage: the embedding of the latents.
         last: behind them: the head.
-        every: of every rank, in every call.
-        step: of every rank, once in a step.
-        once: once in a generation.
-        footprint: what it holds meanwhile.
-        before: of each block, what it does up to its first attention.
+        every, step, once: of every rank, in every call, once in a step, once in a generation.
+        footprint: the numbers that are alive meanwhile.
+        before: of each block, its work up to its first attention.
     """
 
     blocks: tuple[Work, ...]
@@ -104,7 +100,7 @@ class TransformerWork:
     before: tuple[Work, ...] = ()
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
-        """The work of some blocks, of whose calls each runs in such a share."""
+        """The work of some blocks, each of which runs in such a share of the calls."""
         ones = [1.0] * len(blocks)
         work_lists = [
             _merge_same_work([work[block] for block in blocks], times)
@@ -141,6 +137,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
     with ExitStack() as stack:
         for hook in hooks.chain:
             kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
+            # A block that is built like an earlier one is not run: it hands on its inputs.
             if kind in kinds:
                 override_attribute(stack, hook.block, "forward", _make_passthrough(hook.io.returns))
             first = kinds.setdefault(kind, hook.index)
@@ -148,22 +145,12 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
             for name in ("block step", "block once"):
                 recorder.work.setdefault((name, first), Counter())
             stack.enter_context(recorder.record_module(hook.block, ("block", first)))
-        for place, paths in (
-            ("first", (spec.image_tokens,)),
-            ("last", (spec.out,)),
-            ("step", spec.per_step),
-            ("once", spec.constant),
-        ):
-            for path in paths:
-                for _, module in match_modules(transformer, path):
-                    stack.enter_context(recorder.record_module(module, (place, 0)))
-        for place, patterns in (("block step", spec.per_step), ("block once", spec.constant)):
-            for path, module in (
-                named_module for pattern in patterns for named_module in match_modules(transformer, pattern)
-            ):
-                for hook in hooks.chain:
-                    if path.startswith(f"{hook.name}."):
-                        stack.enter_context(recorder.record_module(module, (place, recorder.alike[hook.index])))
+        ends = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
+        for place, pattern in ((place, pattern) for place, patterns in ends.items() for pattern in patterns):
+            for path, module in match_modules(transformer, pattern):
+                block = next((hook.index for hook in hooks.chain if path.startswith(f"{hook.name}.")), None)
+                key = (place, 0) if block is None else (f"block {place}", recorder.alike[block])
+                stack.enter_context(recorder.record_module(module, key))
         with torch.device("meta"), torch.no_grad(), recorder, recorder.attention, tracker:
             transformer(**spec.example(config, GRID, TEXT), return_dict=False)
     kinds_in_order = [first for _, first in sorted(recorder.alike.items())]
@@ -186,7 +173,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
 
 
 class _KernelRecorder(TorchDispatchMode):
-    """Notes kernels under the innermost of the modules that were named; `attend` is told of attention."""
+    """Notes kernels under the innermost of the modules to record; calls `attend` where attention is computed."""
 
     def __init__(self, attend: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -201,7 +188,7 @@ class _KernelRecorder(TorchDispatchMode):
 
     @contextmanager
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
-        """What a module does is noted at a place."""
+        """Notes the kernels of a module at a place."""
         self.work.setdefault(place, Counter())
         before = module.register_forward_pre_hook(lambda *_: self._at.append(place))
         after = module.register_forward_hook(lambda _, __, out: self._leave_module(out))
@@ -242,11 +229,8 @@ class _AttentionRecorder(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
-        channels = query.shape[1] * query.shape[3]
-        kernel = RooflineKernel(
-            "attention", _match_stream(query.shape[2]), (channels, query.shape[3]), _match_stream(key.shape[2])
-        )
-        self._add(kernel)
+        streams, size = [_match_stream(each.shape[2]) for each in (query, key)], query.shape[3]
+        self._add(RooflineKernel("attention", streams[0], (query.shape[1] * size, size), streams[1]))
         out = torch.empty_like(query)
         self._attend()
         return out
@@ -288,7 +272,8 @@ def _find_widest_stream(tensors: list[Tensor]) -> Stream:
 def _count_live_numbers(tensor: Tensor) -> LiveNumbers:
     numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _find_widest_stream([tensor])
     if stream == "once" and numbers >= (image := _count_stream_tokens("image")) and numbers % image == 0:
-        stream = "image"  # as rows and columns
+        # The image's tokens as rows and columns.
+        stream = "image"
     return LiveNumbers(**{stream: numbers / _count_stream_tokens(stream)})
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD as RECEIVED
-from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD as BORROWED
+from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
+from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.schedule import MicroStep
@@ -52,15 +52,13 @@ class RankMemory(NamedTuple):
 def count_rank_memory(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
 ) -> RankMemory:
-    """Of a rank of a call, whose cross attention sees so many words."""
+    """The memory of a rank in a call whose cross attention sees so many tokens of text."""
     place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
     if plan.warmup_mode == "sequence":
-        every = range(len(job.weights.blocks))
-        weights += (BORROWED + 1) * max(
-            subject.count_parameters(range(block, block + 1), plan.tensor) for block in every
-        )
+        blocks = (range(block, block + 1) for block in range(len(job.weights.blocks)))
+        weights += (BLOCKS_AHEAD + 1) * max(subject.count_parameters(block, plan.tensor) for block in blocks)
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return RankMemory(
         weights=weights * size,
@@ -74,7 +72,7 @@ def count_rank_memory(
 
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
-    """Of the rank that needs most: the first of a stage has the largest share of its tokens."""
+    """Bytes of the rank that needs most: the first rank of a stage has the largest share of its tokens."""
     plan, last = job.plan, job.plan.pipefusion - 1
     step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
@@ -86,10 +84,11 @@ def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, t
 def _count_activation_bytes(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
 ) -> int:
-    """What is computed, sent and received ahead at the largest micro-step; and what is remembered."""
+    """What is computed, sent and received ahead at the largest micro-step, and what is kept between steps."""
     plan, place, schedule = job.plan, job.locate_rank(rank), job.step_schedule
     footprint = subject.get_footprint(plan.tensor)
-    if plan.rounds_otherwise and FUSED in profile.pointwise:  # in every step; others have some in which it is apart
+    if plan.rounds_otherwise and FUSED in profile.pointwise:
+        # GELU is fused in every step of such a plan; other plans have steps in which it is not.
         footprint = replace(footprint, moments=footprint.fused)
     row = job.compute_replica_shape(place.data).batch * job.shape.element_size
     steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
@@ -104,11 +103,15 @@ def _count_activation_bytes(
         job.stages[place.stage], plan.tensor, job.image_layout.image_tokens, text or text_tokens
     )
     if place.stage > 0:
-        kept += job.image_layout.image_tokens * job.shape.token_channels  # the embedded latents, which nobody reads
+        # The embedded latents, which later stages keep and do not read.
+        kept += job.image_layout.image_tokens * job.shape.token_channels
     if len(schedule.split_micro_batches(MicroStep(0, None))) > 1:
-        kept *= 2  # as rows, and together
+        # Once for each micro-batch, and once for the whole batch.
+        kept *= 2
     latents = NUM_LATENT_COPIES * job.compute_replica_shape(place.data).latent_bytes
-    return int(computed + row * kept) + latents + _count_inflight_key_bytes(job, rank)
+    # DistriFusion has the keys of all layers under way; those of the text are every rank's own.
+    in_flight = cost.count_key_store_bytes(job, rank, text=False) if plan.distrifusion > 1 else 0
+    return int(computed + row * kept) + latents + in_flight
 
 
 def _count_micro_step_peak(
@@ -118,9 +121,9 @@ def _count_micro_step_peak(
     plan, schedule = job.plan, job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
-    steps = (
-        min(2, micro.step) + (len(micro_batches) - 1) / len(micro_batches) if place.stage < plan.pipefusion - 1 else 0
-    )
+    steps = 0.0
+    if place.stage < plan.pipefusion - 1:
+        steps = min(2, micro.step) + (len(micro_batches) - 1) / len(micro_batches)
     sent = steps * job.count_calls_in_step(1) * (image + text) * job.shape.token_channels
     if plan.split_scheme == "sequence":
         sent /= plan.tensor
@@ -146,21 +149,17 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
 
 
 def _count_exchange_numbers(job: PlannedCall) -> float:
-    """Numbers of a token that an exchange around attention adds to what is held then."""
+    """Numbers of a token that an exchange around attention adds to those that are alive then."""
     plan, channels = job.plan, job.shape.token_channels
-    if plan.ulysses > 1:  # queries, keys and values as sent, as received, and in order; with a store it is fitted
+    if plan.ulysses > 1:
+        # Queries, keys and values as sent, as received, and in order; with a store of keys 5 is fitted.
         return (9 if plan.num_patches == 1 else 5) * channels
-    return 6 * channels if plan.ring > 1 else 0  # keys and values that are passed on, the next ones, the sum so far
+    # The keys and values that a ring passes on, the next ones, and the sum so far.
+    return 6 * channels if plan.ring > 1 else 0
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the messages that are received before they are needed, and of the one that is read.
-
-    In the first step none is expected before its call.
-    """
-    return (RECEIVED + 1) * cost.count_activation_bytes(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
-
-
-def _count_inflight_key_bytes(job: PlannedCall, rank: int) -> int:
-    """Bytes of the keys of all layers that DistriFusion has under way; those of the text are every rank's own."""
-    return cost.count_key_store_bytes(job, rank, text=False) if job.plan.distrifusion > 1 else 0
+    """Bytes of the messages that are received before they are needed, and of the one that is read; 0 in step 0."""
+    return (
+        (RECEIVES_AHEAD + 1) * cost.count_activation_bytes(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
+    )

@@ -1,7 +1,7 @@
 """Seconds of each op of a schedule: what a stage computes in a micro-step, what its ranks exchange, what it sends on.
 
-Work that was counted (`kernels`) takes what the machine takes for it (`seconds`); messages go over the links that an
-axis crosses (`links`). `price` puts the ops one behind the other.
+`kernel_times` counts the work, and `seconds` says how long the machine takes for it and for messages over the link that
+an axis crosses. `price` puts the ops one behind the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
@@ -34,6 +34,7 @@ from ditile.planner.seconds import (
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
+SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +60,9 @@ class Basis:
     """One model on one machine, with what is remembered of its work.
 
     Attributes:
-        counted: the model's work.
+        transformer_work: the model's work.
         profile: the machine.
-        words: tokens of text that cross attention sees, which are not in the sequence.
+        text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks that fill a host, one host after the other; None where all are in one.
     """
 
@@ -93,15 +94,14 @@ class Basis:
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
         """The work of some blocks, of which a cache leaves some out."""
         if (blocks, skips) not in self._mixes:
-            runs = [
-                0.0 if skips and skips.can_skip_block(block, len(self.transformer_work.blocks)) else 1.0
-                for block in blocks
-            ]
+            num_blocks = len(self.transformer_work.blocks)
+            runs = [0.0 if skips and skips.can_skip_block(block, num_blocks) else 1.0 for block in blocks]
             self._mixes[blocks, skips] = self.transformer_work.mix_blocks(blocks, runs)
         return self._mixes[blocks, skips]
 
-    def compute_load(self, key: int, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """Seconds of some work, remembered by what it is, and by what tokens it depends on."""
+    def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
+        """Seconds of some work, remembered by the object, which must outlive this, and by the tokens that matter."""
+        key = id(work)
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
         key_of_load = key, tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
@@ -115,56 +115,37 @@ class Basis:
         return RooflineDevice(self.profile)
 
 
-class StepKind(NamedTuple):
-    """What steps with the same work and messages share."""
-
-    first: bool
-    stale: bool
-    keeps: bool
-    is_skipped: bool
-
-
 class OpPricer:
     """Seconds of the ops of one call under one plan, each kind of them priced once.
 
     Args:
         basis: the model and the machine.
         job: the plan and the call.
-        left: what a cache leaves out.
+        skips: what a cache leaves out.
     """
 
     def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
         self._basis, self.job, self.skips = basis, job, skips
-        self._profile = basis.profile
+        self._profile, self.op_schedule = basis.profile, job.step_schedule
         self._places = [RankCoordinates(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
-        self._crowd = compute_slowdown(basis.profile, self._host)
+        self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
     @cached_property
-    def op_schedule(self) -> Schedule:
-        """Of the job."""
-        return self.job.step_schedule
-
-    @cached_property
     def first_alike_stages(self) -> list[int]:
-        """Of each stage, the first one that has the same to do."""
-        alike_stages: list[int] = []
-        seen: dict[Any, int] = {}
-        last = self.job.plan.pipefusion - 1
-        for stage, blocks in enumerate(self.job.stages):
+        """For each stage the first one that does the same work."""
+        first_stages: dict[Any, int] = {}
+        last, group_size = self.job.plan.pipefusion - 1, self.op_schedule.warmup_group_size
+
+        def find_first_alike(stage: int, blocks: range) -> int:
             num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
-            what = (
-                self._basis.fingerprint_work(blocks),
-                num_skippable,
-                stage == 0,
-                stage == last,
-                stage < self.op_schedule.warmup_group_size,
-            )
-            alike_stages.append(seen.setdefault(what, stage))
-        return alike_stages
+            place = stage == 0, stage == last, stage < group_size
+            return first_stages.setdefault((self._basis.fingerprint_work(blocks), num_skippable, place), stage)
+
+        return [find_first_alike(stage, blocks) for stage, blocks in enumerate(self.job.stages)]
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds that an op takes of its stage; `free`: with messages that take no time."""
@@ -176,32 +157,23 @@ class OpPricer:
         return seconds
 
     @cached_property
-    def step_kinds(self) -> Sequence[StepKind]:
-        """Of each step what it shares with those that have the same work and messages."""
+    def step_kinds(self) -> Sequence[tuple[bool, ...]]:
+        """For each step a key; steps with equal keys have the same work and messages."""
         return _list_step_kinds(self.op_schedule, self.skips.steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._make_micro_step(op)
         if op.kind is OpKind.COMPUTE:
-            stage_load = self._compute_stage_load(self._places[stage], micro, op)
-            stage_load = DeviceLoad(stage_load.device * self._crowd, stage_load.host * self._crowd)
-            exchanged = (
-                self._add_warmup_exchanges if self.op_schedule.select_warmup_group(micro) else self._add_exchanges
-            )
-            return (stage_load if free else exchanged(self._places[stage], micro, stage_load)).get_busy_seconds(
-                self._profile
-            )
+            place, is_group = self._places[stage], bool(self.op_schedule.select_warmup_group(micro))
+            load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
+            if not free:
+                load = (self._add_warmup_exchanges if is_group else self._add_exchanges)(place, micro, load)
+            return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
             patches = self.job.plan.num_patches if micro.patch is None else 1
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
             return taken if free else taken + self._compute_guidance_seconds(micro) / patches
-        if free or op.kind not in (
-            OpKind.SEND,
-            OpKind.SEND_STEPPED_PATCH,
-            OpKind.SEND_WHOLE_LATENTS,
-            OpKind.SEND_PREDICTION,
-            OpKind.SEND_KEYS,
-        ):
+        if free or op.kind not in SENDS:
             return 0.0
         link = self.get_axis_link("pipefusion")
         return (1 - link.overlap) * self._compute_message_seconds(stage, op)
@@ -220,14 +192,14 @@ class OpPricer:
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
             size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
-        elif op.kind is OpKind.SEND_KEYS:  # the mean of those that get some
+        elif op.kind is OpKind.SEND_KEYS:
+            # Owners get different sizes, and the schedule knows one op: the mean stands for all.
             owners = range(self.op_schedule.warmup_group_size, job.plan.pipefusion)
-            layers = [
-                (owner, joint, n) for owner in owners for joint, n in job.count_layers(self._places[owner]).items()
-            ]
-            size = sum(n * cost.count_owner_key_bytes(job, owner, joint=joint) for owner, joint, n in layers) / len(
-                owners
-            )
+            size = sum(
+                n * cost.count_owner_key_bytes(job, owner, joint=joint)
+                for owner in owners
+                for joint, n in job.count_layers(self._places[owner]).items()
+            ) / len(owners)
         elif op.kind is OpKind.SEND_PREDICTION:
             size = cost.count_prediction_bytes(job, place)
         else:
@@ -240,27 +212,23 @@ class OpPricer:
         return MicroStep(op.step, op.patch if stale else None)
 
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
-        """A stage's own blocks, the ends with them, in one call or a piece of it."""
-        job, counted, work = self.job, self._basis.transformer_work, self._basis.compute_load
-        tokens = self._make_rank_tokens(place, micro, op)
+        """A stage's own blocks, with the ends of the transformer that it has, in one call or a micro-batch of it."""
+        job, counted, tokens = self.job, self._basis.transformer_work, self._make_rank_tokens(place, micro, op)
         group_size = len(self.op_schedule.select_warmup_group(micro))
         skips = self.skips if op.step in self.skips.steps and not group_size else None
         mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
-        total = work(-1, counted.every, tokens)
-        for each, times in mix.blocks:
-            total = total.combine_loads(work(id(each), each, tokens), times)
+        parts = [(counted.every, 1.0), *mix.blocks]
         if place.stage == 0 or group_size:
-            total = total.combine_loads(work(-2, counted.first, tokens))
+            parts.append((counted.first, 1.0))
         if place.stage == job.plan.pipefusion - 1 or group_size:
-            total = total.combine_loads(work(-3, counted.last, tokens))
+            parts.append((counted.last, 1.0))
         if op.branch == 0 and op.micro_batch == 0 and micro.patch in (None, 0):
-            total = total.combine_loads(work(-4, counted.step, tokens))
-            for each, times in mix.steps:
-                total = total.combine_loads(work(id(each), each, tokens), times)
+            parts += [(counted.step, 1.0), *mix.steps]
         if op.step == 0:
-            total = total.combine_loads(work(-5, counted.once, tokens))
-            for each, times in mix.once:
-                total = total.combine_loads(work(id(each), each, tokens), times)
+            parts += [(counted.once, 1.0), *mix.once]
+        total = DeviceLoad(0.0, 0.0)
+        for work, times in parts:
+            total = total.combine_loads(self._basis.compute_load(work, tokens), times)
         return total
 
     def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
@@ -279,12 +247,9 @@ class OpPricer:
         group_size = len(self.op_schedule.select_warmup_group(micro))
         if group_size:
             image, text = -(-job.image_layout.image_tokens // group_size), -(-text // group_size)
-        own = job.compute_replica_shape(place.data)
-        batch = (
-            len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
-            if plan.warmup_mode == "pipelined"
-            else own.batch
-        )
+        batch = job.compute_replica_shape(place.data).batch
+        if plan.warmup_mode == "pipelined":
+            batch = len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
         keys = job.image_layout
         subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
         return RankTokens(
@@ -309,9 +274,8 @@ class OpPricer:
         """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
         total = own
         for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
-            axes = [
-                axis for axis in (TOKEN_AXES if kind == "prediction" else (kind,)) if getattr(self.job.plan, axis) > 1
-            ]
+            crossed = TOKEN_AXES if kind == "prediction" else (kind,)
+            axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
             link, n = self.get_axis_link(axes[0]), math.prod(getattr(self.job.plan, axis) for axis in axes)
             made = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
             calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
@@ -325,17 +289,15 @@ class OpPricer:
         return total
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
-        """A crew's call: weights of blocks come while others compute, keys of every layer are waited for."""
+        """A call of the warmup group: weights of blocks arrive under computing, keys of every layer are waited for."""
         job, counted, lends = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
         link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
-        rate, tokens = (
-            link.bandwidth * get_bandwidth_share(link, "pipefusion", n),
-            self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro)),
-        )
+        rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
+        tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))
         blocks, exchanges = [], 0
         for block, layers in enumerate(job.weights.layers):
             whole, before = (
-                self._basis.compute_load(id(work), work, tokens).device * self._crowd
+                self._basis.compute_load(work, tokens).device * self._slowdown
                 for work in (counted.blocks[block], counted.before[block])
             )
             sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
@@ -351,7 +313,7 @@ class OpPricer:
         """Seconds of attention in a call: what a ring's messages travel under."""
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
         n, attention_work = self.job.plan.ring, self._basis.select_attention(self.job.stages[place.stage])
-        return self._basis.compute_load(id(attention_work), attention_work, tokens).device * (n - 1) / n
+        return self._basis.compute_load(attention_work, tokens).device * (n - 1) / n
 
     def _compute_guidance_seconds(self, micro: MicroStep) -> float:
         place = self._places[-1]
@@ -367,9 +329,9 @@ class OpPricer:
 
 
 @lru_cache(maxsize=1024)
-def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[StepKind]:
-    """Of each step, of which some are left out: the same for many plans."""
+def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
+    """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     return [
-        StepKind(step == 0, schedule.reads_stale_keys(step), schedule.keeps_keys(step), step in skipped_steps)
+        (step == 0, schedule.reads_stale_keys(step), schedule.keeps_keys(step), step in skipped_steps)
         for step in range(schedule.steps)
     ]

@@ -22,8 +22,10 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule, Span, simulate_schedule
 from ditile.planner.ops import Basis, CacheSkips, OpPricer
 
-ROUNDED = 1e-12  # of a latency: sums in another order differ by as much
-STEADY = 3  # steps after the warmup that are simulated; the others are like the last of them
+ROUNDED = 1e-12
+"""Share of a latency by which sums in another order differ."""
+STEADY = 3
+"""Steps after the warmup that are simulated; the others are like the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +76,9 @@ class Pricer(Basis):
         return _Run(self, job, CacheSkips()).simulate_loop(free=False)[0]
 
     def estimate_latency(self, job: PlannedCall, skips: CacheSkips | None = None, most: float = math.inf) -> float:
-        """Seconds of the loop, from its formula instead of the simulation: what plans are sifted by.
+        """Seconds of the loop by a formula instead of the simulation; the search sorts plans by them.
 
-        Above `most` it is not counted to the end, and at least what is returned.
+        Above `most` counting stops, and the latency is at least what is returned.
         """
         return _Run(self, job, skips or CacheSkips()).estimate_latency(most)
 
@@ -113,28 +115,20 @@ class _Run:
         return ends[-1] + (steps - shown) * tail, max(busy)
 
     def count_sent_bytes(self) -> int:
-        """Bytes that all ranks send in the whole call; steps of one kind are alike; without a crew stages are."""
-        job, plan, last = self._job, self._job.plan, self._job.shape.steps - 1
+        """Bytes that all ranks send in the whole call. Steps of one kind send the same, as do most stages."""
+        job, plan, schedule, last = self._job, self._job.plan, self._schedule, self._job.shape.steps - 1
         kinds: dict[tuple[bool, ...], list[int]] = {}
         for step in range(last + 1):
-            kind = (
-                job.step_schedule.reads_stale_keys(step),
-                job.step_schedule.keeps_keys(step),
-                step == 0,
-                step == last,
-            )
+            kind = (schedule.reads_stale_keys(step), schedule.keeps_keys(step), step == 0, step == last)
             kinds.setdefault(kind, []).append(step)
         inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
+        alike = list(range(plan.pipefusion)) if schedule.warmup_group_size else self._ops.first_alike_stages
         for rank in range(plan.world):
             stage = rank // inner % plan.pipefusion
-            if job.step_schedule.warmup_group_size or self._ops.first_alike_stages[stage] == stage:
-                sizes = [
-                    len(steps) * sum(cost.count_traffic_in_step(job, rank, steps[0]).values())
-                    for steps in kinds.values()
-                ]
-                total += sum(sizes) * (
-                    1 if job.step_schedule.warmup_group_size else self._ops.first_alike_stages.count(stage)
-                )
+            if alike[stage] == stage:
+                for steps in kinds.values():
+                    in_step = sum(cost.count_traffic_in_step(job, rank, steps[0]).values())
+                    total += alike.count(stage) * len(steps) * in_step
         return total
 
     def estimate_latency(self, most: float) -> float:
@@ -150,13 +144,12 @@ class _Run:
         for is_stale, alike in kinds:
             if total > most:
                 return total
-            like = alike[min(1, len(alike) - 1)]  # the first step of all has more to do
-            each = (
-                self._estimate_asynchronous_step(like, (most - total) / len(alike))
-                if is_stale
-                else self._estimate_synchronous_step(like)
-            )
-            total += len(alike) * each
+            # The first step of all has more to do, so that the second of a kind stands for it.
+            like = alike[min(1, len(alike) - 1)]
+            if is_stale:
+                total += len(alike) * self._estimate_asynchronous_step(like, (most - total) / len(alike))
+            else:
+                total += len(alike) * self._estimate_synchronous_step(like)
         if self._job.plan.pipefusion > 1:
             total += min(warm, steps - 1) * self._ops.get_travel_seconds(
                 self._job.plan.pipefusion - 1, Op(OpKind.SEND_STEPPED_PATCH, 0, 0)
@@ -182,18 +175,18 @@ class _Run:
         return calls * one / num_micro_batches + sum(hop.travel for hop in hops) + stepped + patches * back.seconds
 
     def _estimate_warmup_messages(self, step: int) -> float:
-        """Seconds of a crew's messages: keys to others, predictions to the last stage, latents to the other members."""
+        """Seconds of a warmup group's messages: keys to others, predictions to the last stage, latents to members."""
         schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
         given = last + 1 - schedule.warmup_group_size if schedule.keeps_keys(step) else 0
-        op = Op(OpKind.SEND_PREDICTION, step, None)  # the first stage is of every crew, and never the last one
+        op = Op(OpKind.SEND_PREDICTION, step, None)
+        # Stage 0 stands for the senders: it is in every warmup group, and never the last stage.
         message_seconds = calls * self._ops.get_op_seconds(0, op, free=False) + self._ops.get_travel_seconds(0, op)
         if given:
             message_seconds += calls * given * self._ops.get_op_seconds(0, Op(OpKind.SEND_KEYS, step, None), free=False)
         others = sum(0 < member < last for member in range(schedule.warmup_group_size))
         if others and step + 1 < self._job.shape.steps and not schedule.reads_stale_keys(step + 1):
-            message_seconds += others * self._ops.get_op_seconds(
-                last, Op(OpKind.SEND_WHOLE_LATENTS, step, None), free=False
-            )
+            latents = Op(OpKind.SEND_WHOLE_LATENTS, step, None)
+            message_seconds += others * self._ops.get_op_seconds(last, latents, free=False)
         return message_seconds
 
     def _estimate_asynchronous_step(self, step: int, most: float) -> float:
@@ -203,7 +196,8 @@ class _Run:
         """
         calls, patches = self._job.count_calls_in_step(step), self._num_patches
         ops = [Op(OpKind.COMPUTE, step, self._select_patch(patch)) for patch in (0, patches - 1)]
-        for free in (True, False):  # most plans are too slow without any message, and those take longest to count
+        # Messages take longest to count, and most plans are too slow without any of them.
+        for free in (True, False):
             alone = calls * (
                 self._compute_mean_seconds(0, ops[0], free=free)
                 + (patches - 1) * self._compute_mean_seconds(0, ops[1], free=free)
@@ -212,9 +206,8 @@ class _Run:
                 return alone
         first, other = self._list_patch_seconds(step, 0), self._list_patch_seconds(step, patches - 1)
         hops, back = self._list_patch_hops(step, patches - 1)
-        stepped = self._ops.get_op_seconds(
-            self._job.plan.pipefusion - 1, Op(OpKind.STEP, step, self._select_patch(0)), free=False
-        )
+        step_op = Op(OpKind.STEP, step, self._select_patch(0))
+        stepped = self._ops.get_op_seconds(self._job.plan.pipefusion - 1, step_op, free=False)
         sends = [calls * hop.seconds for hop in hops] + [stepped + back.seconds]
         busy = [calls * (one + (patches - 1) * each) for one, each in zip(first, other, strict=True)]
         ways = [
@@ -226,12 +219,9 @@ class _Run:
 
     def _estimate_drain_time(self, step: int) -> float:
         """Seconds in which the last patch of all goes through the stages behind the busiest one."""
-        each, hops = (
-            self._list_patch_seconds(step, self._num_patches - 1),
-            self._list_patch_hops(step, self._num_patches - 1)[0],
-        )
-        way = sum(each) + sum(hop.seconds + hop.travel for hop in hops)
-        return way - max(each)
+        last = self._num_patches - 1
+        each, hops = self._list_patch_seconds(step, last), self._list_patch_hops(step, last)[0]
+        return sum(each) + sum(hop.seconds + hop.travel for hop in hops) - max(each)
 
     @property
     def _num_patches(self) -> int:
@@ -262,10 +252,9 @@ class _Run:
 
     def _list_stage_seconds(self, op: Op) -> list[float]:
         """Seconds of a call on every stage."""
-        seconds_of_stage = {
-            stage: self._compute_mean_seconds(stage, op) for stage in dict.fromkeys(self._ops.first_alike_stages)
-        }
-        return [seconds_of_stage[stage] for stage in self._ops.first_alike_stages]
+        alike = self._ops.first_alike_stages
+        seconds_of_stage = {stage: self._compute_mean_seconds(stage, op) for stage in set(alike)}
+        return [seconds_of_stage[stage] for stage in alike]
 
     def _compute_mean_seconds(self, stage: int, op: Op, *, free: bool = False) -> float:
         """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
@@ -282,7 +271,7 @@ def _group_alike_steps(
 
     Args:
         schedule: of a plan.
-        left: steps that a cache leaves out.
+        skipped_steps: steps that a cache leaves out.
         even: whether the first step has as many calls as the others.
     """
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}

@@ -1,9 +1,8 @@
-"""The plans that are searched for a model, a call and a machine, the fastest first.
+"""Searches the plans for a model, a call and a machine, the fastest first.
 
-Degrees come from the divisors of the ranks, patches from powers of two over the stages. A formula puts them in order,
-in which memory is counted until enough of them fit; of those the price is asked.
-
-What a cache is expected to leave out: its own rules, played over the steps before anything is measured.
+Degrees come from the divisors of the ranks, patches from powers of two over the stages. A formula sorts the plans. In
+that order memory is counted until enough plans fit, and these are simulated. `predict_skipped_steps` plays the rules of
+a cache over the steps before anything is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.cache.rules import DecisionRecord, RuleVerdict
 from ditile.errors import PlanError
 from ditile.plan.cost import PlannedCall
-from ditile.plan.plan import Plan
+from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_peak_bytes
 from ditile.planner.ops import CacheSkips
@@ -32,15 +31,19 @@ from ditile.planner.profile import Profile
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
-SHOWN = 8  # plans that are priced to the end
-SIFTED = 2 * SHOWN  # plans whose other kinds of warmup are tried
-ABOVE = 1.01  # the most that the formula is above the simulation
-FACTORS = (1, 2, 4)  # patches for each stage
+SHOWN = 8
+"""Plans that are simulated to the end."""
+SIFTED = 2 * SHOWN
+"""Plans whose other kinds of warmup are tried."""
+ABOVE = 1.01
+"""How many times the simulation's latency the formula's is at most."""
+FACTORS = (1, 2, 4)
+"""Patches for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchRequest:
-    """What is asked.
+    """The bounds of a search.
 
     Attributes:
         devices: ranks at most, over all hosts.
@@ -75,14 +78,14 @@ class NearMiss(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What came of a search.
+    """The plans that a search comes to.
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: those that need more memory than there is, of as many of the fastest as were looked at, the fastest
-            first; all of them where none fits.
+        too_large: the plans that need more memory than there is, among the fastest ones that were looked at (all where
+            none fits), the fastest first.
         legal: how many plans were searched: all that the model and the call allow.
-        missed: the fastest of those that are too large, where it would be as fast as the first that fits.
+        missed: the fastest of `too_large`, where it would be as fast as the first that fits.
     """
 
     prices: tuple[Price, ...]
@@ -92,10 +95,10 @@ class SearchResult:
 
 
 class _PlanEstimate(NamedTuple):
-    """A plan by the formula's seconds, and in the order of the search.
+    """A plan by the formula's seconds, then by the order of the search.
 
     Attributes:
-        is_whole: whether the formula was counted to its end; what it comes to is else at least these seconds.
+        is_whole: whether the formula was counted to its end; if not, the latency is at least these seconds.
         memory: bytes of the rank that needs most, once they are counted.
     """
 
@@ -108,9 +111,7 @@ class _PlanEstimate(NamedTuple):
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Within, Python looks for no cycles: a search makes many small objects, and torch's would be looked through again
-    and again for their sake.
-    """
+    """Turns the collection of cycles off: a search makes many objects, and torch's would be scanned again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -140,7 +141,6 @@ def search_plans(
     legal = len(queue)
 
     def iterate_fitting_plans() -> Iterator[_PlanEstimate]:
-        """Those that do, the fastest first."""
         while queue:
             first = heapq.heappop(queue)
             if not first.is_whole:
@@ -194,14 +194,10 @@ def price_single_plan(
         raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={wanted.devices}")
     job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
     pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
-    memory, space = (
-        count_peak_bytes(subject, job, profile, pricer.text_tokens),
-        wanted.memory_bytes or profile.memory_bytes,
-    )
-    if memory > space:
-        raise PlanError(
-            f"'{plan}' needs {_format_gigabytes(memory)} a device, and there are {_format_gigabytes(space)}"
-        )
+    memory, space = count_peak_bytes(subject, job, profile, pricer.text_tokens), wanted.memory_bytes
+    if memory > (space := space or profile.memory_bytes):
+        needs, there = _format_gigabytes(memory), _format_gigabytes(space)
+        raise PlanError(f"'{plan}' needs {needs} a device, and there are {there}")
     price, limit = pricer.price_call(job, skips, memory), wanted.max_latency_s
     if limit is not None and price.latency_s > limit:
         raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
@@ -274,7 +270,7 @@ def make_pricer(subject: PlanSubject, call: Mapping[str, Any], profile: Profile,
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> Iterator[Plan]:
-    """Every plan that the model and the call allow, on so many ranks and unless all must work on divisors of them."""
+    """Every plan that the model and the call allow, on all devices or, unless all must work, on a divisor of them."""
     facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
     for world in [wanted.devices] if wanted.all_devices else list_divisors(wanted.devices):
         for degrees in _iterate_degrees(world, shape):
@@ -287,19 +283,12 @@ def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> 
 def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
     branches = shape.branches_per_call * shape.calls
-    for data, cfg, pipefusion, ring, distrifusion, ulysses, tensor in _iterate_products(world, 7):
-        if cfg > min(branches, 2) or data > shape.images or shape.heads % tensor:
+    for factors in _iterate_products(world, len(AXES)):
+        degrees = dict(zip(AXES, factors, strict=True))
+        if degrees["cfg"] > min(branches, 2) or degrees["data"] > shape.images or shape.heads % degrees["tensor"]:
             continue
-        if distrifusion == 1 or pipefusion == ring == 1:
-            yield {
-                "data": data,
-                "cfg": cfg,
-                "pipefusion": pipefusion,
-                "ring": ring,
-                "distrifusion": distrifusion,
-                "ulysses": ulysses,
-                "tensor": tensor,
-            }
+        if degrees["distrifusion"] == 1 or degrees["pipefusion"] == degrees["ring"] == 1:
+            yield degrees
 
 
 def _iterate_products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -323,7 +312,7 @@ def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[d
 
 
 def iterate_other_warmups(job: PlannedCall) -> Iterator[Plan]:
-    """A plan with its synchronous steps run in the other ways that could make them shorter."""
+    """The plan with the other ways to run its synchronous steps that could make them shorter."""
     plan = job.plan
     if plan.pipefusion == 1 or plan.warmup == 0:
         return
@@ -334,7 +323,7 @@ def iterate_other_warmups(job: PlannedCall) -> Iterator[Plan]:
 
 
 def list_divisors(number: int) -> list[int]:
-    """Of a number, in order."""
+    """The divisors of a number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n < number]
 

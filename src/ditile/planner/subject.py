@@ -1,4 +1,4 @@
-"""What is planned for: a model without its weights, and the calls of it as numbers."""
+"""The model that a plan is for, without its weights, and its calls as numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.registry import require_model_spec
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import find_tensor_table as tensor_table_of
+from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, fill_call_defaults
@@ -50,13 +50,13 @@ class PlanSubject:
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
         decoder: the config of the VAE, if there is one.
-        family: its table, where none is registered for its class.
+        family: its `ModelSpec`, where none is registered for its class.
         uncounted: text encoders whose configs could not be read: they are not in `text`.
-        table: what is known of a family without a `ModelSpec`.
+        table: the table of a family without a `ModelSpec`.
         frames_of_latent: frames that its VAE makes of a latent one.
         coder: the class of the VAE.
         others: parameters of a second transformer, which is called in turns with the first.
-        decodes: numbers that are alive at once for each latent pixel of a picture that is decoded, where it is known.
+        decodes: numbers that are alive at once for each latent pixel of a decoded picture, where a file says it.
     """
 
     name: str
@@ -155,9 +155,7 @@ class PlanSubject:
             config: Any = self.transformer.config
             channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
             whole_footprint = self.transformer_work.footprint
-            self._footprints[ranks] = (
-                whole_footprint if ranks == 1 else whole_footprint.divide_by_ranks(channels, ranks)
-            )
+            self._footprints[ranks] = whole_footprint.divide_by_ranks(channels, ranks) if ranks > 1 else whole_footprint
         return self._footprints[ranks]
 
     def count_kept_numbers(self, blocks: range, ranks: int, image: int, text: int) -> float:
@@ -171,16 +169,12 @@ class PlanSubject:
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        cuts = TensorCuts.match_tensor_table(
-            self.transformer, tensor_table_of(self.transformer, self.model_spec), 0, 2, loaded=True
-        )
+        table = find_tensor_table(self.transformer, self.model_spec)
+        cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=True)
+        named = [(hook.name, hook.block.named_parameters()) for hook in self.block_hooks.chain]
         return tuple(
-            sum(
-                p.numel()
-                for name, p in hook.block.named_parameters()
-                if cuts.select_shard(f"{hook.name}.{name}", p.shape)
-            )
-            for hook in self.block_hooks.chain
+            sum(p.numel() for name, p in parameters if cuts.select_shard(f"{block}.{name}", p.shape))
+            for block, parameters in named
         )
 
     def count_parameters(self, blocks: range, ranks: int) -> int:
@@ -192,7 +186,7 @@ class PlanSubject:
         return self._parameters[blocks, ranks]
 
     @cached_property
-    def _block_parts(self) -> CostModel:
+    def _cost_model(self) -> CostModel:
         return CostModel.from_model_hooks(self.block_hooks)
 
     @cached_property
@@ -215,11 +209,11 @@ class PlanSubject:
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
-        """What can be said in a plan so that a rank needs less memory, without a price in the loop."""
+        """Words of a plan with which a rank needs less memory, at no cost in the loop."""
         return (("vae", "rows"), ("text", "split")) if self.table is None else ()
 
     def can_run_plan(self, plan: Plan) -> bool:
-        """Whether its family can run under a plan at all: one without a `ModelSpec` divides only calls and tokens."""
+        """Whether its family can run under a plan: one without a `ModelSpec` divides only calls and tokens."""
         calls = plan.world == plan.data * plan.cfg * plan.token_ranks
         return self.table is None or (splits_only_tokens(plan) if self.others else calls)
 
@@ -252,23 +246,15 @@ class PlanSubject:
         if self.table is not None:
             check_family_plan(plan, kind, in_turns=self.others > 0)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
-        return PlannedCall(
-            plan=plan,
-            spec=self.model_spec,
-            shape=shape,
-            weights=self.parameter_counts,
-            stages=self._divide_stages(plan),
-        )
-
-    def _divide_stages(self, plan: Plan) -> list[range]:
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:
-            self._stages[key] = divide_blocks(self.block_hooks, plan, self._block_parts)
-        return self._stages[key]
+            self._stages[key] = divide_blocks(self.block_hooks, plan, self._cost_model)
+        weights, stages = self.parameter_counts, self._stages[key]
+        return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=stages)
 
 
 class _OtherParts(NamedTuple):
-    """What is beside a transformer: parameters, text encoders that were not counted, and a `Subject`'s `decodes`."""
+    """Parameters beside a transformer, text encoders that were not counted, and a `PlanSubject`'s `decodes`."""
 
     text: int
     vae: int
@@ -277,19 +263,17 @@ class _OtherParts(NamedTuple):
 
 
 def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _OtherParts:
-    """As written down, or else of models that are made of the configs: files of weights need not be there."""
+    """Read from a file, or else counted on models that are made from configs; files of weights need not be there."""
     facts = Path(source, FACTS)
     if facts.exists():
         counts: dict[str, int] = json.loads(facts.read_text("utf-8"))
         return _OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=counts.get("decoded_numbers"))
-    sizes = {
-        name: _count_encoder_parameters(source, name, index[name][1]) for name in TEXT if (index.get(name) or [None])[0]
-    }
+    names = [name for name in TEXT if (index.get(name) or [None])[0]]
+    sizes = {name: _count_encoder_parameters(source, name, index[name][1]) for name in names}
     with init_on_meta_device():
         coder = _count_module_parameters(kind.from_config(vae))
-    return _OtherParts(
-        sum(size or 0 for size in sizes.values()), coder, tuple(name for name in sizes if sizes[name] is None)
-    )
+    uncounted = tuple(name for name, size in sizes.items() if size is None)
+    return _OtherParts(sum(size or 0 for size in sizes.values()), coder, uncounted)
 
 
 def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:

@@ -1,7 +1,7 @@
-"""Families that run by diffusers' `_cp_plan`, as the planner must know them: their inputs, their tokens, their frames.
+"""Families that run by diffusers' `_cp_plan`: their inputs, tokens and frames, as the planner needs them.
 
-Their forward is counted like that of a family with a `ModelSpec`; what such a one could be cut by is not here, so that
-plans of data, cfg, ulysses and ring are all that is priced.
+Their forward is counted like that of a family with a `ModelSpec`. The tables do not say how a model could be cut, so
+only plans of data, cfg, ulysses and ring are priced.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
-NUM_TEXT_TOKENS = 512  # of text, as pipelines with it in the sequence have them by default
+NUM_TEXT_TOKENS = 512
+"""The default of pipelines with the text in the sequence."""
 
 
 class VaeScale(NamedTuple):
-    """What a VAE makes one of: pixels of a side, and frames."""
+    """Pixels of a side and frames that a VAE makes of a latent one."""
 
     side: int
     frames: int = 1
@@ -45,10 +46,11 @@ class FamilyTable:
         spec: how its forward is called and counted.
         scale: the VAE, without weights -> its scale.
         channels: the VAE's config -> channels of its latents.
-        words: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the sequence.
-        shares_words: whether ranks share those out, so that every layer gathers their keys.
+        text_tokens: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the
+            sequence.
+        splits_text_tokens: whether ranks share those out, so that every layer gathers their keys.
         is_video: whether a call has frames.
-        decodes_frames: whether the VAE does, be it one.
+        decodes_frames: whether the latents of the VAE have frames, be it one.
     """
 
     spec: ModelSpec
@@ -132,20 +134,24 @@ def find_family_table(transformer: nn.Module, index: Mapping[str, Any]) -> Famil
     return family_table
 
 
-def _make_wan_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    side = config["patch_size"][1]
+def _make_packed_inputs(config: Mapping[str, Any], grid: Grid, text: int, width: str) -> dict[str, Any]:
+    """Inputs of a model whose latents are a sequence; `width` is the name of the text's channels in the config."""
     return {
-        "hidden_states": torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side),
+        "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
+        "encoder_hidden_states": torch.empty(1, text, config[width]),
         "timestep": torch.empty(1),
-        "encoder_hidden_states": torch.empty(1, text, config["text_dim"]),
     }
+
+
+def _make_wan_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
+    side, inputs = config["patch_size"][1], _make_packed_inputs(config, grid, text, "text_dim")
+    latents = torch.empty(1, config["in_channels"], 1, grid.rows * side, grid.tokens_per_row * side)
+    return inputs | {"hidden_states": latents}
 
 
 def _make_ltx_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
-        "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
-        "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
-        "timestep": torch.empty(1),
+        **_make_packed_inputs(config, grid, text, "caption_channels"),
         "encoder_attention_mask": torch.empty(1, text),
         "num_frames": 1,
         "height": grid.rows,
@@ -153,21 +159,14 @@ def _make_ltx_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[s
     }
 
 
-def _make_packed_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.empty(1, grid.rows * grid.tokens_per_row, config["in_channels"]),
-        "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
-        "timestep": torch.empty(1),
-    }
-
-
 def _make_qwen_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    return {**_make_packed_inputs(config, grid, text), "img_shapes": [[(1, grid.rows, grid.tokens_per_row)]]}
+    inputs = _make_packed_inputs(config, grid, text, "joint_attention_dim")
+    return inputs | {"img_shapes": [[(1, grid.rows, grid.tokens_per_row)]]}
 
 
 def _make_flux2_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     return {
-        **_make_packed_inputs(config, grid, text),
+        **_make_packed_inputs(config, grid, text, "joint_attention_dim"),
         "guidance": torch.empty(1) if config.get("guidance_embeds", True) else None,
         "img_ids": torch.empty(grid.rows * grid.tokens_per_row, 4),
         "txt_ids": torch.empty(text, 4),
@@ -175,7 +174,7 @@ def _make_flux2_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict
 
 
 def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
-    """Guidance is a second call: as asked for, or with a negative prompt."""
+    """Guidance is a second call: by its scale, or with a negative prompt."""
     own = call.get("true_cfg_scale", 1.0) if call.get("negative_prompt") is not None else 1.0
     return Conditioning(
         text=call.get("max_sequence_length", NUM_TEXT_TOKENS), calls=1 + ((call.get("guidance_scale") or own) > 1)
@@ -183,7 +182,7 @@ def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
 
 
 def _make_unit_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """Nothing is cut."""
+    """One row of one token: the latents are not cut into rows."""
     return Grid(1, 1, 1)
 
 
