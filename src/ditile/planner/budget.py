@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.errors import LoadError, ModelError, PlanError
+from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
 
 FILE = "evaluation.json"
@@ -47,8 +48,7 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ModelError(f"{name}={value} is no bound; try {name}=30")
-        if self.world is not None and self.world < 1:
-            raise ModelError(f"world={self.world} is not a whole number of at least 1")
+        check_counts(self, "world")
         for name in ("evaluation", "world"):
             if getattr(self, name) is not None and not self.has_bound:
                 raise ModelError(

@@ -1,11 +1,11 @@
-"""The question that `ditile plan` answers: for what a plan is wanted. Free of torch, for the command line's help."""
+"""The question that `ditile plan` answers. It imports no torch, so that the command line shows its help at once."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ditile.errors import PlanError
+from ditile.plan.checks import check_counts, check_finite_number
 from ditile.plan.flags import define_option
 
 MAX_DEVICES, MAX_STEPS = 1024, 1000
@@ -14,7 +14,7 @@ MAX_DEVICES, MAX_STEPS = 1024, 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanQuestion:
-    """What a plan is wanted for.
+    """The model, the call, the machine and the bounds that a plan is searched for.
 
     Raises:
         PlanError: if a value is out of its range.
@@ -51,15 +51,11 @@ class PlanQuestion:
     json: str | None = define_option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "frames", "steps", "devices", "hosts", "num_images"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name}={value} is not a whole number of at least 1")
+        check_counts(self, "height", "width", "frames", "steps", "devices", "hosts", "num_images", error=PlanError)
+        check_finite_number(self.guidance, "guidance", example=3.5, error=PlanError, optional=True)
         for name, most in (("devices", MAX_DEVICES), ("steps", MAX_STEPS)):
             if (getattr(self, name) or 1) > most:
                 raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise PlanError(f"guidance={self.guidance} is no finite number; try guidance=3.5")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None and self.hardware is not None:
