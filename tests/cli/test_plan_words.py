@@ -83,7 +83,7 @@ def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, 
         patch.setenv("DITILE_PROFILE", profiles[rank])
         patch.setenv("LOCAL_RANK", str(local[rank]))
         patch.setattr("ditile.distributed.mesh.leave_process_group", lambda: None)  # the pool has yet to use the group
-        patch.setattr("ditile.distributed.rank0.part", lambda: None)
+        patch.setattr("ditile.distributed.rank0.leave_process_group", lambda: None)
         return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
 
 

@@ -23,6 +23,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.answer import fill_call_arguments, plan_for
+from ditile.planner.kernel_times import Work
 from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
@@ -33,7 +34,6 @@ from ditile.planner.seconds import (
     RooflineDevice,
     WarmupBlock,
     compute_warmup_seconds,
-    count_work_flops,
     merge_work,
 )
 from ditile.planner.subject import CONFIGS, PlanSubject
@@ -56,6 +56,15 @@ def subject(name: str) -> PlanSubject:
 
 def call(name: str, **changes: Any) -> dict[str, Any]:
     return fill_call_arguments(PlanQuestion(model=name)) | changes
+
+
+def count_work_flops(work: Work, tokens: RankTokens) -> float:
+    """Operations of matrices and attention."""
+    total = 0.0
+    for kernel, times in work.items():
+        width = {"matmul": kernel.size[1] / 2, "attention": tokens.count_keys(kernel.keys)}.get(kernel.kind, 0)
+        total += times * 4 * tokens.batch * tokens.count_tokens(kernel.stream) * kernel.size[0] * width
+    return total
 
 
 @pytest.mark.parametrize("name", ["shapes-flux", "shapes-pixart", "sd3.5-medium", "flux.1-dev"])

@@ -18,11 +18,12 @@ from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.plan import cost
 from ditile.plan.plan import Plan
 from ditile.planner.footprint import LiveBytes
-from ditile.planner.seconds import RankTokens, count_work_flops, merge_work
+from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import CONFIGS, PlanSubject
 from ditile.planner.tables import TABLES, find_family_table
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.planned import MAKE, denoising, wan_pipeline
+from tests.planner.test_planner import count_work_flops
 from tests.pool import Pool
 
 ROWS, COLUMNS, TEXT = 5, 7, 9

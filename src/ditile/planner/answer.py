@@ -36,7 +36,6 @@ from ditile.runner.load import find_model_source, read_generation_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 8
 ALIKE = 0.005
 """Plans whose latencies differ by less are as fast as each other; of a latency, a part that is not worth a word."""
 
@@ -155,8 +154,7 @@ class Answer:
         if self.uncounted:
             lines.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         shown.caption = "\n".join(lines) or None
-        prices = self.result.prices[:SHOWN]
-        for price, why in zip(prices, explain_prices(prices), strict=True):
+        for price, why in zip(self.result.prices, explain_prices(self.result.prices), strict=True):
             shown.add_row(
                 str(price.plan),
                 format_number(price.latency_s),

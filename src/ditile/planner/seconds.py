@@ -106,19 +106,6 @@ class RooflineDevice:
         return size / curves.get(kind, curves["pointwise"]).interpolate(size)
 
 
-def count_work_flops(work: Work, tokens: RankTokens) -> float:
-    """Operations of matrices and attention."""
-    total = 0.0
-    for kernel, times in work.items():
-        rows = tokens.batch * tokens.count_tokens(kernel.stream)
-        if kernel.kind == "matmul":
-            total += times * 2 * rows * kernel.size[0] * kernel.size[1] / tokens.split
-        elif kernel.kind == "attention":
-            keys = tokens.count_keys(kernel.keys)
-            total += times * 4 * rows * tokens.share * keys * kernel.size[0] * tokens.heads
-    return total
-
-
 def merge_work(works: Iterable[Work]) -> Work:
     """The work of several together."""
     return sum(map(Counter, works), Counter[RooflineKernel]())
