@@ -30,7 +30,7 @@ import ditile.distributed.backend
 import ditile.distributed.mesh
 import ditile.distributed.transport
 
-NEW_GROUP = ditile.distributed.backend.new_group
+NEW_GROUP = ditile.distributed.backend.make_group_on_one_loop
 SINGLE, BATCHED, TAKEN = 1, 2, 10
 """Tags, by which gloo tells messages apart as NCCL does by communicators; `TAKEN` more says that one was received."""
 

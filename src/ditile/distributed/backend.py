@@ -1,12 +1,12 @@
-"""Whether every rank has a GPU of its own: NCCL refuses two ranks on one, and then gloo carries everything.
+"""The backend of groups: NCCL where every rank has a GPU of its own, else gloo; and gloo groups that share a thread.
 
-What a rank sees of its machine does not say it. Some see all GPUs, others only theirs, as number 0 (Slurm with
-`--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each). So each says in the store where they meet which GPU it takes.
-
-Gloo groups on the event loop of the group of all ranks.
+NCCL refuses two ranks on one GPU. What a rank sees of its machine does not tell whether it shares its GPU: some ranks
+see all GPUs, others only their own, as number 0 (Slurm with `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each).
+So each rank writes into the common store which GPU it takes.
 
 torch gives each gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the group
-is there. A mesh has up to ten groups, and ranks that compute on the same cores are interrupted by every one of them.
+is there. A mesh has up to ten groups, and each of them would interrupt the ranks that compute on the same cores. So
+groups here use the device, and the thread, of the group of all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     """The backend for all ranks, the same on each: NCCL for GPUs if no two ranks have the same one, else gloo.
 
     Args:
-        store: that all ranks share; each waits here for all others, as long as the store does.
-        rank: this one among `world`.
-        device: that this rank takes.
+        store: shared by all ranks; each waits here for all others, as long as the store's time limit.
+        rank, world: this rank, and how many there are.
+        device: the one that this rank takes.
     """
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(_identify_gpu(device)))
@@ -48,14 +48,14 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
 
 
 def _identify_gpu(device: torch.device) -> str | None:
-    """What tells a GPU from all others, on all hosts; None for a CPU."""
+    """The identity of a GPU among those of all hosts; None for a CPU."""
     if device.type != "cuda":
         return None
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
 
 
 def _describe_gpu_shortage(everyone: Sequence[str | None]) -> str | None:
-    """Which rank has no GPU, or none of its own; None if all have."""
+    """A sentence that names a rank without a GPU of its own; None if every rank has one."""
     owners: dict[str, int] = {}
     for rank, gpu in enumerate(everyone):
         if gpu is None:
@@ -72,20 +72,21 @@ BACKEND_NAME = "gloo_on_one_loop"
 def make_group_on_one_loop(
     ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None
 ) -> dist.ProcessGroup:
-    """A group of some ranks; all ranks must call it.
+    """Makes a group of some ranks; all ranks must call it.
 
-    Where it is gloo's alone it uses the device of the group of all ranks, if that tells its own. Gloo's ranks have all
-    connected when it returns: one that gave the group back at once would else close it on those that still connect.
+    A group that is gloo's alone uses the device of the group of all ranks, where torch lets us read that.
 
     Args:
         ranks: in order.
-        timeout: how long they wait for each other; None for torch's own.
-        backend: None for that of the group of all ranks.
+        timeout: how long they wait for each other; None for torch's own limit.
+        backend: None for the backend of the group of all ranks.
     """
     backend_options: dict[str, Any] = {"backend": backend}
     if _is_gloo_only(backend) and (devices := _find_world_devices()):
         backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
+    # All ranks of a gloo group connect before one of them goes on: if it left the group at once, it would close the
+    # connections of those that still connect.
     if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
         connect_group(group, torch.device("cpu"))
     return group
@@ -100,7 +101,7 @@ def _is_gloo_only(backend: str | None) -> bool:
 
 
 def _find_world_devices() -> list[Any]:
-    """Those of the group of all ranks; none where it is not gloo's, or lies in torch's wrapper for debugging."""
+    """Gloo's devices of the group of all ranks; none where it is not gloo's, or torch wraps it for debugging."""
     everyone: Any = dist.group.WORLD
     try:
         return list(everyone._get_backend(torch.device("cpu")).options._devices)
@@ -111,7 +112,8 @@ def _find_world_devices() -> list[Any]:
 def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    options._devices, options._threads = devices, 2 * len(devices)  # so many threads as torch has
+    # As many threads as torch itself gives a group.
+    options._devices, options._threads = devices, 2 * len(devices)
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -119,7 +121,7 @@ def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | Non
 
 @functools.cache
 def _register_backend() -> str:
-    """The name of the backend that makes them, known to torch."""
+    """Makes the backend of these groups known to torch; returns its name."""
 
     def make_gloo_group(what: Any, options: Any) -> Any:
         return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)

@@ -1,4 +1,4 @@
-"""The processor of this machine, as well as the system tells it."""
+"""The processor of this machine: its name and its cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def read_cpu_name() -> str:
-    """Its name."""
+    """The name of the processor."""
     if CPUINFO.exists():
         for line in CPUINFO.read_text("utf-8", "replace").splitlines():
             key, _, value = line.partition(":")
@@ -25,5 +25,5 @@ def count_usable_cores() -> int:
 
 
 def list_usable_cores() -> list[int]:
-    """Their numbers."""
+    """The numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -1,12 +1,11 @@
-"""The only reader of `os.environ`.
+"""Environment variables. This is the only module that reads `os.environ`.
 
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
-DITILE_PROGRESS_FD      set by `launch`: a file descriptor on which a rank reports that it makes progress;
-                        a full stop does
-DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, gone when the run is over
+DITILE_PROGRESS_FD      set by `launch`: a file descriptor; a rank that writes a full stop reports progress
+DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
-GLIBC_TUNABLES          what it does not say of glibc.malloc is added for the ranks that `launch` starts
+GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def find_profile_path() -> Path:
 
 
 def read_torchrun_place() -> Torchrun | None:
-    """Its variables; None outside torchrun.
+    """This process's place by torchrun's variables; None outside torchrun.
 
-    A script that sets them itself may leave out LOCAL_RANK, which then counts as RANK.
+    A script that sets them itself may leave out LOCAL_RANK, which is then RANK.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -77,11 +76,11 @@ TORCHAO = {
     "torch.utils._pytree": "%s is an Enum subclass",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
 }
-"""Logger -> how it complains while torchao is imported, which diffusers does where it is installed, wanted or not."""
+"""Logger -> how its complaints begin while diffusers imports torchao, which it does wherever that is installed."""
 
 
 class PrefixFilter(NamedTuple):
-    """A filter of a logger that drops what begins so."""
+    """A filter of a logger that drops messages with a beginning."""
 
     beginning: str
 
@@ -91,22 +90,22 @@ class PrefixFilter(NamedTuple):
 
 
 def silence_library_imports() -> None:
-    """Leaves out what transformers says while it is imported, in processes started from here on too, and torchao."""
+    """Silences imports of transformers and torchao, in this process and in those that it starts."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     silence_torchao()
 
 
 def silence_torchao() -> None:
-    """Leaves out that torchao is built for another torch, or cannot load kernels that nobody asked for."""
+    """Silences torchao where it is built for another torch, or cannot load kernels that are not used."""
     for name, beginning in TORCHAO.items():
         logging.getLogger(name).addFilter(PrefixFilter(beginning))
 
 
 @contextlib.contextmanager
 def redirect_native_stdout() -> Iterator[None]:
-    """Groups are made within: what torch's native code says of it goes to standard error.
+    """Sends the standard output of torch's native code to standard error; groups are made within.
 
-    The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that somebody reads.
+    The gloo of torch 2.9 prints whom it has connected to, and standard output may be JSON that a program reads.
     """
     try:
         saved_stdout = os.dup(1)
@@ -122,16 +121,16 @@ def redirect_native_stdout() -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Tells `launch` that this rank has got one thing done; nothing outside `launch`."""
+    """Reports progress of this rank to `launch`; does nothing outside `launch`."""
     fd = read_progress_fd()
     if fd is not None:
         os.write(fd, b".")
 
 
 MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}
-"""How glibc allocates in ranks, unless GLIBC_TUNABLES says otherwise. With small pages, how fast a matrix product runs
-depends on which of them a process got: up to 15 % apart on one core. And what is given back to the system after each
-operation has to be mapped anew for the next, so up to 512 MiB are kept."""
+"""How glibc allocates in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small ones the speed of a matrix
+product depends on which of them a process got, by up to 15 % on one core. Up to 512 MiB are kept: memory that goes back
+to the system after each operation must be mapped anew for the next one."""
 
 
 def _merge_malloc_tunables() -> str:
@@ -144,37 +143,30 @@ def _merge_malloc_tunables() -> str:
 
 def build_host_environment(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
     """The whole environment of the one rank of a host; its connections go through `interface` to the others."""
-    return os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": master,
-        "MASTER_PORT": "29577",
-        "OMP_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": _merge_malloc_tunables(),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # else it warns of hosts without names
-    }
+    place = _build_place_variables(rank, world, 0, 1, interface)
+    # torch warns of hosts without names, as these are.
+    log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rest = {"MASTER_ADDR": master, "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": log_level}
+    return os.environ | place | rest
 
 
 def build_rank_environment(rank: int, world: int, threads: int, directory: str, progress_fd: int) -> dict[str, str]:
-    """The whole environment of a rank that `launch` starts; its connections stay on the loopback device.
+    """The whole environment of a rank that `launch` starts.
 
-    Also where what was exported for a run of several hosts is still there.
+    Its connections stay on the loopback device, also where variables of a run of several hosts are still exported.
     """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return os.environ | {
+    place = _build_place_variables(rank, world, rank, world, "lo0" if sys.platform == "darwin" else "lo")
+    own = {"DITILE_PROGRESS_FD": str(progress_fd), "DITILE_DIRECTORY": directory}
+    return os.environ | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
+
+
+def _build_place_variables(rank: int, world: int, local_rank: int, local_world: int, interface: str) -> dict[str, str]:
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": str(threads),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
         "GLIBC_TUNABLES": _merge_malloc_tunables(),
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-        "DITILE_PROGRESS_FD": str(progress_fd),
-        "DITILE_DIRECTORY": directory,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
     }

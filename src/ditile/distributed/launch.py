@@ -1,14 +1,15 @@
-"""Start the ranks of one machine: `launch(fn, ranks)` runs `fn` in each and gathers what they return.
+"""Start the ranks of one machine: `launch(fn, ranks)` runs `fn` in each and returns what each of them returned.
 
     images = launch(generate, 4, (plan, prompt))
 
-Each rank is a new process with an initialised `torch.distributed` group. torchrun does the same for many
-machines; what this adds is an honest end: the error is that of the rank which failed first, a hang ends with
-the stacks of every rank, and no process or file outlives the call. (A parent killed by SIGKILL leaves a
-directory of small files in the temporary directory, but no process.) Arguments and results travel as pickles
-over anonymous pipes that no other user can open.
+Each rank is a new process with an initialised `torch.distributed` group. No process or file outlives the call. (A
+parent that is killed by SIGKILL leaves small files in the temporary directory, but no process.) Arguments and results
+travel as pickles over anonymous pipes that no other user can open.
 
-This module never imports torch in the parent.
+Why it is own code: torchrun, and `start_processes` of `torch.distributed.elastic.multiprocessing`, return values and
+errors too, but they do not end a run in which no rank makes progress, show the stacks of all ranks when one hangs, or
+name the rank that failed first where others saw its connection break; and they import torch in the parent, which never
+happens here. For many machines use torchrun.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from ditile.plan.checks import check_positive_number, check_whole_number
 
 _PR_SET_PDEATHSIG = 1
 PEER_TIMEOUT = datetime.timedelta(days=30)
-"""How long ranks wait for each other: as long as any of them makes progress, and one may load for hours. The parent
-ends a run in which none does, and has every stack."""
+"""How long ranks wait for each other. It is long because one of them may load a model for hours; the parent ends a run
+in which no rank makes progress."""
 
 
 def launch(
@@ -68,7 +69,7 @@ def launch(
     progress: Callable[[int, int], None] | None = None,
     limits: LaunchLimits | None = None,
 ) -> list[Any]:
-    """Runs `fn(*args)` in each of `ranks` new processes and returns their results, in the order of the ranks.
+    """Runs `fn(*args)` in each of `ranks` new processes; returns their results in the order of the ranks.
 
     Args:
         fn: a function that can be imported by its module and name, from a script's `__main__` too.
@@ -76,9 +77,9 @@ def launch(
         args: the arguments of `fn`, the same in every rank.
         threads: torch threads of each rank; the cores are shared out by default.
         stall_timeout: seconds without progress of any rank after which the run is ended.
-        progress: called here as `progress(rank, reports)` whenever a rank has reported progress, with how often it has
-            since it was called last: once a micro-step while a runner runs, once a tensor while a model is read.
-        limits: the other time limits; its `stall` gives way to `stall_timeout`.
+        progress: called in this process as `progress(rank, reports)` when a rank has reported progress, with the number
+            of reports since the last call. A rank reports each micro-step of a runner, and each tensor that it reads.
+        limits: the other time limits; `stall_timeout` replaces its `stall`.
 
     Raises:
         PlanError: if `ranks`, `threads` or `stall_timeout` is out of range, or a rank raised one.
@@ -116,9 +117,10 @@ def launch(
 
 
 def run_rank_process(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
-    """The whole life of a rank; `launch` starts it, with the numbers of its three pipes as last words."""
+    """The whole life of a rank. Its command line ends with the numbers of its three pipes."""
     control, report, pulse = map(int, sys.argv[-3:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     for fd in (control, report, pulse):
         os.set_inheritable(fd, False)
@@ -130,19 +132,23 @@ def run_rank_process(number: int, world: int, threads: int, directory: str, prep
         threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
         threading.Thread(target=_send_heartbeats, args=(pulse,), daemon=True).start()
         try:
-            env.silence_torchao()  # once said by the parent is enough; the script's imports come next
+            # Before the imports of the script: the parent has shown these complaints already.
+            env.silence_torchao()
             multiprocessing.spawn.prepare(prepare)
             _set_up_process_group(number, world, threads, directory)
-            fn, args = pickle.loads(job)  # which imports what it needs
+            fn, args = pickle.loads(job)
             del job
             os.write(pulse, PROGRESS)
             outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:  # SystemExit too: whatever ends a rank must be reported
+        # SystemExit too: whatever ends a rank must be reported.
+        except BaseException as error:
             outcome = pickle.dumps(_make_failure(error))
-        with contextlib.suppress(OSError):  # a reader of our output that has gone is no reason to lose the result
+        # The result is not lost if the reader of the standard output has gone.
+        with contextlib.suppress(OSError):
             sys.stdout.flush()
         _write_frame(report, outcome)
-        dismissed.wait()  # with its connections open: a peer that sees them closed would fail as well
+        # The connections stay open until all ranks are done: a peer that sees them closed would fail as well.
+        dismissed.wait()
         _destroy_process_group()
         faulthandler.disable()
 
@@ -151,7 +157,7 @@ def _set_up_process_group(number: int, world: int, threads: int, directory: str)
     import torch
     import torch.distributed as dist
 
-    from ditile.distributed import backend as gpus
+    from ditile.distributed import backend as backends
     from ditile.distributed import mesh
 
     device = mesh.pick_device(None, number)
@@ -162,15 +168,14 @@ def _set_up_process_group(number: int, world: int, threads: int, directory: str)
     with env.redirect_native_stdout():
         store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
         store.set_timeout(PEER_TIMEOUT)
-        backend = gpus.choose_backend(store, number, world, device)
+        backend = backends.choose_backend(store, number, world, device)
         dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PEER_TIMEOUT)
 
 
 def pin_to_own_cores(number: int, world: int, threads: int) -> None:
-    """Ranks that fill the cores each keep to theirs: one that is moved beside another makes the whole pipeline wait.
-
-    Where cores are to spare they are left free to move, as other programs may run here too.
-    """
+    """Pins a rank to cores of its own, if the ranks fill all cores; else the system may move it."""
+    # A rank that is moved to a core of another one makes the whole pipeline wait. Where cores are to spare, other
+    # programs may run on them.
     cores = cpus.count_usable_cores()
     if sys.platform == "linux" and world * threads <= cores < (world + 1) * threads:
         own_cores = cpus.list_usable_cores()[number * threads : (number + 1) * threads]
@@ -185,7 +190,7 @@ def _destroy_process_group() -> None:
 
 
 def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
-    """Waits for the byte that lets this rank leave; if the pipe ends instead, its parent is gone."""
+    """Waits for the byte that lets this rank leave; ends the process if the parent has gone."""
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
@@ -200,7 +205,7 @@ def _send_heartbeats(pulse: int) -> NoReturn:
 
 
 def _count_disk_reads() -> int:
-    """How often this process has so far: page faults that waited for a disk, a network's too, and blocks."""
+    """Page faults of this process that waited for a disk (or a network's), and blocks that it has read."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_majflt + used.ru_inblock
 
@@ -217,7 +222,7 @@ def _make_failure(error: BaseException) -> RankFailure:
 
 
 def die_with_parent() -> None:
-    """Has Linux kill this process when its parent dies, even while it holds its interpreter's lock."""
+    """Lets Linux kill this process when its parent dies, even while it holds its interpreter's lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -226,8 +231,8 @@ def _read_frame(fd: int) -> bytes:
     data = bytearray()
     while len(data) < HEADER or len(data) < HEADER + int.from_bytes(data[:HEADER], "little"):
         part = os.read(fd, 1 << 20)
-        if not part:
-            os._exit(1)  # the parent is gone
+        if not part:  # the parent has gone
+            os._exit(1)
         data += part
     return bytes(memoryview(data)[HEADER:])
 
@@ -267,7 +272,8 @@ def _find_main_module(call: bytes) -> dict[str, str]:
 def unwind_on_signals() -> Iterator[Callable[[], None]]:
     """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
 
-    Yields what raises KeyboardInterrupt after a Ctrl-C that was lost: one that comes in a destructor is only printed.
+    Yields a function that raises KeyboardInterrupt after a Ctrl-C that was lost. (Python prints an exception in a
+    destructor and goes on.)
     """
     interrupted = threading.Event()
 

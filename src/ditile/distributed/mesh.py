@@ -1,6 +1,11 @@
 """Mesh: the ranks of a plan on named axes, and the process groups of each axis. Groups are passed, never looked up.
 
 Axes, innermost last: (data, cfg, pipefusion, ring | distrifusion, ulysses, tensor).
+
+Why it is not torch's `DeviceMesh`: that makes one group for each axis. Here several groups run along one axis, one for
+each purpose (two for messages down the pipeline and one for those back, because NCCL has one queue for each group; CPU
+groups for decisions); ring and ulysses together are one axis; runners with different plans share their groups; and all
+gloo groups share one thread (see `backend`), which needs options that `DeviceMesh` does not pass on.
 """
 
 from __future__ import annotations
@@ -13,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditile.distributed import backend as gloo
-from ditile.distributed import backend as gpus
+from ditile.distributed import backend as backends
 from ditile.distributed import env
 from ditile.distributed.transport import Traffic, connect_group
 from ditile.errors import JoinError, PlanError
@@ -55,13 +59,14 @@ class Mesh:
         axes: the line along each axis of `AXES`.
         sequence: ring (or distrifusion) and ulysses as one, ulysses inside.
         image: all ranks that make this rank's image.
-        links: groups along pipefusion for what goes down the pipeline, stage by stage in turn; see `down`.
-        latents: another, for what comes back from the last stage. NCCL's P2P has no tags, and what two ranks of a group
-            send each other is one queue: a message down would stand behind receives that were posted ahead.
-        control: a CPU group of the ranks of one image, for headers, votes and decisions.
+        pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
+            `select_downstream_group`.
+        latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
+            between two ranks of a group are one queue: one down the pipeline would wait behind posted receives.
+        control: a CPU group of the ranks of one image, for headers and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
-        groups: makes its groups, and has made them.
+        groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
     """
 
@@ -82,20 +87,15 @@ class Mesh:
         return self.axes[name]
 
     def connect_groups(self, plan: Plan, device: torch.device) -> None:
-        """Makes the communicators that a picture needs: NCCL's are made at their first use, of which all ranks must be.
-
-        So are the connections of ranks that send each other messages. In the midst of a picture both would be beside
-        kernels which wait for messages. All ranks must call it.
-        """
+        """Makes the communicators of a picture, and the connections of ranks with messages. All ranks must call it."""
+        # NCCL makes both when they are first used. In the middle of a picture that would be beside kernels that wait
+        # for messages, and ranks would wait for each other for ever.
         pairs = self._list_message_groups(plan)
         for group in self._list_axis_groups():
             connect_group(group, device, pairs=group in pairs)
 
     def close_groups(self) -> None:
-        """Gives groups that no other mesh has back: their threads run as long as they are there.
-
-        All ranks must be done with them.
-        """
+        """Destroys the groups, and with them their threads, unless other meshes share them. All ranks must be done."""
         if not self.shared:
             self.groups.destroy_groups()
 
@@ -103,9 +103,10 @@ class Mesh:
         return _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
 
     def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """Those in which messages are started together: all but tensor parallel's, where a plan has use for them."""
+        """The groups in which a plan starts messages together; tensor parallelism starts none."""
         axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
-        if plan.warmup_mode in ("sequence", "separate"):  # a crew; else stages have wires, which are tried one by one
+        # For a warmup group; in the other modes stages have channels, which connect one by one.
+        if plan.warmup_mode in ("sequence", "separate"):
             axes.append(self.axes["pipefusion"])
         if plan.vae == "rows":
             axes.append(self.image)
@@ -127,40 +128,41 @@ class Mesh:
 
 
 def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Those that are there, each once."""
+    """The groups without None, each once."""
     return list({id(group): group for group in groups if group is not None}.values())
 
 
 class Communicators:
-    """Process groups by what they are for and whose they are, each made once, for the meshes of several runners.
+    """Process groups by purpose and ranks, each made once, for the meshes of several runners.
 
-    They wait for a rank as long as the group of all ranks does. They cost threads, and on GPUs memory. Runners that
-    share them must run one at a time, in the same order on all ranks.
+    Their time limit is that of the group of all ranks. They cost threads, and on GPUs memory. Runners that share them
+    must run one at a time, in the same order on all ranks.
     """
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
     def get_or_make_group(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-        """The group of some ranks; all ranks must ask, in one order."""
+        """The group of some ranks; all ranks must call it, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with env.redirect_native_stdout():
-                self._groups[key] = gloo.make_group_on_one_loop(ranks, _read_world_timeout(), backend)
+                self._groups[key] = backends.make_group_on_one_loop(ranks, _read_world_timeout(), backend)
         return self._groups[key]
 
     def destroy_groups(self) -> None:
-        """Gives all of them back. All ranks must be done with them."""
+        """Destroys all groups. All ranks must be done with them."""
         for group in self._groups.values():
-            if isinstance(group, dist.ProcessGroup):  # torch gives others a number
+            # Ranks that are not in a group have a number in its place.
+            if isinstance(group, dist.ProcessGroup):
                 dist.destroy_process_group(group)
         self._groups.clear()
 
 
 def _read_world_timeout() -> datetime.timedelta | None:
-    """That of the group of all ranks: torch would give a group within it one of its own, of 30 minutes for gloo's.
+    """The time limit of the group of all ranks; None where the backend does not tell it.
 
-    None, for torch's own, where the backend does not say.
+    Without it torch gives each new group a limit of its own: 30 minutes for gloo.
     """
     everyone: Any = dist.group.WORLD
     try:
@@ -171,12 +173,12 @@ def _read_world_timeout() -> datetime.timedelta | None:
 
 
 def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.device | None = None) -> Mesh:
-    """The mesh of a plan over the group that is there: torchrun's, `launch`'s or the script's own.
+    """The mesh of a plan over the existing group of all ranks: torchrun's, `launch`'s or the script's own.
 
     Args:
         plan: the plan.
-        groups: those of other runners; by default groups of its own.
-        device: this rank's, made the current one before there are groups; by default that stays as it is.
+        groups: shared with other runners; by default groups of its own.
+        device: this rank's; it becomes the current one before groups are made. By default that stays as it is.
 
     Raises:
         PlanError: if the plan does not use all ranks.
@@ -237,7 +239,7 @@ def find_process_rank(plan: Plan) -> int:
 
 
 def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
-    """This rank's line along an axis. The only axis of a plan is the group of all ranks, which is there."""
+    """This rank's line along an axis. The only axis of a plan uses the existing group of all ranks."""
     if getattr(plan, name) == plan.world:
         return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
     return _make_subgroup_axis(name, (name,), plan, rank, groups)
@@ -256,20 +258,22 @@ def _make_subgroup_axis(
 
 
 def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communicators) -> tuple[dist.ProcessGroup, ...]:
-    """One group; two where a group has one queue for all: a stage never sends behind what it waits to receive."""
+    """The groups for messages down the pipeline: one, or two in turn."""
     if stages.group is None:
         return ()
     if not has_one_queue():
         return (stages.group,)
+    # Where a group has one queue, a stage must not send in the group in which it waits to receive.
     names = ("even links", "odd links")[: stages.num_ranks - 1]
     pipeline_groups = [_make_subgroup_axis(name, ("pipefusion",), plan, rank, groups).group for name in names]
     return tuple(group for group in pipeline_groups if group is not None)
 
 
 def has_one_queue() -> bool:
-    """Whether all that a rank does in a group is done in turn: in NCCL's, if their communicators are made at once.
+    """Whether a rank's collectives and messages in a group are one queue.
 
-    They are with `init_process_group(device_id=...)`. Else each pair of ranks gets one of its own for messages.
+    They are in NCCL's groups after `init_process_group(device_id=...)`, which makes communicators at once. Otherwise
+    each pair of ranks gets a communicator of its own for messages.
     """
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
@@ -283,7 +287,7 @@ def make_subgroup(
         purpose: what it is for; meshes that share their groups share it.
         names: the axes.
         plan: their degrees.
-        mesh: has it, and gives it back when it is closed.
+        mesh: owns the group, and destroys it when it is closed.
         backend: None for that of the group of all ranks.
     """
     if all(getattr(plan, name) == 1 for name in names):
@@ -292,9 +296,9 @@ def make_subgroup(
 
 
 def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a rank: as asked for, else its own GPU, else a shared one, else the CPU.
+    """The device of a rank: the wanted one, else its own GPU, else a shared one, else the CPU.
 
-    A rank that sees one GPU takes that, as number 0, whatever its number on the machine.
+    A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
 
     Raises:
         PlanError: if the device is not one that torch has here.
@@ -317,13 +321,13 @@ def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.dev
 
 
 def make_device_current(device: torch.device) -> None:
-    """Has torch take a GPU for what names none: batches of messages, pinned memory, streams."""
+    """Makes a GPU torch's current one, for what names no device: batches of messages, pinned memory, streams."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def join_torchrun(timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
-    """Joins the ranks that torchrun started, if there are others and no group is there yet.
+    """Joins the ranks that torchrun started, if there are others and no group exists yet.
 
     Args:
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
@@ -338,10 +342,7 @@ def join_torchrun(timeout: float = STALL_SECONDS, device: torch.device | None = 
 
 
 def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
-    """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own.
-
-    One store for what `gpus.backend` asks and for the group: torchrun's agent's, or that of rank 0.
-    """
+    """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own."""
     own_device = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
     make_device_current(own_device)
     limit = datetime.timedelta(seconds=timeout)
@@ -350,7 +351,7 @@ def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, devi
             store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
             store.set_timeout(limit)
             store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-            chosen = gpus.choose_backend(store, rank, world, own_device)
+            chosen = backends.choose_backend(store, rank, world, own_device)
             dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
         raise JoinError(
@@ -361,7 +362,8 @@ def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, devi
 
 
 def leave_process_group() -> None:
-    """Leaves the group, when all ranks are done: one that left earlier would break the connections of the others."""
+    """Leaves the group when all ranks are done."""
     if dist.is_initialized():
+        # A rank that left earlier would break the connections of the others.
         dist.barrier()
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Decisions by what lies on a host (its profile, its folders) are the first rank's, and all ranks hear them.
+"""Decisions that depend on files of a host (its profile, its folders): rank 0 takes them and sends them to all ranks.
 
-Each by itself, ranks of several hosts would choose different plans, and wait for each other for ever.
+If each rank decided for itself, ranks of several hosts would choose different plans and wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ditile.errors import DitileError, PlanError
 
 
 def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
-    """What `decide` returns on the first of torchrun's ranks, given how many hosts there are, on every rank.
+    """The return value of `decide(number of hosts)` on the first of torchrun's ranks, on every rank.
 
     Args:
         decide: returns JSON types.
         timeout: seconds for which the ranks wait for each other, to join and in all that follows.
 
     Raises:
-        DitileError: what it raises there, on every rank; all have left the group then.
+        DitileError: what `decide` raises, on every rank; all have left the group then.
         JoinError: if they cannot connect to each other.
     """
     join_torchrun(timeout)
@@ -57,7 +57,7 @@ def list_ranks_by_host() -> tuple[tuple[int, ...], ...]:
 
 
 def _count_even_hosts(hosts: tuple[tuple[int, ...], ...]) -> int:
-    """How many hosts; the planner knows none that have other numbers of ranks than the first."""
+    """The number of hosts. Raises `PlanError` unless all have as many ranks, which the planner assumes."""
     if len({len(ranks) for ranks in hosts}) > 1:
         each = ", ".join(str(len(ranks)) for ranks in hosts)
         raise PlanError(f"the hosts have {each} ranks, and plans are found for as many on each; name a plan")

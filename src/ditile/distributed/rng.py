@@ -45,6 +45,5 @@ def synchronise_generators(
     saved = read_generator_states(generators)
     joined_states = broadcast_tensor(torch.cat(saved), source, group, traffic, "control")
     parts = torch.split(joined_states, [state.numel() for state in saved])
-    restore_generators(
-        generators, [part.clone() for part in parts]
-    )  # set_state reads a view from the start of its storage
+    # `set_state` reads a view from the start of its storage, so each part needs a storage of its own.
+    restore_generators(generators, [part.clone() for part in parts])

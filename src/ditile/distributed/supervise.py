@@ -1,13 +1,13 @@
-"""The parent's side of `launch`: hear what every rank says, judge who failed first, leave nothing behind.
+"""The parent's side of `launch`: read what every rank reports, find out who failed first, leave nothing behind.
 
 A rank is one process, in a session of its own, with three anonymous pipes:
 
-    control   to the rank: its job, then one byte that lets it leave; its end (the parent died) ends it
+    control   to the rank: its job, then one byte that lets it leave; the rank ends when this pipe does (a dead parent)
     report    from the rank: one frame, what it returned or how it failed
-    pulse     from the rank: a NUL every second says that it lives, `READING` that it has read from a disk too, any
+    pulse     from the rank: a NUL every second means that it lives, `READING` that it has read from a disk too, any
               other byte that it makes progress
 
-The parent never waits on one pipe alone: a rank that is stopped in the middle of a frame holds up nobody.
+The parent never waits for one pipe alone, so that a rank which stops in the middle of a frame blocks nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 HEARTBEAT = b"\0"
 READING = b"\1"
-"""A heartbeat of a rank that has read from a disk: weights lie in mapped files until they are first used."""
+"""A heartbeat of a rank that has read from a disk: weights are in mapped files until they are first used."""
 PROGRESS = b"."
 LEAVE = b"!"
 HEADER = 8
@@ -81,7 +81,7 @@ class RankFailure(NamedTuple):
         cause: the exception type, or how the rank ended.
         message: one line for a person.
         traceback: the rank's own traceback or stack.
-        plain: the name in `PLAIN` of what it raised, or "".
+        plain: the name in `PLAIN_ERRORS` of what it raised, or "".
     """
 
     at: float
@@ -92,7 +92,7 @@ class RankFailure(NamedTuple):
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this is what a peer of the culprit sees: its connection to it broke."""
+        """Whether the rank failed because its connection to another one broke: then that other one failed first."""
         return bool(_CONSEQUENCE.search(f"{self.message}\n{self.traceback}"))
 
     def make_error(self, rank: int) -> DitileError:
@@ -131,11 +131,8 @@ class RankProcess:
         self.started = False
         self.last_sign_of_life = self.last_progress = time.monotonic()
         self._unsent_bytes, self._received_bytes = memoryview(job), bytearray()
-        (theirs_in, self._control), (self._report, theirs_out), (self._pulse, theirs_pulse) = (
-            os.pipe(),
-            os.pipe(),
-            os.pipe(),
-        )
+        (theirs_in, self._control), (self._report, theirs_out) = os.pipe(), os.pipe()
+        self._pulse, theirs_pulse = os.pipe()
         theirs = (theirs_in, theirs_out, theirs_pulse)
         try:
             self.process = subprocess.Popen(
@@ -164,7 +161,8 @@ class RankProcess:
         """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
         code, now = self.process.poll(), time.monotonic()
         if code is not None and self.outcome is None:
-            with contextlib.suppress(BlockingIOError):  # what it said last may still be in the pipe
+            # Its last report may still be in the pipe.
+            with contextlib.suppress(BlockingIOError):
                 while self._receive_frame_chunk():
                     pass
         if self.outcome is not None:
@@ -173,9 +171,8 @@ class RankProcess:
             cause = _describe_exit(code)
             self.outcome = RankFailure(now, cause, cause, self.read_stack_file())
         elif now - self.last_sign_of_life > (limits.silence if self.started else limits.start):
-            message = (
-                f"no sign of life for {now - self.last_sign_of_life:.0f} s: stopped, or its interpreter is blocked"
-            )
+            silence = now - self.last_sign_of_life
+            message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
             self.outcome = RankFailure(now, "no sign of life", message)
 
     def read_stack_file(self) -> str:
@@ -205,7 +202,7 @@ class RankProcess:
     def _send_frame_chunk(self) -> bool:
         try:
             self._unsent_bytes = self._unsent_bytes[os.write(self._control, self._unsent_bytes[: 1 << 16]) :]
-        except BrokenPipeError:  # it ended: `judge` says how
+        except BrokenPipeError:  # it ended; `detect_failure` finds out how
             return False
         return bool(self._unsent_bytes)
 
@@ -226,7 +223,8 @@ class RankProcess:
         if data.strip(HEARTBEAT):
             self.last_progress = self.last_sign_of_life
         if reports := len(data) - data.count(HEARTBEAT) - data.count(READING):
-            reports -= not self.started  # the first says that it has started
+            # The first report says that it has started.
+            reports -= not self.started
             self.started = True
             if progress and reports:
                 progress(self.number, reports)
@@ -239,7 +237,7 @@ def watch_ranks(
     progress: Callable[[int, int], None] | None,
     check: Callable[[], None],
 ) -> list[Any]:
-    """What the ranks return, in their order; `check` may raise to end the run.
+    """Waits for all ranks; returns their results in order. `check` may raise to end the run.
 
     Raises:
         RankError: for the first rank that fails, is silent or stalls.
@@ -253,7 +251,8 @@ def watch_ranks(
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
-            for rank in ranks:  # after the pipes were emptied: this process may have been stopped too
+            # After the pipes were emptied: this process may have been stopped too, and then all ranks seem silent.
+            for rank in ranks:
                 rank.detect_failure(limits)
             _raise_first_failure(ranks, limits)
             _raise_on_stall(ranks, limits)
@@ -266,14 +265,15 @@ def watch_ranks(
 
 
 def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
-    """Ends every rank and what it started, however it is blocked; returns when none is left."""
+    """Ends every rank, however it is blocked, and the processes that it started; returns when none is left."""
     try:
         deadline = time.monotonic() + limits.term
         for rank in ranks:
             rank.signal_process_group(signal.SIGTERM)
         for rank in ranks:
             rank.wait_for_exit(deadline)
-    finally:  # also when an impatient second Ctrl-C comes while it waits
+    # Also when a second Ctrl-C comes while it waits.
+    finally:
         for rank in ranks:
             rank.signal_process_group(signal.SIGKILL)
         for rank in ranks:
@@ -305,7 +305,8 @@ def _raise_on_stall(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
 def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
     """The Python stacks of every rank, asked for now."""
     for rank in ranks:
-        if rank.process.poll() is None and rank.stacks.exists():  # without its file the signal would end it
+        # Before the rank has made its file it has no handler, and the signal would end it.
+        if rank.process.poll() is None and rank.stacks.exists():
             rank.process.send_signal(STACK_SIGNAL)
     time.sleep(0.5)
     return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)

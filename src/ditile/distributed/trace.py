@@ -1,7 +1,7 @@
 """Trace: when each op of the schedule ran on this rank, for Chrome's trace viewer (chrome://tracing, Perfetto).
 
 On CUDA the times are those of the GPU's own events, read after the call, so that tracing never synchronises. The
-transport adds every wait for a message, whatever the method: `waited` says how long each step did nothing else.
+transport records every wait for a message, in every method; `measure_waits` says how long each step waited.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TraceEvent(NamedTuple):
 
 
 class TraceWait(NamedTuple):
-    """A time in which this rank waited for messages of a kind and computed nothing, in seconds as above."""
+    """A time in which this rank waited for messages of a kind and computed nothing; see `TraceEvent`."""
 
     kind: str
     start: float
@@ -39,7 +39,7 @@ _NULL_CONTEXT = nullcontext()
 
 
 class DeviceClock:
-    """Points in time as a device passes them: on CUDA events in its stream, which cost no wait until they are read.
+    """Points in time at which a device arrives: on CUDA events in its stream, which cost no wait until they are read.
 
     Args:
         device: whose; None is the current GPU, or the CPU where there is none.
@@ -51,7 +51,7 @@ class DeviceClock:
         self._origin = (time.perf_counter(), self._record_cuda_event() if self._is_cuda else None)
 
     def mark_point(self) -> Any:
-        """This point."""
+        """The point in time that the device has reached when it has done all work so far."""
         return self._record_cuda_event() if self._is_cuda else time.perf_counter()
 
     def convert_to_seconds(self, point: Any) -> float:
@@ -92,7 +92,7 @@ class GenerationTrace:
         self._clock = None
 
     def mark_step(self) -> None:
-        """The first step begins, or a step ended."""
+        """Records that the first step begins, or that a step has ended."""
         if self.on:
             self._marks.append(self.mark_point())
 
@@ -114,7 +114,7 @@ class GenerationTrace:
         self.record_op(kind, step, patch, branch, start)
 
     def mark_point(self) -> Any:
-        """A point in time, on the device's own clock."""
+        """A point in time on the device's own clock; None while the trace is off."""
         if not self.on:
             return None
         if self._clock is None:
@@ -127,7 +127,7 @@ class GenerationTrace:
             self._events.append((kind, step, patch, branch, start, self.mark_point()))
 
     def list_events(self) -> list[TraceEvent]:
-        """What was recorded. Waits for the GPU."""
+        """The ops that were recorded. Waits for the GPU."""
         return [
             TraceEvent(*event[:4], self._convert_to_seconds(event[4]), self._convert_to_seconds(event[5]))
             for event in self._events
@@ -155,11 +155,11 @@ class GenerationTrace:
 
 
 def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dict[str, list[float]]:
-    """Seconds of waiting in each step, by kind. Pure.
+    """Seconds of waiting in each step, by kind.
 
     Args:
-        waits: in any order. Where two overlap, the time is that of the one which began first.
-        marks: when the first step began, and when each one ended; what lies outside does not count.
+        waits: in any order. Where two overlap, the time counts for the one that began first.
+        marks: when the first step began, and when each one ended; waits outside do not count.
     """
     by_kind: dict[str, list[float]] = {}
     until = marks[0] if marks else 0.0

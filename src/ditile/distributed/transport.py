@@ -1,10 +1,9 @@
 """Transport: point-to-point messages and the few collectives, over gloo or NCCL, with every byte counted.
 
-A `Wire` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout and are
-never exchanged. CUDA tensors over gloo (several ranks on one GPU) are staged through the CPU. A sent tensor is kept
-until its work is done; each receive has a buffer of its own.
-
-A small tensor on its way from a device to the host, for decisions that depend on a number.
+A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout
+and are never exchanged. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent tensor is kept
+until its work is done; each receive has a buffer of its own. A `HostCopy` brings a few numbers from a GPU to the host
+without a wait for later work.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ditile.distributed.trace import GenerationTrace
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that this rank has sent, by kind; and when it waited for others, while `trace` is on."""
+    """Bytes and messages that this rank has sent, by kind; and the times of its waits, while `trace` is on."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     trace: GenerationTrace = field(default_factory=GenerationTrace, compare=False)
 
     def record_wait(self, kind: str) -> AbstractContextManager[None]:
-        """Around all that waits for messages of a kind."""
+        """A context around all code that waits for messages of a kind."""
         return self.trace.record_wait(kind)
 
     def count_message(self, kind: str, size: int) -> None:
@@ -55,7 +54,7 @@ class PostedReceive(NamedTuple):
     device: torch.device
 
     def wait_for_message(self) -> Tensor:
-        """The message, on the device that it was asked for."""
+        """The message, on the device of the tensor that it was posted like."""
         self.work.wait()
         return self.buffer.to(self.device)
 
@@ -64,9 +63,9 @@ class PeerChannel:
     """An ordered one-way channel to or from one peer of a group.
 
     Args:
-        group, peer: whose; NCCL makes a communicator for each pair of ranks, when both first use it.
-        kind, traffic: as what its bytes are counted.
-        shared: goes by the communicator of the whole group, whose ranks have come together (`meet`).
+        group, peer: the group and the rank in it; NCCL makes a communicator for each pair when both first use it.
+        kind, traffic: how and where its bytes are counted.
+        shared: whether it uses the communicator of the whole group, which is connected (`connect_group`).
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class PeerChannel:
         self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
-        self._sent = self._settled = 0
+        self._sent = self._sent_before = 0
 
     @property
     def num_open_receives(self) -> int:
-        """Receives that were posted and not yet taken."""
+        """Receives that were posted and whose message was not yet asked for."""
         return len(self._posted)
 
     def occupies_device(self, device: torch.device) -> bool:
@@ -87,7 +86,7 @@ class PeerChannel:
         return is_on_gpu(device, self._group)
 
     def open_connection(self, device: torch.device, *, sends: bool) -> None:
-        """One uncounted byte through the wire: NCCL makes the communicator of a pair when it is first used."""
+        """Sends or receives one uncounted byte: NCCL makes the communicator of a pair when it is first used."""
         byte = torch.zeros(1, dtype=torch.uint8, device=_choose_transfer_device(device, self._group))
         self._start_transfer(byte, sends=sends).wait()
 
@@ -98,16 +97,14 @@ class PeerChannel:
         message = _move_to_transfer_device(message.contiguous(), self._group)
         self._sending.append((self._start_transfer(message, sends=True), message))
         self._sent += 1
-        self._traffic.count_message(self._kind, message.numel() * message.element_size())
+        self._traffic.count_message(self._kind, message.nbytes)
 
     def release_old_sends(self) -> None:
-        """Lets go of what was sent before `settle` was last called, which must have been taken by now. Costs no wait.
-
-        Gloo does not say of a message that it has arrived before somebody waits for it, and all of them would be kept.
-        """
-        while len(self._sending) > self._sent - self._settled:
+        """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
+        # Gloo does not report that a message has arrived before somebody waits for it: all of them would be kept.
+        while len(self._sending) > self._sent - self._sent_before:
             self._sending.popleft()[0].wait()
-        self._settled = self._sent
+        self._sent_before = self._sent
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""
@@ -123,13 +120,13 @@ class PeerChannel:
             return receipt.wait_for_message()
 
     def flush_sends(self) -> None:
-        """Waits until all that was sent is gone."""
+        """Waits until all sends are done."""
         with self._traffic.record_wait(self._kind):
             while self._sending:
                 self._sending.popleft()[0].wait()
 
     def abandon_messages(self) -> None:
-        """Forgets what is under way, after an error that ends the run."""
+        """Drops all messages under way, after an error that ends the run."""
         self._sending.clear()
         self._posted.clear()
 
@@ -142,7 +139,7 @@ class PeerChannel:
 
 
 class AsyncMax:
-    """A vote that is open: the largest value that any rank of the group has cast."""
+    """The largest of the values that the ranks of a group give, while the exchange is under way."""
 
     def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
         self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
@@ -158,7 +155,7 @@ class AsyncMax:
 
 
 class AsyncSum:
-    """A count that is open: the sums over the ranks of the group of some whole numbers."""
+    """The sums of whole numbers over the ranks of a group, while the exchange is under way."""
 
     def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
         self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
@@ -175,43 +172,45 @@ class AsyncSum:
         return [int(value) for value in self._values]
 
 
+@dataclass(slots=True)
 class PendingMessages:
     """Messages under way.
 
-    Args:
-        works: what it waits for.
-        received: what has arrived then, where the transport put it.
-        device: where the caller wants it.
-        sent: kept until it is gone.
+    Attributes:
+        works: the torch works to wait for.
+        received: the buffers of what arrives, on the device that the transport needs.
+        device: where the caller wants them.
+        sent: what is sent, kept until it is done.
         traffic, kind: where the wait is recorded, and as what.
     """
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        received: list[Tensor],
-        device: torch.device,
-        sent: Any,
-        traffic: Traffic,
-        kind: str,
-    ) -> None:
-        self._works, self._received, self._device, self._sent = works, received, device, sent
-        self._traffic, self._kind = traffic, kind
+    works: Sequence[dist.Work]
+    received: list[Tensor]
+    device: torch.device
+    sent: Any
+    traffic: Traffic
+    kind: str
 
     def wait_for_tensors(self) -> list[Tensor]:
-        """What arrived, in order."""
-        with self._traffic.record_wait(self._kind):
-            for work in self._works:
+        """Waits; returns the received tensors, in order."""
+        with self.traffic.record_wait(self.kind):
+            for work in self.works:
                 work.wait()
-            return [x.to(self._device) for x in self._received]
+            return [x.to(self.device) for x in self.received]
 
 
 def start_all_to_all(
     flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
 ) -> PendingMessages:
-    """Starts to send consecutive runs of a flat tensor to the group ranks, and to receive as many numbers as said.
+    """Starts to send consecutive runs of a flat tensor to the ranks of a group, and to receive runs from them.
 
-    `wait()` gives one flat tensor, in rank order.
+    Args:
+        flat: the runs to send, in rank order.
+        sends, receives: the lengths of the runs.
+        group, traffic, kind: with whom, and where and how bytes are counted.
+
+    Returns:
+        One flat tensor with the received runs, in rank order, once it is waited for.
     """
     staged = _move_to_transfer_device(flat, group)
     received = staged.new_empty(sum(receives))
@@ -232,21 +231,21 @@ def start_exchange(
     if group is None:
         return PendingMessages([], [], like.device, None, traffic, kind)
     for _, message in sends:
-        traffic.count_message(kind, message.numel() * message.element_size())
+        traffic.count_message(kind, message.nbytes)
     return _start_messages(sends, receives, like, group, traffic, kind)
 
 
 def start_gather(
     x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
 ) -> PendingMessages:
-    """Starts to give `x` to every rank of a group; theirs have these shapes. `wait()` gives all, in rank order.
+    """Starts to exchange `x` with every rank of a group; theirs have these shapes. All arrive, in rank order.
 
-    Counted as one message of what a rank sends: `x`, to each other one.
+    Counted as one message, of the bytes of `x` times the number of other ranks.
     """
     if group is None:
         return PendingMessages([], [x], x.device, None, traffic, kind)
     own_rank = dist.get_rank(group)
-    traffic.count_message(kind, (len(shapes) - 1) * x.numel() * x.element_size())
+    traffic.count_message(kind, (len(shapes) - 1) * x.nbytes)
     if len(set(shapes)) == 1:
         staged = _move_to_transfer_device(x.contiguous(), group)
         everyone = [torch.empty_like(staged) for _ in shapes]
@@ -254,16 +253,16 @@ def start_gather(
         return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind)
     others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own_rank]
     under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
-    under_way._received.insert(own_rank, x)
+    under_way.received.insert(own_rank, x)
     return under_way
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
-    """All ranks of a group come together, uncounted: NCCL makes its communicator when it is first used, by all.
+    """Exchanges one uncounted byte in a group: NCCL makes a communicator when all ranks first use it.
 
     Args:
-        group: whose.
-        device: of what they will send.
+        group: the group; all its ranks must call this.
+        device: the device of what they will send.
         pairs: whether they will send each other messages; NCCL connects two ranks when they first do.
     """
     byte, size = torch.zeros(1, dtype=torch.uint8, device=device), group.size()
@@ -277,7 +276,7 @@ def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool
 def start_shift(
     x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
 ) -> PendingMessages:
-    """Starts to pass `x` to the next rank of a ring; `wait()` gives that of the rank before, which has this shape."""
+    """Starts to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
     own_rank, size = dist.get_rank(group), group.size()
     return start_exchange([((own_rank + 1) % size, x)], [((own_rank - 1) % size, shape)], x, group, traffic, kind)
 
@@ -290,7 +289,7 @@ def _start_messages(
     traffic: Traffic,
     kind: str,
 ) -> PendingMessages:
-    """One launch for all of them: under NCCL two ranks that both send first would hang. Empty ones do not travel."""
+    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones stay."""
     staged = [(peer, _move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
     received = [
         torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, group))
@@ -306,11 +305,11 @@ def _start_messages(
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
-    """Starts to fill `x` with what it is on group rank `source`. `wait()` gives it, alone in a list."""
+    """Starts to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
     staged = _move_to_transfer_device(x, group)
     work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
     if dist.get_rank(group) == source:
-        traffic.count_message(kind, (group.size() - 1) * x.numel() * x.element_size())
+        traffic.count_message(kind, (group.size() - 1) * x.nbytes)
     return PendingMessages([_require_work(work)], [staged], x.device, staged, traffic, kind)
 
 
@@ -320,23 +319,23 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traf
     with traffic.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
     if dist.get_rank(group) == source:
-        traffic.count_message(kind, staged.numel() * staged.element_size())
+        traffic.count_message(kind, staged.nbytes)
     return staged.to(tensor.device)
 
 
 def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Traffic, kind: str) -> Tensor:
-    """`[ranks, ...]`: a small CPU tensor of every rank of a CPU group, in rank order; alone, its own."""
+    """A small CPU tensor of every rank of a CPU group, stacked in rank order: `[ranks, ...]`."""
     if group is None:
         return numbers[None]
     everyone = [torch.empty_like(numbers) for _ in range(group.size())]
     with traffic.record_wait(kind):
         dist.all_gather(everyone, numbers.contiguous(), group=group)
-    traffic.count_message(kind, (group.size() - 1) * numbers.numel() * numbers.element_size())
+    traffic.count_message(kind, (group.size() - 1) * numbers.nbytes)
     return torch.stack(everyone)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank. Travels as JSON over a CPU group; no pickle."""
+    """`value` of every rank, in rank order, on every rank. It goes as JSON over a CPU group; no pickle."""
     if group is None:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -364,13 +363,11 @@ def broadcast_named_tensors(
         return tensors
     headers = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     headers = gather_json(headers, control)[source]
-    received = {}
+    received, is_source = {}, dist.get_rank(group) == source
     for name, (dtype, shape) in headers.items():
-        is_source = dist.get_rank(group) == source
         empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        received[name] = broadcast_tensor(
-            tensors[name].to(device) if is_source else empty, source, group, traffic, kind
-        )
+        tensor = tensors[name].to(device) if is_source else empty
+        received[name] = broadcast_tensor(tensor, source, group, traffic, kind)
     return received
 
 
@@ -381,16 +378,14 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether messages of a device are NCCL's: sent and received by the GPU itself."""
+    """Whether the GPU itself sends and receives messages of a device, as NCCL's."""
     return _choose_transfer_device(device, group).type != "cpu"
 
 
 def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Where a message must lie: gloo cannot see a GPU."""
-    backends = dist.get_backend_config(group)
-    if device.type == "cuda" and "nccl" not in backends:
-        return torch.device("cpu")
-    return device
+    """The device on which a message must be: gloo cannot see a GPU."""
+    through_cpu = device.type == "cuda" and "nccl" not in dist.get_backend_config(group)
+    return torch.device("cpu") if through_cpu else device
 
 
 def _move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -398,7 +393,9 @@ def _move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tenso
 
 
 class HostCopy:
-    """From a GPU by one asynchronous copy: whoever reads it waits for that alone, and not for what was launched since.
+    """Numbers on their way from a GPU to the host, by an asynchronous copy.
+
+    Reading them waits for the copy alone, and not for work that was launched later.
 
     Args:
         numbers: on any device.
@@ -415,7 +412,7 @@ class HostCopy:
 
     @property
     def needs_no_wait(self) -> bool:
-        """Whether nobody has to wait."""
+        """Whether the numbers can be read at once."""
         return self._done is None
 
     def wait_for_numbers(self) -> Tensor:
