@@ -1,8 +1,8 @@
-"""Ends of steps: the pipeline's callbacks and progress bar, mapped back from micro-steps to steps.
+"""The pipeline's callbacks and progress bar: called at the ends of steps, not of micro-steps.
 
-A callback that asks for no tensors sends nothing. One that asks for any makes the end of its steps a synchronisation
-point: every rank gets the whole latents, every rank's callback is called, and what rank 0's returns is used on all.
-After either, what was remembered as constant is made anew: it may have changed the prompt, or the scale of a LoRA.
+A callback that asks for no tensors sends nothing. One that asks for tensors makes the end of its steps a
+synchronisation point: every rank gets the whole latents and calls its callback, and all use what rank 0's returns.
+After either, constants are computed anew: the callback may have changed the prompt, or the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class StepEndCallbacks:
     Args:
         pipe: the pipeline.
         mesh: its ranks.
-        call: the call's arguments; the callbacks in it are replaced by `install`.
+        call: the call's arguments; `install_callbacks` replaces the callbacks in it.
         device: where tensors that callbacks return go.
-        watch: told of each step.
+        watch: notes each step.
     """
 
     loop: Loop
@@ -79,23 +79,23 @@ class StepEndCallbacks:
                 yield _SilentBar()
 
         def iterate_with_bar(iterable: Iterable[Any]) -> Iterator[Any]:
-            with open_progress_bar(length_hint(iterable)):  # 0 of a generator, whose bar tells steps alone
+            # The hint is 0 for a generator: its bar shows steps without a total.
+            with open_progress_bar(length_hint(iterable)):
                 yield from iterable
 
         def progress_bar(iterable: Any = None, total: int | None = None) -> Any:
             return open_progress_bar(total) if iterable is None else iterate_with_bar(iterable)
 
         override_attribute(stack, self._pipe, "progress_bar", progress_bar)
-        return StepCallbacks(self._handle_loop_begin, self._handle_step_end, self._wants_latents, self._report_progress)
+        return StepCallbacks(self._handle_loop_begin, self._handle_step_end, self._wants_latents, env.report_progress)
 
     def _handle_loop_begin(self, steps: int) -> None:
         self._steps = steps
         self._watch.mark_loop_begin()
 
     def _wants_latents(self, step: int) -> bool:
-        return self._tensors or (
-            self._legacy_every > 0 and self._is_step_visible(step) and step % self._legacy_every == 0
-        )
+        every = self._legacy_every
+        return self._tensors or (every > 0 and self._is_step_visible(step) and step % every == 0)
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.get_generation()
@@ -121,12 +121,6 @@ class StepEndCallbacks:
         self.loop.forget_constants()
         if not self._tensors:
             return answer
-        given = {name: value for name, value in answer.items() if isinstance(value, Tensor)}
-        replicas = self._mesh["data"].num_ranks > 1
-        group = self._mesh.everyone if replicas else self._mesh.image.group
-        return answer | broadcast_named_tensors(
-            given, 0, group, self._mesh.everyone, self._device, self._mesh.traffic, "callback"
-        )
-
-    def _report_progress(self) -> None:
-        env.report_progress()
+        mesh, given = self._mesh, {name: value for name, value in answer.items() if isinstance(value, Tensor)}
+        group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.image.group
+        return answer | broadcast_named_tensors(given, 0, group, mesh.everyone, self._device, mesh.traffic, "callback")

@@ -1,8 +1,8 @@
 """LoRAs on a divided pipeline: each rank loads what belongs to the modules that it holds.
 
-The pipeline's own `load_lora_weights` runs. It is given a state dict without the keys of hollow modules, for which peft
-finds no target. A component that has none of a LoRA's modules is given its name alone, so that the adapter is switched,
-scaled, fused and deleted alike on every rank.
+The pipeline's own `load_lora_weights` runs. It gets a state dict without the keys of placeholders, in which peft finds
+no target. A component with none of a LoRA's modules gets its name alone, so that the adapter is switched, scaled, fused
+and deleted alike on every rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _NothingHereError(Exception):
 
 
 class _LoraKeyFilter:
-    """Takes the keys of hollow modules out of a LoRA."""
+    """Takes the keys of placeholders out of a LoRA, and notes the components of what is kept and dropped."""
 
     def __init__(self, pipe: Any, parts: dict[str, nn.Module]) -> None:
         self._read, self._parts = pipe.lora_state_dict, parts
@@ -77,10 +77,9 @@ class _LoraKeyFilter:
         """What the pipeline's `lora_state_dict` returns, without those keys."""
         loaded_state = self._read(*args, **kwargs)
         state, *others = loaded_state if isinstance(loaded_state, tuple) else (loaded_state,)
-        sifted = {key: value for key, value in state.items() if self._is_key_local(key)}
-        for name in self._parts:
-            self._kept |= {name} if any(key.startswith(f"{name}.") for key in sifted) else set()
-            self._dropped |= {name} if any(key.startswith(f"{name}.") for key in state.keys() - sifted) else set()
+        sifted = self._select_local_keys(state)
+        self._kept |= {key.split(".")[0] for key in sifted} & self._parts.keys()
+        self._dropped |= {key.split(".")[0] for key in state.keys() - sifted} & self._parts.keys()
         if state and not sifted:
             raise _NothingHereError
         if not isinstance(loaded_state, tuple):
@@ -95,13 +94,11 @@ class _LoraKeyFilter:
         return {key: value for key, value in values.items() if self._is_key_local(key)}
 
     def _is_key_local(self, key: str) -> bool:
-        """Whether the path to a weight does not end early, in a module that is hollow.
-
-        Most LoRAs name CLIP's layers below `text_model`, which some versions of transformers do not have: diffusers
-        leaves it out then.
-        """
+        """Whether the path to a weight does not end early, in a placeholder."""
         first, *path = key.split(".")
         module = self._parts.get(first)
+        # Most LoRAs name CLIP's layers below `text_model`. Some versions of transformers have none, and diffusers
+        # leaves it out then.
         if module is not None and path[:1] == ["text_model"] and "text_model" not in module._modules:
             del path[0]
         while module is not None and path and path[0] in module._modules:

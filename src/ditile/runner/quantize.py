@@ -5,8 +5,6 @@
 Weight-only types store few bits and multiply in the dtype of the model. The others quantize each token's activations
 too, while they run; they are fast only with integer or float8 matrix units, and compiled. No layer is touched before
 one of each shape was tried on a few numbers: what cannot run here is refused, or left as it is and reported.
-
-Quantization of a pipeline: which of its models are meant. What is done to them is in `ditile.runner.quantize`.
 """
 
 from __future__ import annotations
@@ -46,11 +44,16 @@ ALIASES = {
 WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
 """Why layers are left alone that diffusers loads in float32, whichever dtype is asked for."""
 
+T = TypeVar("T")
 _RECORDS = "_quantized_by_ditile"
 _CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
 """What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
+_WEIGHT_ONLY = ("float8_weight_only", "int8_weight_only", "int4_weight_only")
+QUANT_TYPES = (*_WEIGHT_ONLY, "float8", "int8", "int4", "int4_w4a4", "bitsandbytes_4bit")
 QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
+ConfigFactory = Callable[[], Any]
+"""Makes a config of torchao, or raises what `_CANNOT` has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +88,9 @@ class QuantizationRecord:
 
     def __str__(self) -> str:
         """One line."""
-        mib = 2**20
-        return (
-            f"{self.quant_type}: {len(self.layers)} layers quantized, {len(self.left)} left as they are; "
-            f"{self.bytes_before / mib:.1f} MiB of parameters are {self.bytes_after / mib:.1f} MiB"
-        )
+        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
+        counts = f"{len(self.layers)} layers quantized, {len(self.left)} left as they are"
+        return f"{self.quant_type}: {counts}; {before:.1f} MiB of parameters are {after:.1f} MiB"
 
 
 def quantize_models(
@@ -108,8 +109,9 @@ def quantize_models(
     name = ALIASES.get(quant_type, quant_type)
     scales = QuantizationScales(per_row=per_row, group=group_size)
     each = [models] if isinstance(models, nn.Module) else models
+    # All models are tried before any is changed.
     work = [_QuantizationWork.plan_quantization(unwrap_compiled(model), name, exclude_layers, scales) for model in each]
-    for one in work:  # all were found able before any is changed
+    for one in work:
         one.quantize_layers()
 
 
@@ -133,9 +135,8 @@ class _QuantizationWork:
         cls, model: nn.Module, name: str, exclude: Sequence[str], scales: QuantizationScales
     ) -> _QuantizationWork:
         """Says no to what cannot be done, before anything is."""
-        known = (*_TORCHAO, "int4_w4a4", "bitsandbytes_4bit")
-        if name not in known:
-            raise ModelError(f"quant_type={name!r} is not known; try {', '.join(known)}")
+        if name not in QUANT_TYPES:
+            raise ModelError(f"quant_type={name!r} is not known; try {', '.join(QUANT_TYPES)}")
         if isinstance(exclude, str):
             raise ModelError(f"exclude_layers={exclude!r} is one word; give a list of them")
         candidates, kept = _select_layers(model, exclude)
@@ -143,7 +144,7 @@ class _QuantizationWork:
         options: list[QuantizeLinear] = []
         for device, dtype in sorted(kinds, key=str):
             _check_quant_type(model, name, device, dtype, scales)
-            options += [make for make in _list_quantizers(name, device, scales) if make not in options]
+            options += _list_quantizers(name, device, scales)
         trials = [_try_each_shape(make, candidates) for make in options]
         make, left = max(zip(options, trials, strict=True), key=lambda tried: len(candidates) - len(tried[1]))
         if len(left) == len(candidates):
@@ -225,17 +226,15 @@ def _check_quant_type(
 
 def _try_each_shape(make: QuantizeLinear, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
     """The layers that cannot be quantized -> why. One layer of each shape is tried."""
-    known: dict[Any, str | None] = {}
-    for layer in layers.values():
-        kind = (layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype)
-        if kind not in known:
-            known[kind] = _find_layer_refusal(make, *kind)
-    reasons = {}
+    reasons: dict[Any, str | None] = {}
+    refused = {}
     for path, layer in layers.items():
-        why = known[layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype]
-        if why is not None:
-            reasons[path] = why
-    return reasons
+        kind = (layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype)
+        if kind not in reasons:
+            reasons[kind] = _find_layer_refusal(make, *kind)
+        if (why := reasons[kind]) is not None:
+            refused[path] = why
+    return refused
 
 
 def _find_layer_refusal(
@@ -244,7 +243,8 @@ def _find_layer_refusal(
     """Why a Linear of a shape cannot be quantized and called, or None."""
     try:
         with torch.no_grad():
-            layer = nn.Linear(width, out, device="meta", dtype=dtype).to_empty(device=device)  # draws no numbers
+            # From the meta device: no random number is drawn.
+            layer = nn.Linear(width, out, device="meta", dtype=dtype).to_empty(device=device)
             for parameter in layer.parameters():
                 parameter.fill_(1.0)
             made = make(layer)
@@ -261,7 +261,7 @@ def _list_quantizers(name: str, device: torch.device, scales: QuantizationScales
     """Ways to quantize a layer, the best first."""
     if name == "bitsandbytes_4bit":
         return [_quantize_to_nf4]
-    return [functools.partial(_quantize_by_torchao, config) for config in _TORCHAO[name](device, scales)]
+    return [functools.partial(_quantize_by_torchao, config) for config in _list_torchao_configs(name, device, scales)]
 
 
 def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
@@ -285,82 +285,43 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     return moved
 
 
-ConfigFactory = Callable[[], Any]
-"""Makes a config of torchao, or raises what `_CANNOT` has. None of them sets what the whole process compiles with."""
+def _list_torchao_configs(name: str, device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
+    """The configs of torchao for a type, the best first. None of them sets what the whole process compiles with."""
+    from torchao import quantization as torchao  # type: ignore[import-untyped]
 
+    on_cpu = device.type == "cpu"
+    if name == "int4_weight_only" and on_cpu:
+        # torch's own kernel on CPUs takes outputs that 16 divides.
+        from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
 
-def _configure_float8_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    from torchao.quantization import Float8WeightOnlyConfig
+        kind = int4.PrototypeInt4WeightOnlyConfig
+        return [functools.partial(kind, group_size=scales.group, set_inductor_config=False)]
+    if name == "int4_weight_only":
+        # On GPUs torch's own kernel, which wants bfloat16, or mslk's.
+        shared = {"group_size": scales.group, "set_inductor_config": False}
+        formats = ("tile_packed_to_4d", "plain")
+        return [functools.partial(torchao.Int4WeightOnlyConfig, int4_packing_format=each, **shared) for each in formats]
+    if name == "int4" and on_cpu:
+        from torchao.prototype.quantization import int4
 
-    return [lambda: Float8WeightOnlyConfig(granularity=_choose_granularity(scales), set_inductor_config=False)]
-
-
-def _configure_float8(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig as Float8
-
-    return [lambda: Float8(granularity=_choose_granularity(scales), set_inductor_config=False)]
-
-
-def _configure_int8_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return [lambda: Int8WeightOnlyConfig(granularity=_choose_granularity(scales), set_inductor_config=False)]
-
-
-def _configure_int8(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig as Int8
-
-    return [lambda: Int8(granularity=_choose_granularity(scales), set_inductor_config=False)]
-
-
-def _configure_int4_weight_only(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    """On GPUs torch's own kernel, which wants bfloat16, or mslk's; on CPUs torch's, for outputs that 16 divides."""
-    if device.type == "cpu":
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig  # type: ignore[import-untyped]
-
-        return [lambda: PrototypeInt4WeightOnlyConfig(group_size=scales.group, set_inductor_config=False)]
-    from torchao.quantization import Int4WeightOnlyConfig as Int4
-
-    formats = ("tile_packed_to_4d", "plain")
-    return [
-        functools.partial(Int4, group_size=scales.group, int4_packing_format=packed, set_inductor_config=False)
-        for packed in formats
-    ]
-
-
-def _configure_int4(device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    """Activations are int8 on CPUs; float8 on GPUs, where torchao packs no int4 weights for int8 activations."""
-    if device.type == "cpu":
-        from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as Int4
-
-        return [lambda: Int4(group_size=scales.group, set_inductor_config=False)]
-    from torchao.quantization import Float8DynamicActivationInt4WeightConfig
-
-    return [Float8DynamicActivationInt4WeightConfig]
-
-
-def _choose_granularity(scales: QuantizationScales) -> Any:
-    from torchao.quantization import PerRow, PerTensor
-
-    return PerRow() if scales.per_row else PerTensor()
-
-
-_TORCHAO: dict[str, Callable[[torch.device, QuantizationScales], list[ConfigFactory]]] = {
-    "float8_weight_only": _configure_float8_weight_only,
-    "int8_weight_only": _configure_int8_weight_only,
-    "int4_weight_only": _configure_int4_weight_only,
-    "float8": _configure_float8,
-    "int8": _configure_int8,
-    "int4": _configure_int4,
-}
+        kind = int4.Int8DynamicActivationInt4WeightConfig
+        return [functools.partial(kind, group_size=scales.group, set_inductor_config=False)]
+    if name == "int4":
+        # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
+        return [torchao.Float8DynamicActivationInt4WeightConfig]
+    kinds = {
+        "float8_weight_only": "Float8WeightOnlyConfig",
+        "int8_weight_only": "Int8WeightOnlyConfig",
+        "float8": "Float8DynamicActivationFloat8WeightConfig",
+        "int8": "Int8DynamicActivationInt8WeightConfig",
+    }
+    granularity = torchao.PerRow() if scales.per_row else torchao.PerTensor()
+    return [functools.partial(getattr(torchao, kinds[name]), granularity=granularity, set_inductor_config=False)]
 
 
 def _suggest_quant_type(name: str, device: torch.device) -> str:
     here = "" if device.type != "cpu" else ", or move the model to a GPU first, if it is meant to run there"
     return f"try {'int4_weight_only or int8' if '4' in name else 'int8'}_weight_only{here}"
-
-
-T = TypeVar("T")
 
 
 def quantize(
@@ -386,7 +347,7 @@ def quantize(
         group_size: numbers of a row that share a scale, in the 4-bit types of torchao.
 
     Returns:
-        The target. What was done is logged, and `ditile.runner.quantize.records(model)` has it.
+        The target. What was done is logged, and `ditile.runner.quantize.list_quantization_records(model)` has it.
 
     Raises:
         ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or
@@ -401,8 +362,9 @@ def _find_target_models(target: Any) -> list[nn.Module]:
         return [target]
     pipe = getattr(target, "pipe", target)
     models: list[nn.Module] = []
-    if hasattr(pipe, "__dict__"):  # it has parts
-        with contextlib.suppress(ModelError):  # it may have a U-Net alone
+    # Suppressed, since a pipeline may have a U-Net alone.
+    if hasattr(pipe, "__dict__"):
+        with contextlib.suppress(ModelError):
             models = find_transformers(pipe)
     unet = getattr(pipe, "unet", None)
     models += [unet] if isinstance(unet, nn.Module) else []

@@ -1,7 +1,4 @@
-"""What one call of a runner took, as numbers.
-
-The watch: what one call of a runner took on this rank, by its device's own clock.
-"""
+"""What one call of a runner took on this rank, by its device's own clock, as numbers."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ class Report:
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
         steps: steps that ran.
-        synchronous: those of them that were, from 0; what warmup=auto chose.
+        synchronous: the synchronous ones of them, from 0; with warmup=auto those that it chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
-        key_bytes: bytes of stale keys and values held at the end of the last step.
-        cache_bytes: held by caches at the end of the last step.
+        key_bytes: bytes of stale keys and values at the end of the last step.
+        cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: in the sequence of joint attention; None where no block was looked into.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;
@@ -90,12 +87,7 @@ class CallMeter:
         self._key_bytes, self._text = key_bytes, text
 
     def build_report(self, synchronous: list[int], cache_bytes: int) -> Report:
-        """The call is over.
-
-        Args:
-            synchronous: the steps that were.
-            cache_bytes: that caches hold.
-        """
+        """Ends the call, of these synchronous steps, with so many bytes in caches."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -103,22 +95,17 @@ class CallMeter:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = time.perf_counter()
         began, loop_began, ended = map(self._clock.convert_to_seconds, (self._began, self._loop_began, self._ended))
-        seconds = {
-            "total": now - began,
-            "text": loop_began - began,
-            "denoise": ended - loop_began,
-            "decode": now - ended,
-        }
+        parts = {"text": loop_began - began, "denoise": ended - loop_began, "decode": now - ended}
         step_seconds, waited = self._trace.measure_waits()
         return Report(
-            seconds,
-            self._steps,
-            synchronous,
-            dict(self._traffic.bytes),
-            peak,
-            self._key_bytes,
-            cache_bytes,
-            self._text,
-            step_seconds,
-            waited,
+            seconds={"total": now - began} | parts,
+            steps=self._steps,
+            synchronous=synchronous,
+            sent=dict(self._traffic.bytes),
+            peak_memory_bytes=peak,
+            key_bytes=self._key_bytes,
+            cache_bytes=cache_bytes,
+            text_tokens=self._text,
+            step_seconds=step_seconds,
+            waited=waited,
         )
