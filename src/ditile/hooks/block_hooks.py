@@ -1,8 +1,8 @@
-"""Seats: where strategies meet the blocks of a model, on the instance the user handed in, for the length of one call.
+"""Block hooks: where strategies meet the blocks of a model, on the instance that the user gave, during one call.
 
-A seat overrides `forward` on one block instance while the pipeline runs; between calls the model is what it was, so
-that LoRAs are loaded, switched, fused and unloaded as ever. Blocks of other stages are hollow: the module stays in its
-list, its weights and children are gone, and its seat passes the tokens through.
+A hook overrides `forward` on one block instance while the pipeline runs. Between calls the model is what it was, so
+LoRAs are loaded, switched, fused and unloaded as ever. A block of another stage is a placeholder: the module stays in
+its list without weights and children, and its hook passes the tokens through.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LayerAttention(Protocol):
     """The attention of a layer, such as `AttentionCore`.
 
     Attributes:
-        overlaps: whether it gains by q, k and v that are made one after the other.
+        overlaps: whether it gains by q, k and v that are computed one after the other.
     """
 
     overlaps: bool
@@ -63,12 +63,12 @@ class TokenState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlocks:
-    """What was read of a transformer whose other blocks are hollow from the start.
+    """What was read of a transformer whose other blocks are placeholders from the start.
 
     Attributes:
         owned: the blocks that were read.
         weights: the parameters of the whole.
-        bytes_read: what was asked of the files.
+        bytes_read: from the files.
         shard: (index, ranks) of the part that was read of each tensor.
     """
 
@@ -79,19 +79,19 @@ class LoadedBlocks:
 
 
 class BlockPolicy(Protocol):
-    """What happens at the seats of a model."""
+    """What happens at the hooks of a model."""
 
     def begin_transformer_call(self, grid: Grid, batch_size: int) -> Sequence[range]:
-        """The transformer is called on `rows` rows; returns the runs of rows that are computed one after the other."""
+        """The transformer is called; returns the micro-batches (runs of rows) that are computed one after the other."""
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """One of several such runs is next."""
+        """One of several micro-batches is next."""
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """The chain has come to a block."""
+        """The forward has reached a block."""
 
     def run_output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-        """The chain has come to the output module, which makes `width` channels of each token."""
+        """The forward has reached the output module, which makes `width` channels of each token."""
 
     def end_transformer_call(self) -> None:
         """The transformer returns."""
@@ -117,10 +117,10 @@ FuseBlock = Callable[[ExitStack, BlockHook], None]
 
 
 class TransformerHooks:
-    """The chain of seats of one transformer.
+    """The hooks of the blocks of one transformer, in order.
 
     Attributes:
-        stand_ins: for hollow blocks that are computed here all the same, with weights from elsewhere.
+        replacement_blocks: for placeholders that are computed here all the same, with streamed weights.
     """
 
     def __init__(self, transformer: nn.Module, spec: ModelSpec) -> None:
@@ -152,7 +152,7 @@ class TransformerHooks:
         return Weights(blocks=blocks, shared=shared, layers=layers, out=out, exchanges=exchanges, tensors=tensors)
 
     def _find_tensor_exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Where tensor parallelism exchanges what, as the family's table of token streams has it."""
+        """Where tensor parallelism exchanges what, by the family's table of token streams."""
         for pattern, streams in self.spec.tensor_tokens.items():
             for path, module in match_modules(self.transformer, pattern):
                 kind = "sum" if hasattr(module, "out_features") else "gather"
@@ -168,11 +168,11 @@ class TransformerHooks:
         vars(self.transformer)[LOADED_ATTRIBUTE] = loaded
 
     def has_placeholders(self) -> bool:
-        """Whether some block is hollow."""
+        """Whether some block is a placeholder."""
         return any(is_placeholder(hook.block) for hook in self.chain)
 
     def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
-        """Leaves a runner these blocks of a transformer that is whole, or of which no others were read.
+        """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
 
         Returns:
             The parameters of the whole.
@@ -187,21 +187,22 @@ class TransformerHooks:
             weights = self.describe_weights()
             self.empty_other_blocks(owned, keep=keep)
             return weights
+        here, wanted = (f"{blocks.start} to {blocks.stop - 1}" for blocks in (loaded.owned, owned))
         if keep:
             raise StateError(
-                f"keep_weights=True, and of this {name} only blocks {_format_block_range(loaded.owned)} were loaded; load it without "
-                "a plan, or leave keep_weights out"
+                f"keep_weights=True, and of this {name} only blocks {here} were loaded; load it without a plan, or "
+                "leave keep_weights out"
             )
         if (loaded.owned, loaded.shard) != (owned, shard):
             raise StateError(
-                f"of this {name} blocks {_format_block_range(loaded.owned)}, shard {loaded.shard[0]} of {loaded.shard[1]}, were "
-                f"loaded, and here the plan needs {_format_block_range(owned)}, shard {shard[0]} of {shard[1]}; load it for this plan"
+                f"of this {name} blocks {here}, shard {loaded.shard[0]} of {loaded.shard[1]}, were loaded, and here "
+                f"the plan needs {wanted}, shard {shard[0]} of {shard[1]}; load it for this plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """Why the attention of some of these blocks cannot be handed to a core, or None: somebody else's processor."""
+        """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
         for hook in self.chain[blocks.start : blocks.stop]:
             for name, attention in hook.list_attentions():
                 if not self._is_known_processor(processor := attention.processor):
@@ -226,7 +227,7 @@ class TransformerHooks:
                     self._stored_contents[hook.index] = parts
 
     def restore_blocks(self) -> None:
-        """Puts the weights back that `hollow` kept."""
+        """Puts the weights back that `empty_other_blocks` kept."""
         for index, parts in self._stored_contents.items():
             restore_contents(self.chain[index].block, parts)
         self._stored_contents.clear()
@@ -244,16 +245,16 @@ class TransformerHooks:
         pipe: Any = None,
         compile_: CompileFunction | None = None,
     ) -> Iterator[None]:
-        """Seats the policy for the length of a call.
+        """Installs the hooks of a policy for the length of a call.
 
         Args:
-            policy: decides at each seat.
+            policy: decides at each hook.
             owned: the blocks that run here.
             current: the generation under way.
             core: (layer, backend, joint) -> the attention of a layer.
-            dispatch: the name of the attention backend that hands over to a core, given the one that was named.
-            fuse: is done to the blocks that run here uncompiled.
-            pipe: whose model this is; it may have compiled it.
+            dispatch: the name of the attention backend that calls a core, given the name that a processor has.
+            fuse: is called on the blocks that run here uncompiled.
+            pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
         """
         memo = OutputMemoizer(self.spec, current)
@@ -362,7 +363,7 @@ class CallCountHooks(TransformerHooks):
     """A model whose blocks need not be known: its calls are counted, and run as they are."""
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """Nothing: attention is the model's own."""
+        """None: attention is the model's own."""
         return None
 
     @contextmanager
@@ -378,7 +379,7 @@ class CallCountHooks(TransformerHooks):
         pipe: Any = None,
         compile_: CompileFunction | None = None,
     ) -> Iterator[None]:
-        """Seats nothing but the count; what the family declares constant is remembered."""
+        """Installs only the count of calls, and a memory of what the family declares constant."""
 
         def count_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
             def forward_and_count(*args: Any, **kwargs: Any) -> Any:
@@ -417,10 +418,6 @@ def _slice_token_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -
 def _list_varying_arguments(io: BlockIO, current: Callable[[], Generation]) -> Sequence[str]:
     """The arguments of a block that have another number of tokens from patch to patch."""
     return ("hidden_states", "encoder_hidden_states", *io.tokens) if current().branch_layout.num_patches > 1 else ()
-
-
-def _format_block_range(blocks: range) -> str:
-    return f"{blocks.start} to {blocks.stop - 1}"
 
 
 def _list_parameter_names(module: nn.Module) -> list[str]:

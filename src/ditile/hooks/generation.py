@@ -1,7 +1,7 @@
-"""Generation: the state of one image (or batch of images) in the making, from `set_timesteps` to the last `step`.
+"""Generation: the state of one batch of images while they are computed, from `set_timesteps` to the last `step`.
 
-It says which micro-step and which guidance branch the pipeline is at, and owns the memory that survives a step.
-Seats, attention and scheduler read it; only the loop writes it. It is dropped when the call ends.
+It knows the micro-step and the guidance branch that the pipeline is at, and owns the memory that survives a step.
+Hooks, attention and scheduler read it; only the loop writes it. It is dropped when the call ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class LayerTokens:
     """The tokens of an attention layer at a micro-step.
 
     Attributes:
-        runs: of each rank that shares them out, where they are in the layer's whole sequence; in the local order.
+        runs: for each rank that shares them out, where its tokens are in the whole sequence, in its own order.
         index: this rank among them.
         length: of the whole sequence.
         image: where the image is in it.
-        dummies: tokens here that stand for absent text, in front or behind; nobody else sees them.
+        dummies: tokens here that stand for absent text, in front or behind; no other rank sees them.
         dummies_first: whether they are in front.
     """
 
@@ -38,7 +38,7 @@ class LayerTokens:
 
     @property
     def rank_lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank, dummies apart."""
+        """Tokens of each rank, without dummies."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
 
     @property
@@ -53,11 +53,16 @@ class LayerTokens:
 class Generation:
     """Where the pipeline is, and what must survive.
 
-    `branch` counts the transformer calls since the last `scheduler.step`; `calls` is their number in a step, learnt in
-    the first one. A call of `batch` rows may be computed in pieces, one after the other: `piece` counts them, and
-    `rows` are the rows at hand (None: all). `ages`, `keeps_keys` and `is_stale` come from the schedule; `split` and
-    `index` say which tokens this rank computes, and `branches`, of (step, calls), which of the calls; where a crew
-    computes whole steps together, `crew` and `crew_index` say which tokens of those.
+    Attributes:
+        ages, keeps_keys, is_stale: from the schedule.
+        split, index: which tokens this rank computes.
+        branches: (step, calls) -> which of the calls this rank computes.
+        branch: counts the transformer calls since the last `scheduler.step`.
+        calls: their number in a step, known after the first one.
+        batch: rows of a call.
+        micro_batch: counts the runs of rows, where a call is computed in several.
+        batch_range: the rows of the micro-batch at hand; None is all.
+        warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
     """
 
     ages: Callable[[MicroStep], tuple[int, ...]]
@@ -85,7 +90,7 @@ class Generation:
         return self.layouts[self.branch]
 
     def list_rank_parts(self, patch: int | None, branch: int | None = None) -> tuple[TokenShard, ...]:
-        """What each rank of the sequence axes has of a patch (None: of the image), in the branch at hand or another."""
+        """What each rank of the sequence axes has of a patch (None: of the image), in this branch or another."""
         branch = self.branch if branch is None else branch
         if (branch, patch) not in self._parts:
             split, _ = self._get_split(patch)
@@ -93,13 +98,13 @@ class Generation:
         return self._parts[branch, patch]
 
     def get_own_part(self, patch: int | None, branch: int | None = None) -> TokenShard:
-        """What this rank has of it."""
+        """What this rank has of a patch (None: of the image)."""
         _, index = self._get_split(patch)
         return self.list_rank_parts(patch, branch)[index]
 
     @property
     def has_all_image_tokens(self) -> bool:
-        """Whether this rank computes all tokens of the image at the micro-step at hand."""
+        """Whether this rank computes all tokens of the image at this micro-step."""
         return self.micro_step.patch is None and self._get_split(None)[0].num_ranks == 1
 
     def _get_split(self, patch: int | None) -> tuple[Split, int]:
@@ -109,7 +114,7 @@ class Generation:
         return self.split, self.index
 
     def get_layer_tokens(self, *, joint: bool) -> LayerTokens:
-        """The tokens of an attention layer that sees the text, or does not, at the micro-step at hand."""
+        """The tokens of an attention layer at this micro-step; `joint` is whether it sees the text too."""
         key = (self.branch, self.micro_step.patch, joint)
         if key not in self._tokens:
             layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
@@ -125,7 +130,7 @@ class Generation:
         return self._tokens[key]
 
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What does not change in calls of the branch and the piece at hand: made once."""
+        """What is constant in the calls of this branch and micro-batch: computed once."""
         return self.memory.get_constant((key, self.branch, self.micro_batch), make)
 
     def advance_branch(self) -> None:
@@ -134,16 +139,18 @@ class Generation:
         self.micro_batch, self.batch_range = 0, None
 
     def end_micro_step(self) -> None:
-        """The scheduler stepped: the calls of a micro-step are over, and where tokens are cut must be as many as ever.
+        """The scheduler stepped: the calls of a micro-step are over.
 
         Raises:
-            StateError: if the pipeline called the transformer more or less often than in its first micro-step.
+            StateError: if the pipeline called a divided transformer more or less often than in its first micro-step.
         """
+        # Keys and messages belong to calls, so their number may not change where tokens are cut.
         if self.calls is None:
             self.calls = self.branch
-        elif self.calls != self.branch and self.layouts:  # keys and messages belong to calls
+        elif self.calls != self.branch and self.layouts:
             raise StateError(
-                f"the pipeline called the transformer {self.branch} times in step {self.micro_step.step} and {self.calls} "
-                "times before; guidance that changes the number of calls in mid-run cannot be divided into patches"
+                f"the pipeline called the transformer {self.branch} times in step {self.micro_step.step} and "
+                f"{self.calls} times before; guidance that changes the number of calls in mid-run cannot be divided "
+                "into patches"
             )
         self.branch = 0

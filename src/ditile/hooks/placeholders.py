@@ -1,8 +1,7 @@
-"""Hollow modules: still in their place, without weights and children. Nothing of them is saved, moved or counted.
+"""Placeholders: modules without weights and children that stay in their place. Also: which weights are quantized.
 
-Quantized weights: which parameters of a model are no plain tensors, and how many bytes all of them take.
-
-Whoever cuts, lends or keeps weights asks here; who quantized them, ditile, diffusers or the user, makes no difference.
+Nothing of a placeholder is saved, moved or counted. It makes no difference who quantized a weight: ditile, diffusers or
+the user.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 ModuleContents = tuple[dict[str, Any], ...]
-"""What a module held: children, parameters, buffers."""
+"""What is in a module: children, parameters, buffers."""
 
 
 class ReplacementBlock(Protocol):
-    """Computes a block whose own module is hollow."""
+    """Computes a block whose own module is a placeholder."""
 
     block: nn.Module
 
@@ -38,7 +37,7 @@ def turn_into_placeholder(module: nn.Module) -> ModuleContents:
 
 
 def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
-    """Puts back what `hollow` took out."""
+    """Puts back what `turn_into_placeholder` took out."""
     for container, content in zip(_list_contents(module), contents, strict=True):
         container.clear()
         container.update(content)
@@ -51,17 +50,16 @@ def is_placeholder(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def init_on_meta_device() -> Iterator[None]:
-    """Models made within are on the meta device: structure and shapes alone, and no time goes into first values."""
+    """Models are built on the meta device: structure and shapes alone, and no time is spent on first values."""
     with no_init_weights(), torch.device("meta"):
         yield
 
 
 def build_meta_model(transformer: nn.Module) -> nn.Module:
-    """The structure of a transformer as its config has it, whole and without weights."""
+    """The structure of a transformer by its config, whole and without weights."""
     model: Any = transformer
     with init_on_meta_device():
-        meta_model: nn.Module = type(model).from_config(model.config)
-    return meta_model
+        return type(model).from_config(model.config)  # type: ignore[no-any-return]
 
 
 def _list_contents(module: nn.Module) -> ModuleContents:
@@ -84,7 +82,7 @@ def count_parameter_bytes(module: nn.Module) -> int:
 
 
 def _count_tensor_bytes(tensor: Any) -> int:
-    """Of a tensor, and of the tensors that it is made of: torchao's are subclasses, bitsandbytes' have a state."""
+    """The bytes of a tensor and of its parts: those of torchao are a subclass's, those of bitsandbytes in a state."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(_count_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     num_bytes = int(tensor.numel() * tensor.element_size())

@@ -1,8 +1,8 @@
-"""What strategies of different axes have in common where they meet. `compose` puts them together.
+"""The protocols by which strategies of different axes meet. `runner.compose` puts the strategies together.
 
-At the Attend seam a kernel, an exchange of tokens for heads, and whose keys are attended to; between blocks, what
-a rank has of its tokens there, and how it agrees with others on leaving some blocks out; at the Denoise seam, whose
-rows of the batch it computes.
+In attention: a kernel, an exchange of tokens for heads, and whose keys are attended to. Between blocks: which of its
+tokens a rank has, and how ranks agree on the blocks that are left out. Around the model: which rows of the batch a rank
+computes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ class HeadExchange(Protocol):
     """Trades a split over tokens for one over heads, and back.
 
     Attributes:
-        overlaps: whether q, k and v travel one by one, each while the next is made.
+        overlaps: whether q, k and v travel one by one, each while the next is computed.
     """
 
     overlaps: bool
 
     def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
         """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`."""
-        ...
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made, in this order."""
-        ...
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """The way back, of an output with `heads` heads in all."""
-        ...
+        """The way back, for an output with `heads` heads on all ranks together."""
 
 
 class KeySource(Protocol):
@@ -46,18 +43,16 @@ class KeySource(Protocol):
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of fresh queries `[B, S, N, H]`."""
-        ...
 
 
 class KeyMaskSource(Protocol):
-    """Makes a layer's mask that of the keys of all ranks that share out the tokens."""
+    """Gathers a layer's mask of keys from all ranks that share out the tokens."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """From what a layer was given for `batch` rows: of this rank's keys, or of all of them in sequence.
+        """The mask of all keys, from that of this rank's keys or of the whole sequence, for `batch` rows.
 
-        Of the heads only this rank's are kept; all, if their number is None.
+        Of the heads only this rank's are kept; all of them, if their number is None.
         """
-        ...
 
 
 class KeyGather(Protocol):
@@ -80,37 +75,33 @@ class AttentionKernel(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
-        ...
 
 
 class TokenStreams(Protocol):
-    """What a rank has of its tokens between the Linears of a block: all, or (split_scheme=sequence) a share."""
+    """Which of its tokens a rank has between the Linears of a block: all, or (split_scheme=sequence) a share."""
 
     def set_stream_lengths(self, image: int, text: int) -> None:
         """A call is about to enter the blocks with these tokens."""
-        ...
 
     def locate_own_share(self, length: int) -> slice:
         """Where a rank's share of a stream is."""
-        ...
 
     def gather_stream(self, x: Tensor, length: int) -> Tensor:
         """The whole of a stream `[B, length, C]` from every rank's share."""
-        ...
 
 
 class WholeTokenStreams:
-    """All of them."""
+    """Every rank has all of its tokens: nothing is gathered."""
 
     def set_stream_lengths(self, image: int, text: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def locate_own_share(self, length: int) -> slice:
-        """Everything."""
+        """The whole stream."""
         return slice(0, length)
 
     def gather_stream(self, x: Tensor, length: int) -> Tensor:
-        """Nothing."""
+        """The stream, as it came."""
         return x
 
 
@@ -119,26 +110,22 @@ class BatchShare(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has no images: it calls no model, and stays in step."""
-        ...
+        """Whether this rank has no images: it calls no model, and takes part in all messages."""
 
     def begin_generation(self) -> None:
         """A generation begins."""
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
-        ...
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """The scheduler is about to be stepped with these."""
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """A view of the rows of `[images, ...]` that are this rank's."""
-        ...
+        """A view of this rank's rows of `[images, ...]`."""
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents, where each replica's own are right; collective over the last stages of all replicas."""
-        ...
+        """All latents, each replica's from its own ranks; collective over the last stages of all replicas."""
 
     def end_generation(self) -> None:
         """The last step is over."""
@@ -150,11 +137,11 @@ class CallPosition(NamedTuple):
     Attributes:
         step: of the loop.
         branch: calls of the model since the scheduler was last stepped.
-        patches: at hand, in order; 0 alone where the image is one.
-        sizes: their image tokens, once the first block was reached; asked for where there are several.
-        has_text: whether the text at hand is real, once the first block was reached.
-        images: in the batch, if that is known; a row is one of its images' branches of guidance.
-        must: whether nothing may be left out, since what follows needs what is computed now.
+        patches: the patches that are computed, in order; 0 alone where the image is one patch.
+        sizes: their image tokens; only known after the first block was reached.
+        has_text: whether the text is real and no dummy; only known after the first block was reached.
+        images: in the batch, if that is known; a row is one branch of guidance of one image.
+        must_compute: whether nothing may be left out, because the next step reads what this one computes.
     """
 
     step: int
@@ -177,19 +164,17 @@ class LabelledModel(Protocol):
 
 
 class PipelineClock(Protocol):
-    """Says where the pipeline is, to what lies around its model's blocks."""
+    """Tells the hooks around a model's blocks where the pipeline is."""
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
         """A model is called; None if all of it must be computed, and nothing remembered."""
-        ...
 
     def end_model_call(self, model: LabelledModel) -> None:
         """It returns."""
-        ...
 
 
 class SkipAgreement(Protocol):
-    """How the ranks of an image agree on what is left out.
+    """How the ranks of an image agree on the blocks that are left out.
 
     Attributes:
         owned: the blocks that this rank runs; None is all.
@@ -199,24 +184,18 @@ class SkipAgreement(Protocol):
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums over the ranks that share out the tokens and branches of these blocks, on the CPU."""
-        ...
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """Says to the stages behind what was decided."""
-        ...
+        """Sends what was decided to the stages behind."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """What a stage in front has decided, for so many units."""
-        ...
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """The tokens in front of a probe, to the stage that has this last block of it."""
-        ...
+        """Sends the tokens in front of a probe to the stage that has this last block of it."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """The same there; `of` is the first block of the probe."""
-        ...
+        """Receives them there; `of` is the first block of the probe."""
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """These blocks were not run, for any row: what others remember of them stands for this step."""
-        ...
+        """These blocks were not run, for any row: keys that are kept of them count as those of this step."""

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors, one file or several with an index, read tensor by tensor: only what a module still has.
 
-A file is mapped into memory, and a mapping is dropped after some tens of megabytes, so that of a checkpoint of any size
-neither anonymous nor file-backed memory ever holds more than what was asked for.
+A file is mapped into memory, and the mapping is closed after some tens of megabytes: while a checkpoint of any size is
+read, neither anonymous nor file-backed memory holds more than the wanted tensors.
 """
 
 from __future__ import annotations
@@ -50,11 +50,9 @@ class Checkpoint:
         """
         middle = f".{variant}" if variant else ""
         single, index = f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
-        path = locate(index)
-        if path is not None:
+        if (path := locate(index)) is not None:
             return cls(_read_weight_map(path), locate)
-        path = locate(single)
-        if path is None:
+        if (path := locate(single)) is None:
             raise LoadError(f"there is neither {single} nor {index}; save the model with save_pretrained")
         with _open_safetensors(path) as tensors:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
@@ -91,38 +89,33 @@ class Checkpoint:
             for names in _batch_tensor_names(path, {name for name in wanted if self.files[name] == file}):
                 with _open_safetensors(path) as tensors:
                     for name in names:
-                        mapped_pieces = _map_own_pieces(tensors.get_slice(name), name, wanted[name], part)
-                        read += sum(piece.numel() * piece.element_size() for piece in mapped_pieces.pieces)
-                        _store_tensor(
-                            module,
-                            name,
-                            mapped_pieces.copy_to_memory(
-                                _choose_tensor_dtype(name, mapped_pieces.pieces[0], dtype, keep_fp32)
-                            ),
-                        )
-                        del mapped_pieces  # the last view of the mapping, which ends with it
+                        mapped = _map_own_parts(tensors.get_slice(name), name, wanted[name], part)
+                        read += sum(view.numel() * view.element_size() for view in mapped.views)
+                        own_dtype = _choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)
+                        _store_tensor(module, name, mapped.copy_to_memory(own_dtype))
+                        # These views are the last of the mapping, which ends with them.
+                        del mapped
                         env.report_progress()
         return read
 
 
-class _MappedPieces(NamedTuple):
+class _MappedParts(NamedTuple):
     """Views of a mapped file, and the dim along which they are joined."""
 
-    pieces: list[Tensor]
+    views: list[Tensor]
     dim: int
 
     def copy_to_memory(self, dtype: torch.dtype) -> Tensor:
-        """The pieces joined, in memory of their own."""
-        shape = list(self.pieces[0].shape)
-        if shape:
-            shape[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
-        made = torch.empty(shape, dtype=dtype)
-        if len(self.pieces) == 1:
-            return made.copy_(self.pieces[0])
-        sizes = [piece.shape[self.dim] for piece in self.pieces]
-        for target, piece in zip(made.split(sizes, self.dim), self.pieces, strict=True):
-            target.copy_(piece)
-        return made
+        """The views joined, in memory of their own."""
+        shape = list(self.views[0].shape)
+        if len(self.views) == 1:
+            return torch.empty(shape, dtype=dtype).copy_(self.views[0])
+        sizes = [view.shape[self.dim] for view in self.views]
+        shape[self.dim] = sum(sizes)
+        joined = torch.empty(shape, dtype=dtype)
+        for target, view in zip(joined.split(sizes, self.dim), self.views, strict=True):
+            target.copy_(view)
+        return joined
 
 
 def locate_in_folder(path: Path) -> LocateFile:
@@ -145,17 +138,17 @@ def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
                 f"{path} lacks {len(lost)} weight(s) that its index names, such as {lost[0]}; copy it again"
             )
         sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
-    for name, of_tensor in zip(order, sizes, strict=True):
-        if batch and size + of_tensor > MAPPED:
+    for name, num_bytes in zip(order, sizes, strict=True):
+        if batch and size + num_bytes > MAPPED:
             yield batch
             batch, size = [], 0
         batch.append(name)
-        size += of_tensor
+        size += num_bytes
     if batch:
         yield batch
 
 
-def _map_own_pieces(stored: Any, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedPieces:
+def _map_own_parts(stored: Any, name: str, shape: tuple[int, ...], part: SelectShard | None) -> _MappedParts:
     stored_shape = tuple(stored.get_shape())
     if stored_shape != shape:
         raise LoadError(
@@ -163,9 +156,9 @@ def _map_own_pieces(stored: Any, name: str, shape: tuple[int, ...], part: Select
         )
     cut = part(name, shape) if part is not None else None
     if cut is None:
-        return _MappedPieces([stored[...]], 0)
+        return _MappedParts([stored[...]], 0)
     whole = (slice(None),) * cut.dim
-    return _MappedPieces([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
+    return _MappedParts([stored[whole + (piece,)] for piece in cut.pieces], cut.dim)
 
 
 def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:

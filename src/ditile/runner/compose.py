@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ DENOISER_NAMES = ("transformer", "transformer_2", "unet")
 """What a pipeline may call in its loop."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Composition:
     """The strategies of a plan on this rank, built and not yet installed.
 
@@ -142,9 +142,8 @@ class Composition:
             decisions: who decides together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        never = self.spec.batch
-        images, dim = count_images(call), self.spec.latent_dim
-        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=dim, never=never)
+        spec, images = self.spec, count_images(call)
+        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, never=spec.batch)
         # The hooks of blocks lie around those of caches, so caches settle first what of theirs is compiled.
         for cache in self.model_caches:
             cache.update_compilation()
@@ -299,18 +298,19 @@ class LayerAttentionBuilder:
         return WarmupGroupKeys(current, layer, self._warmup_group, kernel, keys)
 
 
+class CompositionOptions(NamedTuple):
+    """What the arguments of `parallelize` say beside the plan."""
+
+    keep_weights: bool
+    text_after: After = "keep"
+    attention: str | None = None
+    cp_plan: Mapping[str, Any] | None = None
+    compile: bool = False
+    checks: AgeChecks | None = None
+
+
 def compose_strategies(
-    pipe: Any,
-    plan: Plan,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    keep_weights: bool,
-    text_after: After = "keep",
-    attention: str | None = None,
-    cp_plan: Mapping[str, Any] | None = None,
-    compile: bool = False,
-    checks: AgeChecks | None = None,
+    pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, options: CompositionOptions
 ) -> Composition:
     """Builds every strategy of a plan, leaves this rank its share of the pipeline's weights, and moves that.
 
@@ -319,46 +319,34 @@ def compose_strategies(
         PlanError: if the plan does not fit the model.
         StateError: if the pipeline was cut before.
     """
-    # All that may say no comes first: a refusal leaves the pipeline as it was.
-    block_hooks, splits = _build_block_hooks(pipe, plan, mesh, attention, cp_plan, compile=compile)
+    keep = options.keep_weights
+    # All that may refuse comes first: a refusal leaves the pipeline as it was.
+    block_hooks, splits = _build_block_hooks(pipe, plan, mesh, options)
     model, spec = block_hooks.transformer, block_hooks.spec
     stages = divide_into_stages(block_hooks, plan)
-    kernel = find_named_kernel(attention, model, device, plan)
+    kernel = _find_kernel(options.attention, model, device, plan)
     ranks = (mesh.image, mesh.control, device, mesh.traffic)
-    encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep_weights, after=text_after)
-    parallel_vae = build_parallel_vae(pipe, plan, mesh)
-    # While all blocks have their weights: a stream of weights describes those of every stage.
+    encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
+    parallel_vae = _build_parallel_vae(pipe, plan, mesh)
+    # While all blocks have their weights: weight streaming describes those of every stage.
     warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
-    # Asked before the blocks are claimed, which takes note that a runner has them now.
-    is_read_in_part = block_hooks.loaded_blocks is not None
+    # Before the blocks are claimed, which forgets what was loaded.
+    is_loaded_in_part = block_hooks.loaded_blocks is not None
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
-    weights = block_hooks.claim_blocks(own, keep=keep_weights, shard=(tensor.index, tensor.num_ranks))
+    weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
-    sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_read_in_part, keep=keep_weights)
+    sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_loaded_in_part, keep=keep)
     encoders.empty_foreign_parts()
     # Behind all that takes weights out: a device never holds what this rank does not keep.
     move_pipeline(pipe, device)
     # The loop drives the stage, and attention asks the loop for the generation under way.
-    trace, owned = mesh.traffic.trace, stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, owned, plan, spec.joint, trace, sharded.streams, warmup_group)
+    trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
+    pipefusion = PipeFusion(mesh, stage, plan, spec.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
     loop = Loop(pipefusion, mesh, plan, token_split, latent_dim=spec.latent_dim, trace=trace)
-    return Composition(
-        pipe=pipe,
-        plan=plan,
-        mesh=mesh,
-        device=device,
-        block_hooks=block_hooks,
-        stages=stages,
-        weights=weights,
-        sharded=sharded,
-        encoders=encoders,
-        parallel_vae=parallel_vae,
-        pipefusion=pipefusion,
-        loop=loop,
-        attention=LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, checks),
-        compile=compile,
-    )
+    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, options.checks)
+    built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
+    return Composition(pipe, plan, mesh, device, *built, options.compile)
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
@@ -382,36 +370,26 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
 
 
 def move_pipeline(pipe: Any, device: torch.device) -> None:
-    """Moves all of a pipeline that is not on a device yet: diffusers looks through all of it even where nothing is."""
+    """Moves a pipeline to a device, if some of it is elsewhere: diffusers looks through all of it in any case."""
     modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     if any(x.device != device for part in modules for x in (*part.parameters(), *part.buffers())):
         pipe.to(device)
 
 
-def find_named_kernel(
-    attention: str | None, transformer: Any, device: torch.device, plan: Plan
-) -> DiffusersKernel | None:
-    """The kernel that was asked for by name.
-
-    Raises:
-        ModelError: if it is unknown, or cannot run here.
-    """
-    return choose_kernel(attention, device, transformer.dtype, lse=plan.ring > 1) if attention is not None else None
+def _find_kernel(name: str | None, transformer: Any, device: torch.device, plan: Plan) -> DiffusersKernel | None:
+    """The kernel of that name, if one is named."""
+    return None if name is None else choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
 
 
-def build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
-    """A pipeline's autoencoder by rows, where the plan wants it.
-
-    Raises:
-        ModelError: if it cannot be divided.
-    """
+def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
+    """A pipeline's autoencoder by rows, where the plan wants it."""
     if plan.vae != "rows":
         return None
     return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises `ModelError` unless something has a model that it calls in its loop."""
+    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop."""
     if not any(isinstance(getattr(pipe, name, None), nn.Module) for name in DENOISER_NAMES):
         raise ModelError(
             f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; give a pipeline of "
@@ -420,19 +398,16 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def _build_block_hooks(
-    pipe: Any, plan: Plan, mesh: Mesh, attention: str | None, cp_plan: Mapping[str, Any] | None, *, compile: bool
+    pipe: Any, plan: Plan, mesh: Mesh, options: CompositionOptions
 ) -> tuple[TransformerHooks, ContextParallelSplits | None]:
-    """The hooks for a model, by what is known of it; and what is split in its calls, where a table of splits says so.
-
-    Nothing is touched yet.
-    """
-    calls_whole_model = plan.divides_the_batch_alone and attention is None
-    tables = {} if calls_whole_model else registry.find_cp_plans(pipe, cp_plan)
+    """The hooks for a model, by what is known of it, and what a table of splits splits in its calls."""
+    calls_whole_model = plan.divides_the_batch_alone and options.attention is None
+    tables = {} if calls_whole_model else registry.find_cp_plans(pipe, options.cp_plan)
     if tables:
-        return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=compile)
+        return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=options.compile)
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks = (CallCountHooks if calls_whole_model else TransformerHooks)(registry.find_loop_model(pipe), spec)
-    _check_model_divisible(pipe, plan, block_hooks, attention, compile)
+    _check_model_divisible(pipe, plan, block_hooks, options.attention, options.compile)
     return block_hooks, None
 
 
@@ -442,8 +417,9 @@ def _build_context_parallel_hooks(
     """For models that have a table of splits: all weights on every rank, one stage, one patch."""
     transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in tables}
     kind = type(next(iter(transformers.values()))).__name__
+    # It refuses two models that are called in turns: their branches of guidance cannot be shared out.
     if plan.cfg * plan.data > 1:
-        registry.find_loop_model(pipe)  # refuses two models that are called in turns
+        registry.find_loop_model(pipe)
     if compile:
         raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
     plan.check_planned(kind)
@@ -459,7 +435,7 @@ def _build_context_parallel_hooks(
 def _check_model_divisible(
     pipe: Any, plan: Plan, block_hooks: TransformerHooks, attention: str | None, compile: bool
 ) -> None:
-    """Says no to a model that cannot be divided so, before anything is touched."""
+    """Refuses a model that cannot be divided so, before anything is touched."""
     model = block_hooks.transformer
     if attention is not None and not block_hooks.spec.blocks:
         raise ModelError(

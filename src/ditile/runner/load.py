@@ -2,11 +2,9 @@
 
 For a plan, a rank reads its share of the weights and nothing else (docs/loading.md).
 
-What can be seen without reading weights (files that are missing or cut short, pickles) is said before anything is read.
-
-The hub's cache: while a model is fetched its folder grows, whoever fetches it, and who waits for it makes progress.
-
-huggingface_hub holds a lock while it fetches a file; ranks, and other runs, that want the file wait for it in there.
+What can be seen without reading weights (files that are missing or cut short, pickles) is refused before anything is
+read. huggingface_hub holds a lock while it downloads a file, and ranks that want the file wait for the lock: as long as
+the model's folder in the cache grows, a waiting rank reports progress.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 
 
 ASSETS = Path(__file__).parents[1] / "assets"
+PERIOD = 1.0
+"""Seconds between two looks at a folder that grows."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,12 +61,11 @@ def find_model_source(name: str, variant: str | None = None, *, weights: bool = 
         ModelError: if `name` is none of the three.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
-    if isinstance(name, str) and name in list_bundled_models():
-        return check_pipeline_folder(ASSETS / name, variant) if weights else _require_model_index(ASSETS / name)
     if name and isinstance(name, str | Path):
-        if Path(name).is_dir():
-            return check_pipeline_folder(Path(name), variant) if weights else _require_model_index(Path(name))
-        if HUB_ID.fullmatch(str(name)) and not Path(name).exists():
+        folder = ASSETS / name if name in list_bundled_models() else Path(name)
+        if folder.is_dir():
+            return check_pipeline_folder(folder, variant) if weights else _require_model_index(folder)
+        if HUB_ID.fullmatch(str(name)) and not folder.exists():
             return str(name)
     raise ModelError(
         f"model {name!r} is not known; bundled are {', '.join(list_bundled_models()) or 'none'}; "
@@ -92,15 +91,19 @@ def load(
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
+    # Here and not above: listing models and reading their options needs no torch.
     import safetensors
     from diffusers import DiffusionPipeline
 
+    from ditile.distributed.mesh import find_process_rank
+    from ditile.runner.partial import load_partial_components
+
     source = find_model_source(name, variant)
     wanted = choose_weight_dtype(source, dtype)
-    rank = 0 if plan is None else _find_rank_in_plan(plan)
+    rank = 0 if plan is None else find_process_rank(require_plan(plan))
     try:
         with report_download_progress(source) if isinstance(source, str) else nullcontext():
-            own = {} if plan is None else _load_own_components(source, plan, rank, wanted, variant)
+            own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
             pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
                 source, dtype=wanted, use_safetensors=True, variant=variant, **own
             )
@@ -119,25 +122,8 @@ def load(
     return pipe
 
 
-def _find_rank_in_plan(plan: Any) -> int:
-    from ditile.distributed.mesh import find_process_rank
-
-    return find_process_rank(require_plan(plan))
-
-
-def _load_own_components(
-    source: Path | str, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None
-) -> dict[str, Any]:
-    from ditile.runner.partial import load_partial_components
-
-    return load_partial_components(source, plan, rank, dtype, variant)
-
-
 def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
-    """The folder, if it is a pipeline whose weights are all there and whole, as far as their headers tell.
-
-    Args:
-        variant: of the files that are looked at, in components that have it.
+    """The folder, if it is a pipeline whose weights (of a variant) are there and whole, as far as their headers tell.
 
     Raises:
         LoadError: if it is not.
@@ -196,10 +182,11 @@ def _check_weight_file(file: Path) -> None:
 
 
 def _check_no_missing_weights(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
-    """Of weights that a file lacks, diffusers makes random ones, and draws with them. Quantizers choose other names."""
+    """Refuses a transformer whose files lack weights: diffusers makes random ones, and draws with them."""
     import safetensors
 
     transformer, there = getattr(pipe, "transformer", None), set()
+    # Quantizers save weights under names of their own.
     if transformer is None or _read_json_object(part / "config.json").get("quantization_config"):
         return
     for file in _list_weight_files(part, variant):
@@ -243,18 +230,11 @@ def _join_error_lines(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-PERIOD = 1.0
-"""Seconds between two looks."""
-
-
 @contextmanager
 def report_download_progress(repository: str) -> Iterator[None]:
-    """Within, whatever is added to a repository's folder in the cache is progress of this rank of `launch`.
+    """Reports progress of this rank of `launch` whenever the cache folder of a repository (its hub id) has grown.
 
     A download that hangs adds nothing, so the run stalls.
-
-    Args:
-        repository: its hub id.
     """
     if env.read_progress_fd() is None:
         yield
@@ -286,12 +266,11 @@ def _watch_download(folder: Path, left: threading.Event) -> None:
 
 
 def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
-    """The size and time of each file; one that has gone meanwhile has another name now."""
+    """The size and time of each file."""
     file_stats = {}
     for path in folder.glob("*"):
-        try:
+        # A file that is complete is renamed, maybe just now.
+        with suppress(FileNotFoundError):
             facts = path.stat()
-        except FileNotFoundError:
-            continue
-        file_stats[path.name] = (facts.st_size, facts.st_mtime_ns)
+            file_stats[path.name] = (facts.st_size, facts.st_mtime_ns)
     return file_stats

@@ -1,11 +1,10 @@
 """What a rank reads of a pipeline: its blocks of the transformer, its part of the text encoders.
 
-The transformer is made as diffusers makes it, but empty; blocks of other stages are hollowed; what is left is read.
+The transformer is built as diffusers builds it, but empty; blocks of other stages become placeholders; then it is read.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -62,7 +61,9 @@ def load_partial_components(
         if not in_part or not kind or not (name == "transformer" or name.startswith("text_encoder")):
             continue
         cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
-        config = _find_config_file(locate, name)
+        config = locate("config.json")
+        if config is None:
+            raise LoadError(f"{name} has no config.json; copy the whole model")
         reason = _find_partial_load_refusal(cls, kind, config)
         if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
@@ -101,20 +102,14 @@ def load_partial_transformer(
         LoadError: if files or weights are missing or corrupt, those of other ranks too.
     """
     made = _build_empty_model(cls, config.parent, dtype)
-    block_hooks = TransformerHooks(made, registry.require_model_spec(made))
-    owned = select_local_blocks(
-        divide_into_stages(block_hooks, plan), compute_coordinates(plan, rank)["pipefusion"], plan.num_whole_stages
-    )
-    checkpoint = Checkpoint.open_checkpoint(
-        locate, STEM, variant if variant is not None and _has_variant_files(locate, variant) else None
-    )
+    block_hooks, at = TransformerHooks(made, registry.require_model_spec(made)), compute_coordinates(plan, rank)
+    owned = select_local_blocks(divide_into_stages(block_hooks, plan), at["pipefusion"], plan.num_whole_stages)
+    stored_variant = variant if variant is not None and _has_variant_files(locate, variant) else None
+    checkpoint = Checkpoint.open_checkpoint(locate, STEM, stored_variant)
+    # While all blocks are there: every rank says what any rank lacks.
     if lacking := checkpoint.list_missing_names(made.state_dict()):
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
-    weights, part, shard = (
-        block_hooks.describe_weights(),
-        None,
-        (compute_coordinates(plan, rank)["tensor"], plan.tensor),
-    )
+    weights, part, shard = block_hooks.describe_weights(), None, (at["tensor"], plan.tensor)
     if plan.tensor > 1:
         part = TensorCuts.match_tensor_table(made, find_tensor_table(made, block_hooks.spec), *shard).select_shard
     block_hooks.empty_other_blocks(owned, keep=False)
@@ -126,16 +121,14 @@ def load_partial_transformer(
 
 
 def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
-    """The model with its parameters on the meta device, and nothing there that no checkpoint will fill.
-
-    What a model computes for itself (a table of sines that is not saved) has its value, as in diffusers. Where all that
-    it computes is saved, it need not: SD3's table takes more memory while it is made than a stage does.
-    """
+    """The model with all on the meta device that the checkpoint will fill."""
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
     with _use_default_dtype(dtype), init_on_meta_device():
         made = cls.from_config(dict(values), **unused)
+    # All on the meta device where all is saved: SD3's table takes more memory while it is computed than a stage does.
     if not any(_has_unsaved_tensors(module) for module in made.modules()):
         return made
+    # A tensor that is not saved (a table of sines) needs its value, as in diffusers: parameters alone are left empty.
     with _use_default_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():
         return cls.from_config(dict(values), **unused)
 
@@ -144,13 +137,11 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
     """Whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
     saved = (module._parameters, module._buffers, module._modules)
     attributes = [value for value in vars(module).values() if not any(value is part for part in saved)]
-    lists = [
-        value.values() if isinstance(value, dict) else value
-        for value in attributes
-        if isinstance(value, list | tuple | dict)
-    ]
-    tensors = any(isinstance(part, Tensor) for part in [*attributes, *itertools.chain.from_iterable(lists)])
-    return tensors or bool(module._non_persistent_buffers_set)
+    for value in attributes:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(part, Tensor) for part in parts):
+            return True
+    return bool(module._non_persistent_buffers_set)
 
 
 @contextmanager
@@ -170,9 +161,10 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
         return locate_in_folder(source / name)
 
     def locate_hub_file(file: str) -> Path | None:
+        # Also raised where the file is not in the cache and the hub cannot be reached.
         try:
             return Path(hf_hub_download(source, file, subfolder=name))
-        except EntryNotFoundError:  # also where it is not in the cache and the hub cannot be asked
+        except EntryNotFoundError:
             return None
 
     return locate_hub_file
@@ -185,13 +177,6 @@ def _read_model_index(source: Path | str) -> dict[str, Any]:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
     model_index: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return model_index
-
-
-def _find_config_file(locate: LocateFile, name: str) -> Path:
-    path = locate("config.json")
-    if path is None:
-        raise LoadError(f"{name} has no config.json; copy the whole model")
-    return path
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:

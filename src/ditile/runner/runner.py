@@ -1,7 +1,7 @@
-"""The call around the user's pipeline: the same arguments, the same result object, on every rank.
+"""The call around the user's pipeline: the same arguments and the same result object, on every rank.
 
-It binds the arguments, says no to what a patch pipeline cannot honour, makes sure that all ranks were called alike and
-draw the same numbers, maps progress bar and callbacks from micro-steps back to steps, and measures.
+It binds the arguments, refuses what a patch pipeline cannot honour, makes sure that all ranks were called alike and
+draw the same random numbers, and measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, fill_call_defaults
 from ditile.runner.callbacks import StepEndCallbacks
-from ditile.runner.compose import DENOISER_NAMES, Composition, check_pipeline, compose_strategies, move_pipeline
+from ditile.runner.compose import (
+    DENOISER_NAMES,
+    Composition,
+    CompositionOptions,
+    check_pipeline,
+    compose_strategies,
+    move_pipeline,
+)
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.table import describe_plan, describe_whole_model
 
@@ -63,8 +70,10 @@ class Runner:
         self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: str | None = None
         self._decisions: AgreementGroups | None = None
-        self._last: Shape | None = None  # the call itself may hold images and embeddings
-        self._kind = type(self.pipe)  # enable_cache may give it another, whose call is that of this runner
+        # The shape of the last call and not the call, which may hold images and embeddings.
+        self._last: Shape | None = None
+        # enable_cache may give the pipeline another class later, whose call is the one of this runner.
+        self._kind = type(self.pipe)
         self._signature = inspect.signature(self.pipe.__call__)
         parameters = self._signature.parameters.values()
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
@@ -114,19 +123,20 @@ class Runner:
         """
         if self._restored:
             return
-        if self.plan.divides_weights and not self._keep:
+        cut = self.plan.divides_weights
+        if cut and not self._keep:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
         if self._parts.encoders.has_freed_encoders:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         before, now = self._loras, self._snapshot_loras()
-        if self.plan.divides_weights and now != before:
+        if cut and now != before:
             raise StateError(
                 f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
                 "not in the blocks that were kept aside; set them back to what they were"
             )
-        if self.plan.divides_weights and list_quantized_parameters(self._parts.model) != self._quantized:
+        if cut and list_quantized_parameters(self._parts.model) != self._quantized:
             raise StateError(
                 "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
                 "quantize it before"
@@ -156,7 +166,8 @@ class Runner:
         """
         if not self.trace:
             raise StateError("no trace was recorded; set runner.trace = True before the call")
-        events = gather_json(self._parts.trace.list_events() + self._parts.trace.list_waits(), self.mesh.everyone)
+        trace = self._parts.trace
+        events = gather_json(trace.list_events() + trace.list_waits(), self.mesh.everyone)
         if self.mesh.rank == 0:
             write_chrome_trace(path, [[TraceEvent(*event) for event in of_rank] for of_rank in events])
 
@@ -171,12 +182,10 @@ class Runner:
 
     def __str__(self) -> str:
         """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
-        name, job = type(self.pipe).__name__, self.job()
+        name, job, counts = type(self.pipe).__name__, self.job(), self._parameter_counts
         if job is None:
-            return describe_whole_model(
-                name, type(self._parts.model).__name__, self.plan, self.devices, self._parameter_counts
-            )
-        return describe_plan(name, job, self.devices, self._parameter_counts)
+            return describe_whole_model(name, type(self._parts.model).__name__, self.plan, self.devices, counts)
+        return describe_plan(name, job, self.devices, counts)
 
     def _run_pipeline(self, call: dict[str, Any], output: str) -> Any:
         parts = self._parts
@@ -185,20 +194,17 @@ class Runner:
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch)
-            hooks = ends.install_callbacks(stack, call)
-            first = output == "first"
+            callbacks, first = ends.install_callbacks(stack, call), output == "first"
             if parts.model_caches and self._decisions is None:
                 self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
             decisions = self._decisions if parts.model_caches else None
-            loop = stack.enter_context(parts.install_for_call(hooks, call, decisions, first=first))
-            ends.loop = loop
+            loop = ends.loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first))
+            # The first rank of each replica decodes its images, or every rank decodes its rows.
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            # the first rank of each replica decodes its images, or every rank its rows
             result = self._kind.__call__(self.pipe, **call)
-        last_stage = (
-            self.mesh.image.num_ranks - 1
-        )  # of the first replica, which has images: it drew what the pipeline draws
+        # The last stage of the first replica, which always has images, drew what the pipeline draws.
+        last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
@@ -208,18 +214,21 @@ class Runner:
         if self._parts.calls_whole_model:
             return None
         reason = self._parts.spec.refuse(self.pipe, call)
-        if self._parts.spec.blocks:  # else every rank steps whole images
-            reason = reason or _find_statistics_refusal(self.pipe, call)
+        # Without blocks no patch is stepped: every rank steps whole images.
+        if reason is None and self._parts.spec.blocks:
+            reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
-        """Says no before anything runs to what this call does not allow; the size counts if it is the one asked for."""
+        """Refuses, before anything runs, a call that the plan does not fit."""
         if not self._parts.spec.blocks:
             return
         shape = self._build_call_shape(call)
-        facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)  # embeddings may have any length
+        # Embeddings may have any length, so the text is not checked.
+        facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
             facts = Facts(branches=facts.branches)
+        # With binning the pipeline draws another size than the call has.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
@@ -230,18 +239,18 @@ class Runner:
         self._advised = advice
 
     def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
-        config: Any = self._parts.model.config
-        scale = self.pipe.vae_scale_factor
-        size = next(self._parts.model.parameters()).element_size()
-        return Shape.from_call(
-            self._parts.spec, config, scale, size, fill_call_defaults(type(self.pipe), config, scale, call)
+        model, scale = self._parts.model, self.pipe.vae_scale_factor
+        config: Any = model.config
+        size, arguments = (
+            next(model.parameters()).element_size(),
+            fill_call_defaults(type(self.pipe), config, scale, call),
         )
+        return Shape.from_call(self._parts.spec, config, scale, size, arguments)
 
     def _assert_ranks_agree(self, call: Mapping[str, Any], refused: str | None) -> None:
-        """A rank that says no, or was called with another prompt or size, would hang the others or spoil all."""
-        plain: dict[str, Any] = {
-            name: value for name, value in call.items() if isinstance(value, str | int | float | bool)
-        }
+        """Raises on every rank if one refuses, or was called with other arguments: the others would wait for it."""
+        kinds = (str, int, float, bool)
+        plain: dict[str, Any] = {name: value for name, value in call.items() if isinstance(value, kinds)}
         plain["cache"] = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
         plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
         answers = gather_json([refused, plain], self.mesh.everyone)
@@ -304,28 +313,21 @@ def parallelize(
     """
     plan = Plan() if plan is None else require_plan(plan)
     check_pipeline(pipe)
+    # Before there are groups: their first messages make a context on the current GPU.
     chosen = pick_device(device, find_local_rank())
-    mesh = build_mesh(plan, groups, chosen)
-    origin = torch.device(pipe.device)
-    composition = compose_strategies(
-        pipe,
-        plan,
-        mesh,
-        chosen,
-        keep_weights=keep_weights,
-        text_after=text_after,
-        attention=attention,
-        cp_plan=cp_plan,
-        compile=compile,
-        checks=AgeChecks() if checks is None and env.should_check_key_ages() else checks,
-    )
+    mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
+    if checks is None and env.should_check_key_ages():
+        checks = AgeChecks()
+    options = CompositionOptions(keep_weights, text_after, attention, cp_plan, compile, checks)
+    composition = compose_strategies(pipe, plan, mesh, chosen, options)
+    # Behind all refusals: a rank that raised would leave the others waiting here.
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 
 def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Statistics of the whole prediction are not exact on one that is partly stale, nor on a patch."""
+    """Why a call needs statistics of the whole prediction, which are not exact where that is partly stale, or None."""
     if call.get("guidance_rescale"):
         return (
             f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "
