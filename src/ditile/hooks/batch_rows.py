@@ -1,7 +1,7 @@
-"""Rows: a batched transformer call as several calls on some of its rows, and their results joined again.
+"""Cuts the arguments of a transformer call down to some rows of its batch, and joins the results of several such calls.
 
-A row is one image's branch of guidance. Rows never see each other in a transformer, so that any run of them may be
-computed apart; only matrix shapes change, and with them the last bits.
+A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
+computed apart; only the shapes of matrices change, and with them the last bits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 def slice_batch_arguments(
     arguments: Mapping[str, Any], batch_size: int, select: Callable[[Tensor], Tensor], whole: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of a call on `rows` rows, cut down to some of them.
+    """Arguments of a call on a batch, cut down to some of its rows.
 
     Args:
-        arguments: by name. Tensors whose first dimension has `rows` entries are cut, also within dicts, lists and
-            tuples; all else (scalars, one row for all, tables per token) is the same for every row.
-        rows: how many there are.
-        take: the wanted rows of a tensor.
-        whole: names of arguments that have no rows, whatever their length: position ids.
+        arguments: by name. Tensors with `batch_size` entries in the first dimension are cut, also within dicts, lists
+            and tuples; all else (scalars, one row for all, tables per token) is the same for every row.
+        batch_size: rows of the batch.
+        select: the wanted rows of a tensor.
+        whole: names of arguments that have no rows, whatever their length, as position ids.
     """
     return {
         name: value if name in whole else _slice_batch_value(value, batch_size, select)
@@ -32,11 +32,12 @@ def slice_batch_arguments(
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
-    """What a call on all rows would have returned: a tuple or an output object of batched tensors."""
+    """The result of a call on all rows, from those of its parts: a tuple or an output object of batched tensors."""
     one = results[0]
     if isinstance(one, Tensor):
         return torch.cat(list(results))
-    if isinstance(one, Mapping):  # diffusers' outputs are mappings, and dataclasses
+    # Outputs of diffusers are mappings, and dataclasses.
+    if isinstance(one, Mapping):
         return type(one)(**{name: join_batch_results([result[name] for result in results]) for name in one})
     if isinstance(one, list | tuple):
         return type(one)(join_batch_results(parts) for parts in zip(*results, strict=True))

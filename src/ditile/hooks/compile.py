@@ -1,20 +1,16 @@
-"""Models that were compiled: whole, in place or block by block, before `parallelize` or after it.
+"""Compiled models under a plan, whether they were compiled whole, in place or block by block, before or afterwards.
 
-Under a plan a model is no one graph: tokens are cut, sent and kept between its blocks. For the length of a call the
-pipeline has the module itself, and whatever was to compile the whole compiles the forward of each block.
+Under a plan a model is not one graph: tokens are cut, sent and kept between its blocks. During a call the pipeline has
+the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` never traces or
+guards where the pipeline is and what is sent. There are two ways to hide that:
 
-What `torch.compile` sees of us: nothing. Where the pipeline is, and what travels, is never traced and never guarded.
+- `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. For what lies between
+  blocks.
+- `CustomOp(fn)`: tensors in, one tensor out, within a compiled block. It is an operator, so the graph stays whole: a
+  break inside attention makes four graphs of a block, each with guards to check at every call.
 
-Two ways, for two places.
-
-- `opaque(fn)`: dynamo runs it as it is and breaks the graph around it. For what lies between blocks.
-- `Hidden(fn)`: tensors in, one tensor out, within a compiled block. It is an operator in the graph, which so stays
-  whole: a break inside attention makes four graphs of a block, each with guards to check at every call.
-
-An operator takes tensors and numbers. That of `Hidden` finds its function by a number that is itself a tensor: its
-value is data, so one graph serves all layers. The table of functions is the one thing here that belongs to the process.
-
-What `torch.compile` is told for this kind of work. It belongs to the process, as torch has it.
+An operator takes tensors and numbers. That of `CustomOp` finds its function by a number that is itself a tensor: its
+value is data, so one graph serves all layers. The table of functions, and `set_compile_configs`, are the process's.
 """
 
 from __future__ import annotations
@@ -34,6 +30,8 @@ from torch import Tensor, nn
 from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 
+LOG = logging.getLogger("ditile")
+F = TypeVar("F", bound=Callable[..., Any])
 ForwardCall = Callable[..., Any]
 CompileFunction = Callable[[ForwardCall], ForwardCall]
 """Makes a function a compiled one, as `torch.compile` does."""
@@ -45,8 +43,9 @@ COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 def find_compiler(pipe: Any, model: nn.Module) -> CompileFunction | None:
     """What the user compiled a pipeline's whole model with, or None."""
     outers = [outer for _, outer in _find_compiled_wrappers(pipe, model)]
+    # A cache may lie on a transformer without a pipeline.
     if isinstance(pipe, nn.Module) and pipe is not model and unwrap_compiled(pipe) is model:
-        outers.append(pipe)  # there is no pipeline
+        outers.append(pipe)
     for outer in outers:
         compiler: CompileFunction = outer.dynamo_ctx
         return compiler
@@ -106,10 +105,9 @@ def wrap_block_call(
     if call is not None:
         override_attribute(stack, block, COMPILED_CALL_ATTRIBUTE, wrap(normalize_call_strides(call, varying)))
     elif compile_ is not None:
-        compile_inner = getattr(
-            block.forward, "compiled_with", compile_
-        )  # of what lies around it and is not to be traced
-        compiled_forward = compile_inner(compile_) if compile_inner is not compile_ else compile_(block.forward)
+        # The hook of a cache around the forward compiles what is inside of it: it must not be traced itself.
+        compile_inner = getattr(block.forward, "compiled_with", None)
+        compiled_forward = compile_(block.forward) if compile_inner is None else compile_inner(compile_)
         override_attribute(stack, block, "forward", wrap(normalize_call_strides(compiled_forward, varying)))
     else:
         override_attribute(stack, block, "forward", wrap(block.forward))
@@ -117,7 +115,7 @@ def wrap_block_call(
 
 
 def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[str]] = tuple) -> ForwardCall:
-    """A compiled call, whose tokens lie alike whenever they are of one shape."""
+    """A compiled call that gets the same strides for equal shapes, so that these hit one graph."""
 
     def call_with_plain_strides(*args: Any, **kwargs: Any) -> Any:
         for name in ("hidden_states", "encoder_hidden_states"):
@@ -131,18 +129,19 @@ def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[s
 
 
 def _mark_tokens_dynamic(value: Any) -> None:
-    """Makes the next graph serve any number of tokens; where it cannot, it is made for this one, as ever."""
+    """Makes the next graph serve any number of tokens; where that is impossible, it serves this number."""
     if isinstance(value, tuple | list):
         for part in value:
             _mark_tokens_dynamic(part)
     elif isinstance(value, Tensor) and value.ndim > 1:
-        torch._dynamo.maybe_mark_dynamic(value, value.ndim - 2)  # channels are last, tokens before them
+        # Channels are the last dimension, tokens the one before.
+        torch._dynamo.maybe_mark_dynamic(value, value.ndim - 2)
 
 
 def normalize_strides(x: Tensor) -> Tensor:
-    """A tensor as it would lie in memory if it were new; a view of it, where only dimensions of size 1 lie elsewhere.
+    """A tensor with the strides of a new one: a view, where the strides of dimensions of size 1 alone are other ones.
 
-    A block's tokens are now a tensor, now a slice of a longer sequence, and a graph is made anew for other strides.
+    A block's tokens are a tensor, or a slice of a longer sequence, and other strides need another graph.
     """
     if not x.is_contiguous():
         return x.contiguous()
@@ -161,13 +160,12 @@ def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]
     return [(name, part) for name, part in modules if part is not model and unwrap_compiled(part) is model]
 
 
-F = TypeVar("F", bound=Callable[..., Any])
 _COUNT = itertools.count()
 _CUSTOM_OPS: WeakValueDictionary[int, CustomOp] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("ditile", "DEF")
-# `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator in it eagerly:
+# `turn` is written and is no static input, so inductor's CUDA graphs run a partition with this operator eagerly:
 # messages and keys are other ones at the next call, and may not be replayed. That `number` and `turn` are on the CPU
-# does not see to it: partitions end at operators whose results are.
+# is not enough: a partition ends at operators whose results are on the CPU.
 _LIBRARY.define(
     "hidden(Tensor?[] tensors, Tensor number, Tensor(a!) turn, float? scale) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
@@ -175,7 +173,7 @@ _LIBRARY.define(
 
 
 def exclude_from_compile(fn: F) -> F:
-    """A function that is not compiled, nor what it calls, unless that is compiled by itself."""
+    """A function that is not compiled, and neither is what it calls, unless that is compiled by itself."""
     excluded_fn: F = torch.compiler.disable(fn)
     return excluded_fn
 
@@ -185,7 +183,7 @@ class CustomOp:
 
     Args:
         fn: `(*tensors, scale) -> tensor`.
-        turn: an integer that hidden calls add 1 to; those that share one keep their order when compiled.
+        turn: an integer tensor that every call adds 1 to; compiled calls that share it keep their order.
     """
 
     def __init__(self, fn: Callable[..., Tensor], turn: Tensor) -> None:
@@ -195,7 +193,7 @@ class CustomOp:
         _CUSTOM_OPS[number] = self
 
     def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
-        """Calls the function: as an operator where it is compiled."""
+        """Calls the function, as an operator in compiled code."""
         if not torch.compiler.is_compiling():
             return self.fn(*tensors, scale=scale)
         out: Tensor = torch.ops.ditile.hidden(tensors, self.number, self.turn, scale)
@@ -225,9 +223,6 @@ _LIBRARY.impl("hidden", _run_custom_op, "CompositeExplicitAutograd")
 torch.library.register_fake("ditile::hidden", _make_fake_output, lib=_LIBRARY)
 
 
-LOG = logging.getLogger("ditile")
-
-
 def set_compile_configs(
     *,
     recompile_limit: int = 1024,
@@ -236,18 +231,18 @@ def set_compile_configs(
     cuda_graphs: bool = False,
     force_disable_compile_caches: bool = False,
 ) -> dict[str, Any]:
-    """Sets dynamo's limits and inductor's flags; call it before the first compiled call. Calling it again is harmless.
+    """Sets dynamo's limits and inductor's flags for this process; call it before the first compiled call.
 
     Args:
-        recompile_limit: graphs of one function after which dynamo gives up on it; a higher one that is set stays.
-        compute_comm_overlap: inductor moves collectives that are in a graph away from what waits for them.
-        descent_tuning: tunes tiles by descent, and leaves epilogues apart: long to compile.
+        recompile_limit: graphs of one function after which dynamo gives up on it; a higher limit that is set stays.
+        compute_comm_overlap: inductor moves collectives in a graph away from what waits for them.
+        descent_tuning: tunes tiles by coordinate descent and does not fuse epilogues; compiling takes long.
         cuda_graphs: replays graphs, but not those of blocks under a plan: attention writes one of their inputs, and
-            inductor runs such ones eagerly.
-        force_disable_compile_caches: compiles anew what was compiled in an earlier process.
+            inductor runs such graphs eagerly.
+        force_disable_compile_caches: compiles again what an earlier process compiled.
 
     Returns:
-        What is set now, by name; it is logged too.
+        The settings by name; they are logged too.
 
     Raises:
         ModelError: if `recompile_limit` is not a whole number of at least 1.
@@ -259,12 +254,9 @@ def set_compile_configs(
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    settings: dict[str, Any] = {
-        "recompile_limit": max(dynamo.recompile_limit, recompile_limit),
-        "accumulated_recompile_limit": max(dynamo.accumulated_recompile_limit, 8 * recompile_limit),
-    }
-    for name, value in settings.items():
-        setattr(dynamo, name, value)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * recompile_limit)
+    limits = {name: getattr(dynamo, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
     flags = {
         "reorder_for_compute_comm_overlap": compute_comm_overlap,
         "coordinate_descent_tuning": descent_tuning,
@@ -275,6 +267,6 @@ def set_compile_configs(
     for name, value in flags.items():
         setattr(inductor, name, value)
     inductor.triton.cudagraphs = cuda_graphs
-    settings |= flags | {"triton.cudagraphs": cuda_graphs}
+    settings = limits | flags | {"triton.cudagraphs": cuda_graphs}
     LOG.info("torch.compile: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
     return settings

@@ -1,14 +1,12 @@
-"""One product for q, k and v of a layer, which has three: a patch has few tokens, and small products are slow ones.
+"""Fewer and larger kernels for the small products of a patch: one for q, k and v, one for a linear layer and its GELU.
 
-Their weights are laid side by side in memory and stay three parameters, of the names and values that they had: what is
-done to one in place, as when a LoRA is fused, is done to its part of the whole. Nothing is held twice, as it is by the
-`fuse_qkv_projections` of diffusers.
+q, k and v: their weights are laid side by side in memory and stay three parameters with their names and values. What is
+done to one in place, as when a LoRA is fused, is done to its part of the whole, and no weight is in memory twice, as it
+is with diffusers' `fuse_qkv_projections`.
 
-One kernel for a linear layer and the GELU behind it, on CPUs: apart, GELU takes half as long as the product does.
-
-oneDNN's kernel rounds otherwise than torch's two do, by units of the last place. So it runs only where the picture is
-not the plain pipeline's to the bit in any case: in steps whose keys are stale, and where ranks share out tokens, whose
-products have other shapes. Every other step keeps torch's.
+Linear and GELU, on CPUs: apart, the GELU takes half as long as the product. oneDNN's kernel rounds otherwise than
+torch's two, by units of the last place. So it runs only where the picture is not the plain pipeline's to the bit in any
+case: in steps with stale keys, and where ranks share out tokens, whose products have other shapes.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
 
 
 def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
-    """Makes one product of the projections of each stream, where they are plain ones on the device, until it is closed.
+    """Makes one product of the projections of each stream, where they are plain layers on the device.
 
     Args:
-        stack: undoes it; the weights stay side by side.
+        stack: undoes it when it is closed; the weights stay side by side.
         attentions: layers with their names, in which all projections of a stream see the same tokens.
         device: where they run. Weights that are brought there for a time are left alone.
     """
@@ -48,12 +46,9 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
 
 
 class FusedProjections:
-    """Linear layers that see the same tokens: the first computes what the others are asked for next.
+    """Linear layers that see the same tokens: the first computes the outputs of all.
 
-    One that is called with other tokens computes its own, and so do all whose weights do not lie there any more.
-
-    Args:
-        linears: whose weights are laid side by side.
+    A layer that is called with other tokens computes its own, and so do all if some weight was moved in memory.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -85,7 +80,7 @@ class FusedProjections:
 
 
 def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Parameters as one tensor, in whose memory each of them has its part; they are moved where they do not yet."""
+    """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
     first, lengths = parameters[0], [len(p) for p in parameters]
     places = accumulate((p.numel() for p in parameters), initial=first.storage_offset())
     memory = first.untyped_storage().data_ptr()
@@ -118,25 +113,26 @@ def _are_linears_alike(linears: Sequence[Any], device: torch.device) -> bool:
 
 
 def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is such a kernel; `torch.backends.mkldnn.flags(enabled=False)` says that it is not wanted."""
-    onednn = torch.backends.mkldnn  # enabled where torch was built without it, too
+    """Whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
+    # `enabled` is also true where torch was built without oneDNN.
+    onednn = torch.backends.mkldnn
     return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
 def compute_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU of a linear layer's output, in one kernel: `[..., k]` and `[n, k]` to `[..., n]`, where one `can_fuse`."""
+    """GELU of a linear layer's output in one kernel: `[..., k]` and `[n, k]` to `[..., n]`; see `can_fuse_gelu`."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
     return out
 
 
 def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may_round: Callable[[], bool]) -> None:
-    """Makes one kernel of each linear layer of a block and the GELU behind it, where it may, until it is closed.
+    """Makes one kernel of each linear layer of a block and the GELU behind it; on CPUs alone.
 
     Args:
-        stack: undoes it.
+        stack: undoes it when it is closed.
         block: its modules are looked through.
-        device: where it runs; nothing is done on other ones than CPUs.
-        may: whether it may round otherwise now.
+        device: where it runs.
+        may_round: whether it may round otherwise now.
     """
     for owner, name, linear, activation, place in _find_gelu_pairs(block):
         if is_plain_linear(linear, device) and can_fuse_gelu(device, linear.weight.dtype):
@@ -149,11 +145,11 @@ class FusedGELU:
     """A linear layer that applies the GELU which is called next, and that GELU, which then does nothing.
 
     Args:
-        owner, name: whose attribute the layer is; another one may come in its place in mid-run, as with a LoRA.
+        owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.
         linear: the layer.
-        activation: what it is followed by.
+        activation: the GELU behind it.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
-        may: whether it may round otherwise now.
+        may_round: whether it may round otherwise now.
     """
 
     def __init__(
@@ -170,14 +166,14 @@ class FusedGELU:
         self._activated: Tensor | None = None
 
     def run_linear(self, x: Tensor) -> Tensor:
-        """`[..., k]` to `[..., n]`, with GELU applied where that may round otherwise."""
+        """`[..., k]` to `[..., n]`; with GELU applied, where that may round otherwise."""
         if not self._may_fuse(x):
             return self._product(x)
         self._activated = compute_linear_gelu(x, self._linear.weight, self._linear.bias, self._approximate)
         return self._activated
 
     def run_activation(self, x: Tensor) -> Tensor:
-        """GELU of `[..., n]`, unless the product has it."""
+        """GELU of `[..., n]`, unless the product has applied it."""
         if self._activated is None or x is not self._activated:
             return self._activation(x)
         self._activated = None
@@ -190,10 +186,11 @@ class FusedGELU:
 
 
 def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
-    """Each linear layer with the GELU behind it: (whose, name, layer, activation, the method that applies it)."""
+    """Each linear layer with the GELU behind it: (owner, name, layer, activation, the method that applies it)."""
     for module in block.modules():
         if type(module) is GELU:
             yield module, "proj", module.proj, module, "gelu"
-        activation = getattr(module, "act_mlp", None)  # of single blocks: FLUX's, HunyuanVideo's
+        # Of single blocks: FLUX's, HunyuanVideo's.
+        activation = getattr(module, "act_mlp", None)
         if type(activation) is nn.GELU:
             yield module, "proj_mlp", getattr(module, "proj_mlp", None), activation, "forward"

@@ -1,4 +1,4 @@
-"""Masks of keys: which keys the queries attend to, cut and joined like the keys themselves."""
+"""Key padding masks: which keys the queries attend to. They are cut and joined like the keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class KeyPaddingMask(NamedTuple):
     """Which keys of all ranks that share out the tokens are attended to.
 
     Attributes:
-        rows: for each rank along ring, of the keys of its whole ulysses line: boolean or additive
+        ring_masks: for each rank along ring, of the keys of its whole ulysses line: boolean or additive
             `[B or 1, own heads or 1, 1, keys]`. Where this rank has all tokens it is the mask as it was given.
     """
 

@@ -1,14 +1,12 @@
-"""Memory: what survives a step, per (image, guidance branch, layer). One per generation; nothing is ever shared.
+"""The memory that survives a step: stale keys and values, constants, and how much they change. One per generation.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
-patch attends to them where they lie; those of a head lie together, which attention reads faster. Every segment (a
+patch attends to them without a copy; those of a head lie together, which attention reads faster. Every segment (a
 patch; the text goes with patch 0) knows the step that wrote it.
 
-Drift: how much latents, keys and values change from one step to the next, which decides on synchronous steps.
-
-A change is the length of the difference over the length, of each row of the batch by itself: where one picture or its
-prompt jumps, no other one hides it. Both are taken where the tensors are. What they come to leaves a GPU by one
-asynchronous copy per step, and whoever reads it waits for that copy alone.
+The relative change of latents, keys and values from one step to the next decides on synchronous steps (warmup=auto). It
+is the norm of the difference over the norm, of each row of the batch by itself, so that no picture hides the jump of
+another. It is computed where the tensors are, and leaves a GPU by one asynchronous copy per step.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ class KeyStore:
     Args:
         length: tokens of the whole sequence.
         segments: patches that are written apart.
-        branch: whose they are.
-        drift: told how much each write changes, where somebody wants to know.
+        branch: the guidance branch.
+        relative_change: records how much each write changes, if given.
 
     Attributes:
         incoming: keys of other ranks that are under way.
@@ -49,7 +47,7 @@ class KeyStore:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes of both buffers."""
         return 0 if self.buffers is None else sum(b.numel() * b.element_size() for b in self.buffers)
 
     def write_keys(
@@ -59,9 +57,9 @@ class KeyStore:
 
         Args:
             k, v: fresh.
-            runs: where their tokens belong.
-            rows: where their rows belong among `batch` of them; None if they are all.
-            batch: rows in all.
+            runs: the places of their tokens in the sequence.
+            batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
+            batch_size: rows in all.
         """
         at, first = 0, self.buffers is None
         buffers = self._ensure_buffers(k, k.shape[0] if batch_range is None else batch_size)
@@ -70,15 +68,14 @@ class KeyStore:
             for buffer, fresh in zip(buffers, (k, v), strict=True):
                 new, old = fresh[:, at : at + len(run)], buffer[where, run.start : run.stop]
                 if self._relative_change is not None and not first:
-                    self._relative_change.record_change(
-                        ("keys", self._branch, batch_range.start if batch_range else 0), new, old
-                    )
+                    row = batch_range.start if batch_range else 0
+                    self._relative_change.record_change(("keys", self._branch, row), new, old)
                 old.copy_(new)
             at += len(run)
         return buffers
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
-        """Says that a segment, or all of them, is of this step."""
+        """Notes that a segment, or all of them, is of this step."""
         for k in range(len(self.written)) if segment is None else (segment,):
             self.written[k] = step
 
@@ -87,7 +84,7 @@ class KeyStore:
         return tuple(None if at == NEVER else step - at for at in self.written)
 
     def _ensure_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-        """The buffers, made of zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
+        """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
         if self.buffers is None:
             shape = (batch_size, like.shape[2], self._length, like.shape[3])
             self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
@@ -120,7 +117,7 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A remembered value and what it was made from, if that identifies it."""
+    """A part of a value, and the value that it was cut from."""
 
     value: Any
     source: Any
@@ -130,7 +127,7 @@ class GenerationMemory:
     """Key stores, predictions and constants of one generation.
 
     Args:
-        drift: told how much keys and values change.
+        relative_change: records how much keys and values change, if given.
     """
 
     def __init__(self, relative_change: RelativeChange | None = None) -> None:
@@ -149,10 +146,7 @@ class GenerationMemory:
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """The layers whose names begin so were left out in a step: what they keep of these patches stands for it.
-
-        None is all patches.
-        """
+        """Layers with these prefixes were left out in a step: their keys of these patches (None: all) stand for it."""
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(tuple(layers)):
                 for patch in patches:
@@ -160,7 +154,7 @@ class GenerationMemory:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of all keys and values held."""
+        """Bytes of all keys and values."""
         return sum(store.buffer_bytes for store in self._stores.values())
 
     def forget_branch_keys(self, branch: int) -> None:
@@ -207,13 +201,14 @@ class GenerationMemory:
 
 
 MILLIONTHS = 1_000_000
-"""Changes travel as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
+"""Changes are sent as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
 
-NOT_FINITE = 1_000 * MILLIONTHS  # stands for what is no number
+NOT_FINITE = 1_000 * MILLIONTHS
+"""Stands for NaN and infinity."""
 
 
 class ChangeKey(NamedTuple):
-    """What changes: `kind` is "keys" (and values) or "latents". A half of the guidance may have branches of its own."""
+    """What changes: `kind` is "keys" (and values) or "latents"; `half` is the rank's half of the guidance."""
 
     kind: str
     half: int
@@ -234,11 +229,11 @@ class ChangeCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether nobody has to wait."""
+        """Whether reading needs no wait."""
         return self._means.needs_no_wait
 
     def wait_for_changes(self) -> list[int]:
-        """Sum and number of the changes of each row, when they are here."""
+        """Sum and number of the changes of each row; waits for the copy."""
         pairs = zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True)
         return [number for mean, count in pairs for number in (_round_to_millionths(mean) * count, count)]
 
@@ -251,16 +246,16 @@ class RelativeChange:
         self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
 
     def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
-        """Tensors of some rows of a batch, and those that they replace; `what` is their kind, branch and first row."""
+        """Records tensors of some rows of a batch and those they replace; `what` is their kind, branch, first row."""
         kind, branch, row = what
         pair = (_compute_row_norms(fresh - stale), _compute_row_norms(fresh))
         self._changes.setdefault(ChangeKey(kind, self._half, branch, row), []).append(pair)
 
     def start_change_copy(self, keys: Sequence[ChangeKey]) -> ChangeCopy:
-        """Ends the step: the changes start on their way, and the next step begins.
+        """Ends the step: starts the copy of its changes.
 
         Args:
-            rows: every row that may have changed on some rank, one by one, in an order that all ranks agree on.
+            keys: every row that may have changed on some rank, in an order that all ranks agree on.
         """
         means: dict[ChangeKey, Tensor] = {}
         counts: dict[ChangeKey, int] = {}

@@ -1,7 +1,4 @@
-"""Outputs that do not change during a picture, or during a step, are computed once in it.
-
-Of a patch only its own tokens are embedded.
-"""
+"""Outputs that are constant in a generation, or in a step, are computed once; a patch embeds its own tokens alone."""
 
 from __future__ import annotations
 
@@ -25,10 +22,13 @@ class OutputMemoizer:
     def install_hooks(
         self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
     ) -> None:
-        """Off the first stage the embedded latents are never read, and so are as good as constant.
+        """Lays the memory around the modules until the stack is closed.
 
-        Within blocks that are compiled nothing is remembered: what they call is part of their graph.
+        Args:
+            first: whether this rank has the first stage, which reads the embedded latents.
+            compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
+        # Other stages never read the embedded latents, so that any will do.
         constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
         for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
             for pattern in patterns:
@@ -55,7 +55,7 @@ class OutputMemoizer:
 
 
 def embed_patches(stack: ExitStack, spec: ModelSpec, transformer: nn.Module, current: Callable[[], Generation]) -> None:
-    """Until the stack is closed, the family's embedding makes the tokens that are computed; others hold nothing."""
+    """Until the stack is closed, only the tokens of the patch at hand are embedded; the others are not set."""
     if spec.embed is None:
         return
     module = transformer.get_submodule(spec.image_tokens)

@@ -1,4 +1,4 @@
-"""What is done to a model that the user handed in, on the instance and for a time: overrides, and finding where."""
+"""Overrides of attributes of the user's instances, for a time, and where to put them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 _ABSENT = object()
 
 ACCELERATE_FORWARD = "_old_forward"
-"""Where accelerate's hooks keep the forward that they lie around. A pipeline that is offloaded takes them off after
-each call and puts new ones on: what lies outside of them is gone then."""
+"""Where accelerate's hooks keep the forward that they wrap. An offloaded pipeline removes them after each call and adds
+new ones: what lies outside of them is gone then."""
 
 
 class WatchedMethod:
-    """A method of an instance, with somebody watching. A copy of the instance has the plain method, of its own.
+    """Replaces a method of an instance. A copy of the instance has the plain method again, bound to the copy.
 
     Args:
-        watch: called in its place, with it.
+        watch: is called in place of the method, with the method as its first argument.
         stock: the method.
-        copied: called when a copy is made.
+        on_copy: is called when the instance is copied.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def find_forward_attribute(module: nn.Module) -> str:
-    """The attribute of a module that holds its forward, inside of hooks that come and go."""
+    """The attribute of a module that holds its forward, inside of accelerate's hooks."""
     return ACCELERATE_FORWARD if ACCELERATE_FORWARD in vars(module) else "forward"
 
 
 def locate_override(module: nn.Module, mine: object) -> str | None:
-    """The same for what was laid around the forward: hooks may have moved it. None if it is not there any more."""
+    """The attribute that holds our override of the forward, which hooks may have moved; None if it is gone."""
     return next((name for name in ("forward", ACCELERATE_FORWARD) if vars(module).get(name) is mine), None)
 
 

@@ -8,6 +8,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.protocols import DeferredTensor
-from ditile.models import tokens as embeds
 from ditile.models.tokens import (
+    JOINT_TENSOR_TOKENS,
     TEXT_STREAM,
-    defer_concatenation,
-    defer_projections,
+    defer_joint_projections,
     explain_ip_adapter_refusal,
+    linear_embed,
     slice_rotary_tables,
 )
 from ditile.plan.layout import Grid
@@ -32,7 +33,7 @@ from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
 
 class FluxOverlappedProcessor:
-    """Stands for `FluxAttnProcessor` where each projection is to travel while the next is computed.
+    """Replaces `FluxAttnProcessor` where each projection is sent while the next is computed.
 
     Raises:
         ModelError: if the projections are fused.
@@ -53,12 +54,7 @@ class FluxOverlappedProcessor:
         if attn.fused_projections:
             raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
         heads = (-1, attn.head_dim)
-        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makers = defer_projections(hidden_states, linears, norms, heads)
-        if encoder_hidden_states is not None:
-            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makers = defer_concatenation(defer_projections(encoder_hidden_states, linears, norms, heads), makers)
+        makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, heads, "text_first")
         if image_rotary_emb is not None:
             makers = [*(partial(_apply_rotary, make, image_rotary_emb) for make in makers[:2]), makers[2]]
         out = self._core.attend_overlapped(makers, mask=attention_mask).flatten(2).to(hidden_states.dtype)
@@ -74,7 +70,7 @@ def _apply_rotary(make: DeferredTensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """Packed latents `[B, N, C]` are tokens already; their columns are read off the last position once per image."""
+    """Packed latents `[B, N, C]` are tokens already; the columns follow from the positions, read once per image."""
     ids = inputs["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
     columns = int(ids[-1, 2] - ids[0, 2]) + 1
@@ -82,7 +78,7 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 
 def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Kontext, and IP-adapters."""
+    """Why Kontext and IP-adapters are refused."""
     if isinstance(pipe, FluxKontextPipeline):
         return (
             f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
@@ -112,28 +108,19 @@ def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[s
     }
 
 
-TENSOR_TOKENS = {
-    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
-    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
-    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
-    "transformer_blocks.*.ff": {"hidden_states": "image"},
-    "transformer_blocks.*.ff.net.2": {"return": "image"},
-    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
-    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
-    "single_transformer_blocks.*.norm": {"return": "text+image"},  # once for both attention and feed-forward
+# Single blocks gather behind their norm, once for both attention and feed-forward.
+TENSOR_TOKENS = JOINT_TENSOR_TOKENS | {
+    "single_transformer_blocks.*.norm": {"return": "text+image"},
     "single_transformer_blocks.*.proj_out": {"return": "text+image"},
 }
+_ROTARY = BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables})
 
 FLUX = ModelSpec(
     name="FLUX.1",
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
     blocks={
-        "transformer_blocks": BlockIO(
-            returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}, text=TEXT_STREAM
-        ),
-        "single_transformer_blocks": BlockIO(
-            returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables}
-        ),
+        "transformer_blocks": replace(_ROTARY, text=TEXT_STREAM),
+        "single_transformer_blocks": _ROTARY,
     },
     joint="text_first",
     latent_dim=1,
@@ -142,7 +129,7 @@ FLUX = ModelSpec(
     conditioning=read_flux_conditioning,
     example=make_flux_inputs,
     image_tokens="x_embedder",
-    embed=embeds.linear_embed,
+    embed=linear_embed,
     constant=("context_embedder", "pos_embed"),
     per_step=(
         "time_text_embed",
@@ -153,7 +140,7 @@ FLUX = ModelSpec(
     ),
     overlapped=FluxOverlappedProcessor,
     stock=(FluxAttnProcessor,),
-    tensor=FluxTransformer2DModel._tp_plan,  # diffusers' own
+    tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
     refuse=explain_flux_refusal,

@@ -11,19 +11,25 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.models import tokens
-from ditile.models.tokens import attend_to_projections, defer_projections, image_grid, make_empty_latents
+from ditile.models.tokens import (
+    attend_to_projections,
+    build_tensor_plan,
+    defer_projections,
+    image_grid,
+    make_empty_latents,
+    patch_embed,
+)
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
 
 KEY_UNIT = 64
-"""Text keys are left out in whole units of so many."""
+"""Text keys are left out in units of so many: torch's kernels sum units in the same order whatever follows."""
 MASKED_BELOW = -9000.0
-"""A mask below it means a weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
+"""A mask below it means an attention weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
 
 
 class PixArtSelfAttention:
-    """Self attention of PixArt's blocks, handed to an `AttentionCore` after the projections."""
+    """Self attention of PixArt's blocks: projections, then an `AttentionCore`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -36,9 +42,9 @@ class PixArtSelfAttention:
 
 
 class PixArtCrossAttention:
-    """Attention to the text as the stock processor has it, without copies of the mask for every head of every layer.
+    """Attention to the text as in the stock processor, without copies of the mask for every head of every layer.
 
-    Keys that no row attends to, which are most of a short prompt's, are left out: their weight is 0 in any case.
+    Keys that no row attends to, which are most for a short prompt, are left out: their weight is 0 in any case.
     """
 
     def __init__(self, constant: Constant) -> None:
@@ -65,17 +71,15 @@ class PixArtCrossAttention:
 
 
 def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
-    """How many keys from the first on hold all that some row attends to, and their mask, if they need one.
-
-    In whole units of `KEYS`, with which torch's kernels sum in the same order whatever follows; of the mask itself a
-    number is read, once in a picture.
+    """The number of leading keys that has all keys some row attends to, in `KEY_UNIT`s, and their mask, if needed.
 
     Args:
         mask: `[B, 1, L]`, added to scores: 0 where a row attends, -10000 where it does not.
     """
     seen = mask > MASKED_BELOW
     length = mask.shape[2]
-    if bool(seen.any(dim=2).all()):  # a row that sees nothing attends to everything alike
+    # A row that sees nothing attends to all keys alike, so none may be left out.
+    if bool(seen.any(dim=2).all()):
         last = int(seen.any(dim=1).any(dim=0).nonzero().max())
         length = min(length, -(-(last + 1) // KEY_UNIT) * KEY_UNIT)
     mask = mask[:, :, :length]
@@ -88,7 +92,7 @@ def _project_output(attn: Attention, attended: Tensor) -> Tensor:
 
 
 def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
-    """Latents and T5's states, which have no place in the sequence."""
+    """Latents, T5's states and their mask."""
     return {
         "hidden_states": make_empty_latents(config, grid),
         "encoder_hidden_states": torch.empty(1, text, config["caption_channels"]),
@@ -98,28 +102,12 @@ def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict
     }
 
 
-PIXART_TENSOR_PLAN = {
-    f"transformer_blocks.*.{name}": style
-    for attention in ("attn1", "attn2")
-    for name, style in {
-        f"{attention}.to_q": "colwise",
-        f"{attention}.to_k": "colwise",
-        f"{attention}.to_v": "colwise",
-        f"{attention}.to_out.0": "rowwise",
-    }.items()
-} | {"transformer_blocks.*.ff.net.0.proj": "colwise", "transformer_blocks.*.ff.net.2": "rowwise"}
-
-TENSOR_TOKENS = {  # the text of cross attention is whole on every rank
-    f"transformer_blocks.*.{name}": {what: "image"}
-    for name, what in {
-        "attn1": "hidden_states",
-        "attn1.to_out.0": "return",
-        "attn2": "hidden_states",
-        "attn2.to_out.0": "return",
-        "ff": "hidden_states",
-        "ff.net.2": "return",
-    }.items()
-}
+_COLUMNS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_q", "attn2.to_k", "attn2.to_v", "ff.net.0.proj")
+_ROWS = ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2")
+PIXART_TENSOR_PLAN = build_tensor_plan(_COLUMNS, _ROWS)
+# The text of cross attention is whole on every rank, so it is in none of these.
+_READS = dict.fromkeys(("attn1", "attn2", "ff"), "hidden_states") | dict.fromkeys(_ROWS, "return")
+TENSOR_TOKENS = {f"transformer_blocks.*.{name}": {what: "image"} for name, what in _READS.items()}
 
 PIXART = ModelSpec(
     name="PixArt",
@@ -133,7 +121,7 @@ PIXART = ModelSpec(
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
-    embed=tokens.patch_embed,
+    embed=patch_embed,
     processor=PixArtSelfAttention,
     cross={"attn2": PixArtCrossAttention},
     stock=(AttnProcessor2_0,),

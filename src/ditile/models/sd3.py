@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 medium adds image-only attention to some blocks.
 
-Skip-layer guidance tests the index of the loop's iteration, which counts patches under PipeFusion: refused by all plans
-but those of data and cfg, which call the whole model.
+Skip-layer guidance tests the index of the loop's iteration, which counts patches under PipeFusion: all plans refuse it
+but those of data and cfg alone, which call the whole model.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
-from ditile.models import tokens
 from ditile.models.tokens import (
+    JOINT_TENSOR_TOKENS,
     TEXT_STREAM,
     attend_to_projections,
-    defer_concatenation,
-    defer_projections,
+    build_tensor_plan,
+    defer_joint_projections,
     explain_ip_adapter_refusal,
     image_grid,
     make_empty_latents,
+    patch_embed,
 )
 from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
 
 
 class SD3Attention:
-    """Joint or image-only attention of SD3's blocks, handed to an `AttentionCore` after projections and qk-norm."""
+    """Joint or image-only attention of SD3's blocks: projections, qk-norm, then an `AttentionCore`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -37,13 +38,7 @@ class SD3Attention:
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or image alone to image."""
-        heads = (attn.heads, -1)
-        linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
-        makers = defer_projections(hidden_states, linears, norms, heads)
-        if encoder_hidden_states is not None:
-            linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            norms = (attn.norm_added_q, attn.norm_added_k, None)
-            makers = defer_concatenation(makers, defer_projections(encoder_hidden_states, linears, norms, heads))
+        makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, (attn.heads, -1), "image_first")
         out = attend_to_projections(self._core, makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return attn.to_out[0](out)  # type: ignore[no-any-return]
@@ -54,7 +49,7 @@ class SD3Attention:
 
 
 def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Skip-layer guidance and IP-adapters."""
+    """Why skip-layer guidance and IP-adapters are refused."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
@@ -79,35 +74,14 @@ def make_sd3_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[st
     }
 
 
-SD3_TENSOR_PLAN = {
-    "transformer_blocks.*.attn.to_q": "colwise",
-    "transformer_blocks.*.attn.to_k": "colwise",
-    "transformer_blocks.*.attn.to_v": "colwise",
-    "transformer_blocks.*.attn.to_out.0": "rowwise",
-    "transformer_blocks.*.attn.add_q_proj": "colwise",
-    "transformer_blocks.*.attn.add_k_proj": "colwise",
-    "transformer_blocks.*.attn.add_v_proj": "colwise",
-    "transformer_blocks.*.attn.to_add_out": "rowwise",  # the last block has none
-    "transformer_blocks.*.attn2.to_q": "colwise",
-    "transformer_blocks.*.attn2.to_k": "colwise",
-    "transformer_blocks.*.attn2.to_v": "colwise",
-    "transformer_blocks.*.attn2.to_out.0": "rowwise",
-    "transformer_blocks.*.ff.net.0.proj": "colwise",
-    "transformer_blocks.*.ff.net.2": "rowwise",
-    "transformer_blocks.*.ff_context.net.0.proj": "colwise",
-    "transformer_blocks.*.ff_context.net.2": "rowwise",
-}
-
-TENSOR_TOKENS = {
-    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
-    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
-    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+_JOINT = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+_IMAGE = ("attn2.to_q", "attn2.to_k", "attn2.to_v")
+# The last block has no `to_add_out`.
+_ROWS = ("attn.to_out.0", "attn.to_add_out", "attn2.to_out.0", "ff.net.2", "ff_context.net.2")
+SD3_TENSOR_PLAN = build_tensor_plan((*_JOINT, *_IMAGE, "ff.net.0.proj", "ff_context.net.0.proj"), _ROWS)
+TENSOR_TOKENS = JOINT_TENSOR_TOKENS | {
     "transformer_blocks.*.attn2": {"hidden_states": "image"},
     "transformer_blocks.*.attn2.to_out.0": {"return": "image"},
-    "transformer_blocks.*.ff": {"hidden_states": "image"},
-    "transformer_blocks.*.ff.net.2": {"return": "image"},
-    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
-    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
 }
 
 SD3 = ModelSpec(
@@ -120,7 +94,7 @@ SD3 = ModelSpec(
     latent_per_token=lambda config: int(config["patch_size"]),
     conditioning=read_sd3_conditioning,
     example=make_sd3_inputs,
-    embed=tokens.patch_embed,
+    embed=patch_embed,
     constant=("context_embedder",),
     per_step=(
         "time_text_embed",

@@ -1,14 +1,11 @@
-"""What several families share: the grid of an image, cutting and projecting tokens, and saying no to IP-adapters.
-
-Embedding some of an image's tokens: a patch needs no others, and an embedding knows no neighbours.
-"""
+"""What several families share: the grid of an image, embedding and cutting and projecting its tokens, IP-adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +26,25 @@ TEXT_STREAM = (
 )
 """What sees the text alone in the blocks with two streams (MM-DiT)."""
 
+JOINT_TENSOR_TOKENS = {
+    "transformer_blocks.*.attn": {"hidden_states": "image", "encoder_hidden_states": "text"},
+    "transformer_blocks.*.attn.to_out.0": {"return": "image"},
+    "transformer_blocks.*.attn.to_add_out": {"return": "text"},
+    "transformer_blocks.*.ff": {"hidden_states": "image"},
+    "transformer_blocks.*.ff.net.2": {"return": "image"},
+    "transformer_blocks.*.ff_context": {"hidden_states": "text"},
+    "transformer_blocks.*.ff_context.net.2": {"return": "text"},
+}
+"""Their token streams under tensor parallelism, as `ModelSpec.tensor_tokens` has them."""
+
+Forward = Callable[..., Tensor]
+
+
+def build_tensor_plan(columns: Sequence[str], rows: Sequence[str]) -> dict[str, str]:
+    """A table of tensor parallelism in the format of `_tp_plan`, for Linears of every transformer block."""
+    styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
+    return {f"transformer_blocks.*.{name}": style for name, style in styles.items()}
+
 
 def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     """The grid of `[B, C, H, W]` latents that the transformer cuts into square patches."""
@@ -38,7 +54,7 @@ def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 
 def make_empty_latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
-    """Latents `[1, C, H, W]` of a grid, of which only the shape says anything."""
+    """Latents `[1, C, H, W]` of a grid, for their shape alone."""
     side = int(config["patch_size"])
     return torch.empty(1, config["in_channels"], grid.rows * side, grid.tokens_per_row * side)
 
@@ -58,7 +74,7 @@ def slice_rotary_tables(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tens
 def defer_projections(
     x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]
 ) -> list[DeferredTensor]:
-    """What computes q, k and v of `[B, S, C]`, each when it is called for.
+    """What computes q, k and v of `[B, S, C]`, each when it is called.
 
     Args:
         linears: of q, k and v.
@@ -73,9 +89,18 @@ def defer_projections(
     return [partial(project_heads, *pair) for pair in zip(linears, norms, strict=True)]
 
 
-def defer_concatenation(first: Sequence[DeferredTensor], second: Sequence[DeferredTensor]) -> list[DeferredTensor]:
-    """The same for two streams, the tokens of the second behind those of the first."""
-    return [partial(_concatenate_tokens, *pair) for pair in zip(first, second, strict=True)]
+def defer_joint_projections(
+    attn: Any, image: Tensor, text: Tensor | None, heads: tuple[int, int], joint: Literal["text_first", "image_first"]
+) -> list[DeferredTensor]:
+    """The same for the joint attention of diffusers' MM-DiT blocks, over image `[B, S, C]` and text `[B, T, C]`."""
+    linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+    makes = defer_projections(image, linears, norms, heads)
+    if text is None:
+        return makes
+    linears, norms = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k, None)
+    of_text = defer_projections(text, linears, norms, heads)
+    pairs = zip(*((of_text, makes) if joint == "text_first" else (makes, of_text)), strict=True)
+    return [partial(_concatenate_tokens, *pair) for pair in pairs]
 
 
 def _concatenate_tokens(first: DeferredTensor, second: DeferredTensor) -> Tensor:
@@ -89,19 +114,12 @@ def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor
 
 
 def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
-    """They attend to image prompts in the processors that PipeFusion stands for."""
-    images = ("ip_adapter_image", "ip_adapter_image_embeds")
-    image_arguments = [
-        name for name in (*images, *(f"negative_{name}" for name in images)) if call.get(name) is not None
-    ]
-    return (
-        f"IP-adapter images are not supported by PipeFusion; leave {image_arguments[0]} out"
-        if image_arguments
-        else None
-    )
-
-
-Forward = Callable[..., Tensor]
+    """Why a call with image prompts is refused, or None: PipeFusion replaces the processors that attend to them."""
+    for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
+        for argument in (name, f"negative_{name}"):
+            if call.get(argument) is not None:
+                return f"IP-adapter images are not supported by PipeFusion; leave {argument} out"
+    return None
 
 
 def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
@@ -116,7 +134,7 @@ def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Ten
 def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
     """diffusers' `PatchEmbed` over latents `[B, C, H, W]`: a convolution without overlap, and positions.
 
-    The positions are what the module itself adds to nothing, asked for once.
+    The positions are what the module adds to zeros, computed once.
     """
     known: dict[torch.Size, Tensor] = {}
 
