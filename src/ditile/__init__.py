@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ditile.hooks.compile import set_compile_configs
     from ditile.models.adapter import BlockAdapter, ForwardPattern, PatchFunctor
     from ditile.models.block_lists import supported_pipelines
-    from ditile.models.registry import ModelSpec, register
+    from ditile.models.registry import register
+    from ditile.plan.spec import ModelSpec
     from ditile.planner.answer import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.lora import load_lora
@@ -91,7 +92,7 @@ _LAZY = {
     "FoCaCalibratorConfig": "ditile.cache.config",
     "ForwardPattern": "ditile.models.adapter",
     "IdleCacheWarning": "ditile.cache.cached",
-    "ModelSpec": "ditile.models.registry",
+    "ModelSpec": "ditile.plan.spec",
     "ParallelismConfig": "ditile.cache.cache_dit",
     "ParamsModifier": "ditile.cache.config",
     "PatchFunctor": "ditile.models.adapter",

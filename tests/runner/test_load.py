@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,10 @@ def message(name: object, kind: type[Exception] = LoadError) -> str:
     return str(caught.value)
 
 
-def test_the_function_wins_over_the_module_of_the_same_name() -> None:
-    for module in ("launch", "load"):
-        importlib.import_module(f"ditile.{module}")
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """A failure means that a function is hidden once its module is imported."""
+    assert not {module.name for module in pkgutil.iter_modules(ditile.__path__)} & {*ditile.__all__}
     assert ditile.load is load
-    assert callable(ditile.launch) and callable(ditile.load)
 
 
 def test_bundled_models_load_in_float32() -> None:

@@ -1,8 +1,6 @@
-"""BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit, and what follows from it.
+"""BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit; and its six forward patterns.
 
-Whatever is left out is told from the table or the source; what is said is held against them.
-
-The six ways in which blocks take and return their tokens, under the names that cache-dit gave them.
+What the user leaves out comes from the table or the source; what he says is compared with them.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ditile.models.block_lists import (
     look_up_block_lists,
 )
 from ditile.models.block_table import find_table_entry
-from ditile.models.source import TEXT_PARAMETERS, find_image_parameter, list_forward_parameters, unwrap_module
+from ditile.models.source import find_token_parameters, list_forward_parameters, unwrap_module
 from ditile.plan.spec import BlockList, Flow
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
@@ -53,7 +51,7 @@ class BlockAdapter:
         transformer: the transformer or transformers; None is those of the pipeline.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
-        unique_blocks_name: accepted, and not needed: a list is told by transformer and name.
+        unique_blocks_name: accepted and not used: a list is identified by transformer and name.
         dummy_blocks_names: lists that are left out of the chain.
         forward_pattern: how the blocks pass tokens on, for all lists or one for each; None reads it off the source.
         check_forward_pattern: what happens where the source says otherwise: None warns and takes what the source says,
@@ -61,7 +59,7 @@ class BlockAdapter:
         check_num_outputs: True is an error where blocks return another number of streams than the pattern.
         params_modifiers: other settings of the cache for all lists or one for each.
         patch_functor: edits each transformer first.
-        has_separate_cfg: whether guidance is a second call; None tells it from the calls.
+        has_separate_cfg: whether guidance is a second call; None watches the calls.
         auto: whether one list is looked for, by the fields that follow.
         allow_prefixes: what the name of such a list begins with.
         check_prefixes: whether it must.
@@ -120,7 +118,7 @@ NamedBlocks = tuple[str, Sequence[nn.Module]]
 
 
 class _AdapterFields(NamedTuple):
-    """What an adapter says of one transformer: its lists, and a pattern and a modifier for each, or one for all."""
+    """The fields of an adapter for one transformer: its lists; patterns and modifiers, one for each list or for all."""
 
     transformer: nn.Module
     blocks: list[Any] | None
@@ -163,7 +161,7 @@ def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
     """The lists of each transformer of a pipeline (or of the transformer that is given), by table or source.
 
     Raises:
-        ModelError: if there is no transformer, or its blocks cannot be told.
+        ModelError: if there is no transformer, or its blocks are not known.
     """
     return [
         TransformerBlockLists(unwrap_module(transformer), find_block_lists(transformer))
@@ -194,23 +192,17 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
 
 def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
     """The fields of an adapter, sorted by transformer."""
-    transformer_field = adapter.transformer
-    transformers = (
-        [transformer_field]
-        if isinstance(transformer_field, nn.Module)
-        else list(transformer_field or find_transformers(adapter.pipe))
-    )
-    if transformer_field is not None and adapter.pipe is not None:
+    named = adapter.transformer
+    transformers = [named] if isinstance(named, nn.Module) else list(named or find_transformers(adapter.pipe))
+    if named is not None and adapter.pipe is not None:
         called = [unwrap_module(each) for each in find_transformers(adapter.pipe)]
         for stranger in (each for each in transformers if unwrap_module(each) not in called):
             raise ModelError(
                 f"the {type(unwrap_module(stranger)).__name__} of BlockAdapter is not that of its "
                 f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
             )
-    count = len(transformers)
-    blocks = _split_adapter_field(
-        "blocks", adapter.blocks if adapter.blocks is not None else adapter.blocks_name, count
-    )
+    count, given = len(transformers), adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    blocks = _split_adapter_field("blocks", given, count)
     patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
     modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
     return [
@@ -250,7 +242,8 @@ def _flatten_nested(value: Any) -> list[Any]:
 def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
     model = fields.transformer
     undo = _apply_functor(model, adapter.patch_functor)
-    every = look_up_block_lists(model)  # refuses what may not be left out
+    # In any case: it refuses a transformer whose blocks may not be left out.
+    every = look_up_block_lists(model)
     for name in adapter.dummy_blocks_names or ():
         get_module_list(model, name)
     parts: list[list[NamedBlocks]]
@@ -305,17 +298,18 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         ModelError: if none is as the adapter wants it.
     """
     matches, others = [], []
+    prefixes, suffixes = tuple(adapter.allow_prefixes), tuple(adapter.allow_suffixes)
     for name, blocks, call in find_candidate_lists(model):
         flow = find_list_flow(model, name, blocks)
-        named = not adapter.check_prefixes or name.startswith(tuple(adapter.allow_prefixes))
-        ends = tuple(adapter.allow_suffixes)
-        classed = not adapter.check_suffixes or all(
-            type(unwrap_module(block)).__name__.endswith(ends) for block in blocks
-        )
-        alike = pattern is None or flow is None or adapter.check_forward_pattern is False
-        alike = alike or pattern.flow.returns == flow.returns  # type: ignore[union-attr]
-        usable = (flow is not None or pattern is not None) and (call is None or call.alone)
-        if named and classed and alike and usable and name not in (adapter.dummy_blocks_names or ()):
+        classes = [type(unwrap_module(block)).__name__ for block in blocks]
+        is_named = not adapter.check_prefixes or name.startswith(prefixes)
+        is_classed = not adapter.check_suffixes or all(cls.endswith(suffixes) for cls in classes)
+        if flow is None or pattern is None:
+            is_alike = not (flow is None and pattern is None)
+        else:
+            is_alike = adapter.check_forward_pattern is False or pattern.flow.returns == flow.returns
+        is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
+        if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
         others.append(f"{name} ({find_flow_pattern(flow).name if flow else 'of no known pattern'})")
     if not matches:
@@ -331,7 +325,7 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
 def _resolve_flow(
     adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
 ) -> Flow:
-    """How the blocks of a list pass tokens on: as the pattern says, where the table or the source do not differ."""
+    """How the blocks of a list pass tokens on: by the pattern, where table and source do not say otherwise."""
     known_flow = find_list_flow(model, name, blocks)
     where = f"{type(model).__name__}.{name}"
     if pattern is None:
@@ -357,22 +351,20 @@ def _resolve_flow(
 
 
 def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
-    """A pattern with the names that the parameters of a block have."""
+    """The flow of a pattern, with the names of a block's parameters."""
     parameters = list_forward_parameters(block)
-    image = find_image_parameter(parameters)
+    image, text = find_token_parameters(parameters)
     if pattern.flow.text is None:
         return Flow(pattern.flow.returns, image, None)
-    others = [name for name in parameters if name != image]
-    text = next((name for name in TEXT_PARAMETERS if name in others), None)
     if text is None and "text" in pattern.flow.returns:
-        text = next(iter(others), None)
+        text = next((name for name in parameters if name != image), None)
         if text is None:
             raise ModelError(f"{where}: forward_pattern={pattern}, and its blocks take {', '.join(parameters)} alone")
     return Flow(pattern.flow.returns, image, text)
 
 
 def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
-    """Lets a functor edit a transformer; what it returns puts back the attributes of instances that it set."""
+    """Lets a functor edit a transformer; returns what undoes the attributes that it set on instances."""
     if functor is None:
         return lambda: None
     before = [(module, dict(vars(module))) for module in model.modules()]
@@ -389,15 +381,13 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
 
     def undo_edits() -> None:
         for module, name, old, was, value in edits:
-            if vars(module).get(name) is value:  # nobody has set it since
+            # Only if it was not set again since.
+            if vars(module).get(name) is value:
                 vars(module).pop(name)
                 if was:
                     vars(module)[name] = old
 
     return undo_edits
-
-
-_ONE, _TWO = ("hidden_states",), ("hidden_states", "encoder_hidden_states")
 
 
 class ForwardPattern(Enum):
@@ -418,7 +408,7 @@ class ForwardPattern(Enum):
     @property
     def takes(self) -> tuple[str, ...]:
         """Parameters that take tokens."""
-        return _ONE if self.flow.text is None else _TWO
+        return ("hidden_states",) if self.flow.text is None else ("hidden_states", "encoder_hidden_states")
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -441,11 +431,7 @@ _FLOWS = (
 
 
 def find_flow_pattern(flow: Flow) -> ForwardPattern:
-    """The pattern of a flow, whatever its parameters are called.
-
-    Raises:
-        ModelError: if there is none.
-    """
+    """The pattern of a flow, whatever its parameters are called; raises `ModelError` if there is none."""
     for pattern in ForwardPattern:
         if pattern.flow.returns == flow.returns and (pattern.flow.text is None) == (flow.text is None):
             return pattern

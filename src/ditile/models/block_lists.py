@@ -1,25 +1,23 @@
-"""Which lists hold a transformer's blocks, and how these pass tokens on: by its `ModelSpec`, by the table, or found.
+"""Which lists have a transformer's blocks, and how these pass tokens on: by its `ModelSpec`, the table, or its source.
 
-What is found is read off the sources (`source.py`). Where these leave something open, a `BlockAdapter` with a
-`forward_pattern` says it.
+Where the source (see `source.py`) leaves something open, a `BlockAdapter` with a `forward_pattern` says it.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import diffusers
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.models.block_table import TRANSFORMER_TABLE, TransformerEntry, find_diffusers_class, find_table_entry
-from ditile.models.registry import list_model_specs
+from ditile.models.block_table import TRANSFORMER_TABLE, TransformerEntry, find_table_entry
+from ditile.models.registry import find_model_spec, list_model_specs
 from ditile.models.source import (
-    TEXT_PARAMETERS,
     BlockCall,
-    find_image_parameter,
+    find_token_parameters,
     infer_block_flow,
     list_forward_parameters,
     read_block_calls,
@@ -35,27 +33,26 @@ def find_block_lists(transformer: nn.Module) -> list[BlockList]:
     """The lists of a transformer's blocks, in order of execution.
 
     Raises:
-        ModelError: if its blocks may not be left out, no list is found, or it cannot be told how blocks pass tokens on.
+        ModelError: if its blocks may not be left out, or no list, or no flow of its blocks, is known.
     """
     return look_up_block_lists(transformer) or discover_block_lists(transformer)
 
 
 def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists that a `ModelSpec` or the table has of a transformer; empty if neither knows it.
+    """The lists of a transformer by its `ModelSpec` or the table; empty if neither knows it.
 
     Raises:
         ModelError: if its blocks may not be left out.
     """
     model = unwrap_module(transformer)
-    for cls in type(model).__mro__:
-        if cls in list_model_specs():
-            return _build_lists_from_spec(model, list_model_specs()[cls])
+    if (spec := find_model_spec(model)) is not None:
+        return _build_lists_from_spec(model, spec)
     entry = find_table_entry(type(model))
     return _build_lists_from_entry(model, entry) if entry is not None else []
 
 
 def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
-    """How blocks of a list pass tokens on, as table or source have it; None if they differ, or it cannot be told."""
+    """How the blocks of a list pass tokens on, by table or source; None if they differ, or it is not known."""
     model = unwrap_module(transformer)
     for each in look_up_block_lists(model):
         if each.name == name:
@@ -64,23 +61,22 @@ def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module
 
 
 def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
-    """What the sources say of the blocks of a list."""
-    flows = {
-        infer_block_flow(block, call) for block in {type(unwrap_module(block)): block for block in blocks}.values()
-    }
+    """The flow of the blocks of a list by their sources; None if they differ."""
+    kinds = {type(unwrap_module(block)): block for block in blocks}
+    flows = {infer_block_flow(block, call) for block in kinds.values()}
     return flows.pop() if len(flows) == 1 else None
 
 
 def find_model_entry(transformer: nn.Module) -> TransformerEntry:
-    """What the table says of a transformer besides its lists; an empty row if it is not in it."""
+    """The row of a transformer in the table; an empty row if it has none."""
     return find_table_entry(type(unwrap_module(transformer))) or TransformerEntry()
 
 
 def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists of blocks of a transformer that no table knows, as its source has them.
+    """The lists of blocks of a transformer by its source.
 
     Raises:
-        ModelError: if there is none, two are called in turns, or it cannot be told how blocks pass tokens on.
+        ModelError: if there is none, two are called in turns, or no flow of their blocks is known.
     """
     model = unwrap_module(transformer)
     block_lists = [_build_discovered_list(model, *candidate) for candidate in find_candidate_lists(model)]
@@ -93,7 +89,7 @@ def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
 
 
 def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
-    """The lists of a transformer that can hold its chain of blocks, in order of execution, and how they are called."""
+    """The lists of a transformer that can have its chain of blocks, in order of execution, and how they are called."""
     calls = read_block_calls(transformer)
     children = transformer.named_children()
     lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _has_custom_blocks(child)}
@@ -104,9 +100,8 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
 
 def supported_pipelines() -> tuple[int, list[str]]:
     """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
-    known = {cls.__name__ for cls in list_model_specs()} | {
-        name for name, row in TRANSFORMER_TABLE.items() if not row.refusal
-    }
+    known = {cls.__name__ for cls in list_model_specs()}
+    known |= {name for name, row in TRANSFORMER_TABLE.items() if not row.refusal}
     names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 
@@ -117,25 +112,16 @@ def map_pipeline_components() -> dict[str, set[str]]:
     for name in dir(diffusers):
         cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
         if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
-            annotations = [p.annotation for p in inspect.signature(cls.__init__).parameters.values()]
-            components[name] = {
-                word for a in annotations for word in re.findall(r"\w+", a if isinstance(a, str) else str(a))
-            }
+            annotations = [str(p.annotation) for p in inspect.signature(cls.__init__).parameters.values()]
+            components[name] = {word for annotation in annotations for word in re.findall(r"\w+", annotation)}
     return components
-
-
-def find_pipelines(transformer: str) -> tuple[str, ...]:
-    """The diffusers pipelines that call a transformer of that class name."""
-    return tuple(name for name, models in map_pipeline_components().items() if transformer in models)
 
 
 def _build_lists_from_spec(model: nn.Module, spec: ModelSpec) -> list[BlockList]:
     lists = []
     for name, io in spec.blocks.items():
         blocks = get_module_list(model, name)
-        parameters = list_forward_parameters(blocks[0]) if len(blocks) else []
-        image = find_image_parameter(parameters)
-        text = next((text for text in TEXT_PARAMETERS if text in parameters and text != image), None)
+        image, text = find_token_parameters(list_forward_parameters(blocks[0]) if len(blocks) else [])
         lists.append(BlockList(name, tuple(blocks), Flow(io.returns, image, text)))
     return lists
 
@@ -186,23 +172,18 @@ def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, c
 
 
 def _has_custom_blocks(modules: nn.ModuleList) -> bool:
-    """Whether a list holds modules that are more than PyTorch's own layers."""
+    """Whether the modules of a list are more than PyTorch's own layers."""
     kinds = {type(unwrap_module(module)): module for module in modules}
     own = all(not cls.__module__.startswith("torch.") and cls.forward is not nn.Module.forward for cls in kinds)
     return bool(kinds) and own and all(list_forward_parameters(module) for module in kinds.values())
 
 
 def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
-    """Whether a list only prepares tokens for those behind it, or does not hand on what it is given."""
+    """Whether a list only prepares tokens for the lists behind it, or does not pass on its own tokens."""
     if _PREPARES.search(name):
         return True
     if call is None or not call.results:
         return False
     parameters = list_forward_parameters(blocks[0])
-    tokens = call.bind_arguments(parameters).get(find_image_parameter(parameters), "")
+    tokens = call.bind_arguments(parameters).get(find_token_parameters(parameters)[0], "")
     return tokens == "encoder_hidden_states" or _PREPARES.search(tokens) is not None or tokens not in call.results
-
-
-def map_installed_classes() -> Mapping[type[nn.Module], TransformerEntry]:
-    """Every class of the table that the installed diffusers has."""
-    return {cls: row for name, row in TRANSFORMER_TABLE.items() if (cls := find_diffusers_class(name)) is not None}

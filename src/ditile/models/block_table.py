@@ -1,7 +1,7 @@
-"""diffusers' transformers by name: which lists hold their blocks, in order of execution, and how these pass tokens on.
+"""diffusers' transformers by name: which lists have their blocks, in order of execution, and how these pass tokens on.
 
 Lists that prepare tokens once (refiners of text or noise, control branches) run ahead of the chain and are not in it.
-Where a sequence of both streams goes through a block as one, that sequence is the image and there is no text.
+Where a joint sequence of both streams goes through a block, that sequence is the image and there is no text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class TransformerEntry:
 
     Attributes:
         lists: path of a `ModuleList` -> how its blocks pass tokens on.
-        apart: path of such a list -> the attribute of the transformer that says how many of its last blocks are called
-            on another stream, and so are not in the chain.
-        mirrored: whether the last blocks read what the first ones returned, the last that of the first.
-        has_rows: whether the first dimension of the tokens is the batch, and that of all that goes with them.
+        apart: path of a list -> the attribute of the transformer with the number of its last blocks that are called on
+            another stream, and so are not in the chain.
+        mirrored: whether the last blocks read what the first ones returned, the last block that of the first.
+        has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
         note: what else a cache must know.
         refusal: why no block may be left out; empty where they may.
     """

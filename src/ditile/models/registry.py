@@ -1,7 +1,6 @@
-"""One table per family of transformers; the only place that knows their classes.
+"""The `ModelSpec` of each family of transformers; the only place that knows their classes.
 
-`register` adds a family from user code. What a pipeline gets depends on what is known of it: the ladder of
-docs/design.md.
+`register` adds a family from user code. What a pipeline gets depends on what is known of it (docs/design.md).
 """
 
 from __future__ import annotations
@@ -24,19 +23,7 @@ from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
-from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
-
-__all__ = [
-    "BlockIO",
-    "Family",
-    "ModelSpec",
-    "list_families",
-    "find_loop_model",
-    "register",
-    "require_model_spec",
-    "list_model_specs",
-    "select_plan_spec",
-]
+from ditile.plan.spec import Conditioning, ModelSpec
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
@@ -48,21 +35,20 @@ UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
     blocks={},
     joint="none",
-    latent_dim=1,  # nothing is cut
+    latent_dim=1,
     grid=lambda transformer, inputs: Grid(1, 1, 1),
     latent_per_token=lambda config: 1,
     conditioning=lambda call: Conditioning(),
     batch=("img_ids", "txt_ids"),
 )
-"""The lowest rung: a call, of which nothing is known but that its tensors have rows."""
-
+"""Nothing is known but that the tensors of a call have rows: nothing is cut but the batch."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A row of `ditile models`."""
+    """A row of `ditile models`: a family, and the rung of the ladder that it is on."""
 
     name: str
     transformer: str
@@ -72,7 +58,7 @@ class Family:
 
 
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
-    """Adds (or replaces) the table of a transformer class.
+    """Adds (or replaces) the `ModelSpec` of a transformer class.
 
     Raises:
         ModelError: if `transformer` is no module class, or the spec lists no blocks.
@@ -85,12 +71,12 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
 
 
 def find_model_spec(transformer: object) -> ModelSpec | None:
-    """The table of a transformer, by its class or the nearest of its bases; None if there is none."""
+    """The `ModelSpec` of a transformer, by its class or the nearest of its bases; None if there is none."""
     return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
 
 
 def require_model_spec(transformer: nn.Module) -> ModelSpec:
-    """The table of a transformer, by its class or the nearest of its bases.
+    """The `ModelSpec` of a transformer.
 
     Raises:
         ModelError: if there is none.
@@ -113,7 +99,7 @@ def require_model_spec(transformer: nn.Module) -> ModelSpec:
 
 
 def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
-    """The table of each transformer class."""
+    """The `ModelSpec` of each transformer class."""
     return dict(_SPECS)
 
 
@@ -124,14 +110,11 @@ def list_families() -> list[Family]:
     ]
     classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
     plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
-    lists = [
-        name
-        for name in sorted(TRANSFORMER_TABLE)
-        if not TRANSFORMER_TABLE[name].refusal and find_diffusers_class(name) not in (None, *_SPECS)
-    ]
+    lists = [name for name in sorted(TRANSFORMER_TABLE) if not TRANSFORMER_TABLE[name].refusal]
+    lists = [name for name in lists if find_diffusers_class(name) not in (None, *_SPECS)]
     tables = [
         Family(_CLASS_SUFFIX.sub("", name), name, (), *_describe_rung(name, planned=name in plans))
-        for name in [*plans, *(name for name in lists if name not in plans)]
+        for name in dict.fromkeys((*plans, *lists))
     ]
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
@@ -140,11 +123,12 @@ def list_families() -> list[Family]:
 def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
     """The rung of a transformer without a `ModelSpec`, and why it is on it."""
     row = TRANSFORMER_TABLE.get(name)
-    caches = row is not None and not row.refusal
-    rungs = (("ulysses, ring",) if planned else ()) + (("caches",) if caches else ())
-    why = (("diffusers has a _cp_plan of it",) if planned else ()) + (("its blocks are listed",) if caches else ())
-    note = (row.note,) if row is not None and row.note else ()
-    return ", ".join(rungs), "; ".join((*why, *note))
+    rungs, notes = (["ulysses, ring"], ["diffusers has a _cp_plan of it"]) if planned else ([], [])
+    if row is not None and not row.refusal:
+        rungs, notes = [*rungs, "caches"], [*notes, "its blocks are listed"]
+    if row is not None and row.note:
+        notes.append(row.note)
+    return ", ".join(rungs), "; ".join(notes)
 
 
 def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
@@ -163,39 +147,37 @@ def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
 
 
 def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
-    """The table of the model of a pipeline, or `UNKNOWN` where the plan needs none.
+    """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where the plan needs none.
 
     Raises:
-        ModelError: if the pipeline has no model with a table, or runs what a patch pipeline cannot honour.
+        ModelError: if the model has no spec, or the pipeline runs what a patch pipeline cannot honour.
         PlanError: if guidance branches are to be shared out that the model itself compares.
     """
-    model = find_loop_model(pipe)
-    if plan.cfg > 1 and "pag_scale" in _list_call_parameters(pipe):
-        raise PlanError(
-            f"cfg={plan.cfg}: {type(pipe).__name__} tells branches of guidance apart inside attention; use data instead"
-        )
+    model, name = find_loop_model(pipe), type(pipe).__name__
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    if plan.cfg > 1 and "pag_scale" in parameters:
+        raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     if plan.divides_the_batch_alone:
         return find_model_spec(model) or UNKNOWN_MODEL
-    if "pag_scale" in _list_call_parameters(pipe) and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
+    if "pag_scale" in parameters and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
-            f"{type(pipe).__name__} puts an attention of its own into the transformer while it runs, which would see "
-            "this rank's tokens alone; use data or tensor"
+            f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
+            "tokens alone; use data or tensor"
         )
     if getattr(pipe, "controlnet", None) is not None:
         raise ModelError(
-            f"{type(pipe).__name__} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; "
-            "use data or cfg alone"
+            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use data or "
+            "cfg alone"
         )
-    if "mask_image" in _list_call_parameters(pipe):
+    if "mask_image" in parameters:
         raise ModelError(
-            f"{type(pipe).__name__} paints parts of the latents over between steps, behind the scheduler; "
-            "use data or cfg alone"
+            f"{name} paints parts of the latents over between steps, behind the scheduler; use data or cfg alone"
         )
     return require_model_spec(model)
 
 
 def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """What is split over tokens in each transformer of a pipeline; empty where it has a `ModelSpec`, or no table.
+    """The table of splits of each transformer of a pipeline; none where it has a `ModelSpec`, or no table.
 
     Args:
         pipe: the pipeline.
@@ -203,16 +185,10 @@ def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] 
     """
     cp_plans = {}
     for name in ("transformer", "transformer_2"):
-        transformer = getattr(pipe, name, None)
-        if not isinstance(transformer, nn.Module):
-            continue
-        transformer = unwrap_compiled(transformer)
-        known = find_model_spec(transformer) is not None
-        table = getattr(type(transformer), "_cp_plan", None) if cp_plan is None and not known else cp_plan
-        if table is not None:
-            cp_plans[name] = table
+        if isinstance(transformer := getattr(pipe, name, None), nn.Module):
+            transformer, table = unwrap_compiled(transformer), cp_plan
+            if table is None and find_model_spec(transformer) is None:
+                table = getattr(type(transformer), "_cp_plan", None)
+            if table is not None:
+                cp_plans[name] = table
     return cp_plans
-
-
-def _list_call_parameters(pipe: diffusers.DiffusionPipeline) -> set[str]:
-    return set(inspect.signature(type(pipe).__call__).parameters)

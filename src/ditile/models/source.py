@@ -1,6 +1,6 @@
 """How blocks pass tokens on, read off the source: of a block's forward, and of the transformer that calls the blocks.
 
-Nothing is guessed: what cannot be told is None, and its caller asks for a pattern.
+Nothing is guessed: what the source does not say is None, and the caller asks the user for a pattern.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class BlockCall:
     """How a transformer calls the blocks of a list.
 
     Attributes:
-        results: the names that the result is given to; empty if they cannot be told.
-        positional: what each positional argument is: a name, "None", or "" for what is neither.
-        named: the same of the others.
+        results: the names that the result is assigned to; empty if they are not known.
+        positional: each positional argument: a name, "None", or "" for what is neither.
+        named: the same for keyword arguments.
         alone: whether no other list is called in turns with it.
     """
 
@@ -38,12 +38,12 @@ class BlockCall:
     alone: bool = True
 
     def bind_arguments(self, parameters: Sequence[str]) -> dict[str, str]:
-        """Parameter of the block -> what is given for it."""
+        """Parameter of the block -> its argument."""
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """What torch.compile or peft wrapped."""
+    """The module that torch.compile or peft wrapped."""
     for _ in range(4):
         unwrap = getattr(module, "get_base_model", None)
         module = unwrap() if callable(unwrap) else getattr(module, "_orig_mod", module)
@@ -56,42 +56,36 @@ def list_forward_parameters(block: nn.Module) -> list[str]:
     return [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def find_image_parameter(parameters: Sequence[str]) -> str:
-    """The parameter that takes the image tokens; empty if there is no parameter."""
-    return IMAGE_PARAMETER if IMAGE_PARAMETER in parameters else next(iter(parameters), "")
+def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
+    """The parameters that take the image tokens ("" if there is no parameter) and the text (None if there is none)."""
+    image = IMAGE_PARAMETER if IMAGE_PARAMETER in parameters else next(iter(parameters), "")
+    return image, next((name for name in TEXT_PARAMETERS if name in parameters and name != image), None)
 
 
 def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | None:
-    """How a block passes tokens on; None if that cannot be told.
+    """How a block passes tokens on; None if the sources do not say.
 
     Args:
         block: the block.
-        call: how its transformer calls it, where that is known: it settles what the block's own source leaves open.
+        call: how its transformer calls it, if known: it decides what the block's own source leaves open.
     """
     parameters = list_forward_parameters(block)
-    image = find_image_parameter(parameters)
+    image, text = find_token_parameters(parameters)
     arguments = call.bind_arguments(parameters) if call else {}
-    flow = _infer_from_returns(read_returned_names(block), parameters, image)
+    flow = _infer_from_returns(_read_returned_names(block), parameters, image)
     if flow is None and call and call.results:
         flow = _infer_from_results(call.results, arguments, image)
     if flow is None or "text" in flow.returns:
         return flow
-    known = bool(arguments)
-    text = next((name for name in TEXT_PARAMETERS if name in parameters and name != image), None)
-    unused = known and arguments.get(text or "", "None") == "None"
-    return Flow(flow.returns, image, None if unused else text)
+    is_unused = bool(arguments) and arguments.get(text or "", "None") == "None"
+    return Flow(flow.returns, image, None if is_unused else text)
 
 
-def read_returned_names(block: nn.Module) -> list[tuple[str, ...]]:
-    """The names that each return statement of a block's forward gives back; "" for what has no name."""
-    forward = inspect.unwrap(type(unwrap_module(block)).forward)
-    function = _parse_function(forward)
-    if function is None:
-        return []
-    values = [
-        node.value for node in _walk_own_nodes(function) if isinstance(node, ast.Return) and node.value is not None
-    ]
-    return sorted({_name_returned_values(value) for value in values})
+def _read_returned_names(block: nn.Module) -> list[tuple[str, ...]]:
+    """The names that each return statement of a block's forward returns; "" for what has no name."""
+    function = _parse_function(inspect.unwrap(type(unwrap_module(block)).forward))
+    nodes = [] if function is None else [node for node in _walk_own_nodes(function) if isinstance(node, ast.Return)]
+    return sorted({_name_returned_values(node.value) for node in nodes if node.value is not None})
 
 
 def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
@@ -109,7 +103,7 @@ def read_block_calls(transformer: nn.Module) -> dict[str, BlockCall]:
 
 
 def _infer_from_returns(returns: list[tuple[str, ...]], parameters: Sequence[str], image: str) -> Flow | None:
-    """What the names of the return statements say."""
+    """The flow by the names in the return statements."""
     if len(returns) != 1 or not returns[0] or "*" in returns[0]:
         return None
     names = returns[0]
@@ -123,7 +117,7 @@ def _infer_from_returns(returns: list[tuple[str, ...]], parameters: Sequence[str
 
 
 def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], image: str) -> Flow | None:
-    """What the names say that the result is given to: a stream is what is given back to the next block."""
+    """The flow by the names that the result is assigned to: a stream is what the next block is given."""
     back = {value: parameter for parameter, value in arguments.items() if value not in ("", "None")}
     streams = [back.get(name) for name in results]
     if image not in streams or None in streams or len(streams) > 2:
@@ -133,7 +127,7 @@ def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], 
 
 
 def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
-    """The names in a returned expression; "" is a tensor without one, "*" what may be anything."""
+    """The names in a returned expression; "" is a tensor without a name, "*" may be anything."""
     if isinstance(value, ast.Tuple):
         return tuple(item.id if isinstance(item, ast.Name) else "*" for item in value.elts)
     if isinstance(value, ast.Name):
@@ -142,8 +136,9 @@ def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
         return ("",)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         root = value.func.value
+        # A method of a tensor.
         if isinstance(root, ast.BinOp) or (isinstance(root, ast.Name) and root.id != "self"):
-            return ("",)  # a method of a tensor
+            return ("",)
     return ("*",)
 
 
@@ -156,14 +151,10 @@ def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:
 
 
 def _parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """A function as its source has it; None if there is no source."""
+    """The syntax tree of a function; None if it has no source, or is a lambda in the middle of an expression."""
     try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return None
-    try:
-        body = ast.parse(source).body[0]
-    except SyntaxError:  # a lambda in the middle of something
+        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):
         return None
     return body if isinstance(body, ast.FunctionDef) else None
 
@@ -213,7 +204,7 @@ def _read_attribute_name(node: ast.AST, kind: str = "self") -> str:
 
 
 def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
-    """The call of a block in the body of a loop, with what its result is given to."""
+    """The call of a block in the body of a loop, with the names that its result is assigned to."""
     for node in ast.walk(loop):
         if not isinstance(node, ast.Assign):
             continue
@@ -230,14 +221,13 @@ def _read_loop_call(loop: ast.For, block: str, *, alone: bool) -> BlockCall:
 
 
 def _name_call_results(assigned: ast.Assign, call: ast.Call) -> tuple[str, ...]:
-    """The names that the result of a call is given to; "" if it is changed on the way."""
+    """The names that the result of a call is assigned to; "" if it is changed on the way."""
     value, target = assigned.value, assigned.targets[0]
     if isinstance(value, ast.Subscript) and value.value is call:
         return ()
     if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
-        return tuple(
-            _read_attribute_name(name, "id") for name in (target.elts if isinstance(target, ast.Tuple) else [target])
-        )
+        targets = target.elts if isinstance(target, ast.Tuple) else [target]
+        return tuple(_read_attribute_name(name, "id") for name in targets)
     return ("",)
 
 
