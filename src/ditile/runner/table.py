@@ -77,7 +77,9 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
 
 def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
     """The parameters of a rank of a stage: those of its blocks over the tensor degree."""
-    owned = sum(job.weights.blocks[block] for block in select_local_blocks(job.stages, stage, job.plan.num_whole_stages))
+    owned = sum(
+        job.weights.blocks[block] for block in select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
+    )
     return job.weights.shared + -(-owned // job.plan.tensor)
 
 
