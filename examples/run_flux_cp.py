@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=2 examples/run_flux_cp.py --cache --parallel-type ulysses --attn flash --uaa
 
 `ditile generate` takes the same flags, and more; this is what lies behind them. The flags are read by the command
-line's own parser (`Cache`), which is no public name: a script of yours makes `ditile.DBCacheConfig` and its like, or
+line's own parser (`CacheOptions`), which is no public name: a script of yours makes `ditile.DBCacheConfig` and its like, or
 calls `ditile.load_configs`.
 """
 
@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.cli.cache_options import Cache
-from ditile.plan.flags import add_arguments, collect
-from ditile.runner.load import defaults
+from ditile.cli.cache_options import CacheOptions
+from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.runner.load import read_generation_options
 
 PROMPT = "A cat holding a sign that says hello world"
 
 
-def arguments() -> argparse.Namespace:
-    """Those of the cache are the fields of `Cache`."""
+def parse_arguments() -> argparse.Namespace:
+    """Those of the cache are the fields of `CacheOptions`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model-path", default="black-forest-labs/FLUX.1-dev", help="a hub id, folder or bundled model"
@@ -39,13 +39,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ulysses-anything", "--uaa", action="store_true", help="any number of tokens and heads")
     parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
     parser.add_argument("--out", default="flux.png")
-    add_arguments(parser, Cache, title="cache")
+    add_arguments(parser, CacheOptions, title="cache")
     return parser.parse_args()
 
 
-def prepared(args: argparse.Namespace, cache: Cache) -> ditile.Runner:
+def prepare_runner(args: argparse.Namespace, cache: CacheOptions) -> ditile.Runner:
     """A pipeline on this rank, divided, with what was asked for."""
-    plan = ditile.Plan(**cache.plan_values({"uaa": True} if args.ulysses_anything else {}))
+    plan = ditile.Plan(**cache.collect_plan_values({"uaa": True} if args.ulysses_anything else {}))
     whole = cache.lora is not None and plan.tensor > 1  # a LoRA is cut with the weights that it belongs to
     pipe = ditile.load(args.model_path, plan=None if whole else plan)
     if cache.lora is not None:
@@ -55,8 +55,8 @@ def prepared(args: argparse.Namespace, cache: Cache) -> ditile.Runner:
             pipe.unload_lora_weights()
     if args.compile:
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
-    runner = ditile.parallelize(pipe, plan, attention=cache.attention(args.attn), compile=args.compile)
-    configs = cache.configs()
+    runner = ditile.parallelize(pipe, plan, attention=cache.choose_attention_backend(args.attn), compile=args.compile)
+    configs = cache.build_cache_arguments()
     configs.pop("attention_backend", None)  # the runner has it
     if configs["cache_config"] is not None or "quantize_config" in configs:
         ditile.enable_cache(runner, **configs)
@@ -65,19 +65,26 @@ def prepared(args: argparse.Namespace, cache: Cache) -> ditile.Runner:
 
 def main() -> None:
     """Draws one picture; with --perf four times, the first of which does not count. Rank 0 saves it."""
-    args = arguments()
-    cache = Cache(**collect(Cache, args))
-    runner = prepared(args, cache)
-    asked = {"num_inference_steps": args.steps, "height": args.height, "width": args.width, "prompt": args.prompt,
-             "negative_prompt": args.negative_prompt}  # fmt: skip
-    call = defaults(args.model_path) | {name: value for name, value in asked.items() if value is not None}
+    args = parse_arguments()
+    cache = CacheOptions(**collect_arguments(CacheOptions, args))
+    runner = prepare_runner(args, cache)
+    given = {
+        "num_inference_steps": args.steps,
+        "height": args.height,
+        "width": args.width,
+        "prompt": args.prompt,
+        "negative_prompt": args.negative_prompt,
+    }
+    call = read_generation_options(args.model_path) | {
+        name: value for name, value in given.items() if value is not None
+    }
     seconds = []
     for _ in range(4 if cache.perf else 1):
         began = time.perf_counter()
         result = runner(**call, generator=torch.Generator("cpu").manual_seed(0), output="first")
         seconds.append(time.perf_counter() - began)
     reports = runner.reports()
-    if cache.configs()["cache_config"] is not None:
+    if cache.build_cache_arguments()["cache_config"] is not None:
         ditile.summary(runner)  # all ranks call it, and rank 0 prints
     if result is not None:
         result.images[0].save(args.out)

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 
-from ditile.cli.bench.links import Host, two_hosts
+from ditile.cli.bench.links import Host, create_two_hosts
 from ditile.errors import PlanError
 
 DRAW = "--model shapes-flux --pipefusion 2 --patches 4 --seed 7 --out two-hosts.png"
 CAPTION = "a large red circle on the left on a gray background"
 
 
-def start(number: int, hosts: tuple[Host, Host], words: list[str]) -> subprocess.Popen[bytes]:
+def start_torchrun(number: int, hosts: tuple[Host, Host], words: list[str]) -> subprocess.Popen[bytes]:
     """Torchrun on one of the hosts, with one rank."""
     host = hosts[number]
     launcher = (
@@ -40,8 +40,8 @@ def main() -> int:
     parser.add_argument("--rate", help="of the link, such as 100mbit; as fast as the machine by default")
     arguments, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with two_hosts(arguments.rate) as hosts:
-        running = [start(number, hosts, words or ["generate", CAPTION, *DRAW.split()]) for number in (0, 1)]
+    with create_two_hosts(arguments.rate) as hosts:
+        running = [start_torchrun(number, hosts, words or ["generate", CAPTION, *DRAW.split()]) for number in (0, 1)]
         try:
             codes = [process.poll() for process in running]
             while None in codes and not any(codes):

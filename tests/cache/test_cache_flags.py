@@ -239,7 +239,7 @@ def test_what_is_refused(words: str, says: str) -> None:
 
 def test_no_flag_is_there_twice() -> None:
     """`argparse` refuses a flag that two options share; near misses find aliases too."""
-    flags = [name for kind in main.OPTION_CLASSES["generate"] for name in list_flags(kind)]
+    flags = [name for kind in main.COMMANDS["generate"].options for name in list_flags(kind)]
     assert len(flags) == len(set(flags))
     with pytest.raises(PlanError, match="did you mean --track-memory?"):
         main._parse_arguments(["generate", "a", "--track-memry"])

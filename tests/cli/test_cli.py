@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def ditile(*words: str, module: tuple[str, ...] = ("ditile",)) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", *module, *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
@@ -381,6 +381,6 @@ def test_under_torchrun_the_ranks_are_those_that_it_started() -> None:
 def test_the_example_of_two_hosts_says_what_it_needs() -> None:
     """Without root, or with a rate that is none: one line, and no namespace is left."""
     command = [sys.executable, str(ROOT / "examples" / "two_hosts.py"), "--rate", "fast"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
     assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: ") and done.stderr.count("\n") == 1
     assert "root" in done.stderr or "write it as 100mbit" in done.stderr

@@ -86,8 +86,8 @@ def test_run_flux_cp_reads_what_its_plan_gives_a_rank(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", *line.split()])
     names = example("run_flux_cp.py")
-    args = names["arguments"]()
-    names["prepared"](args, names["Cache"](**names["collect"](names["Cache"], args)))
+    args, options = names["parse_arguments"](), names["CacheOptions"]
+    names["prepare_runner"](args, options(**names["collect_arguments"](options, args)))
     assert seen[0] == loaded and seen[1] in (Plan(tensor=2), Plan(ulysses=2))
 
 
@@ -95,7 +95,7 @@ def script(path: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProce
     """The example as processes."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}") if ranks > 1 else ()
     command = [sys.executable, *launcher, str(ROOT / "examples" / "run_flux_cp.py"), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=path)
 
 

@@ -125,18 +125,17 @@ def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: st
     """Seconds before the first rank starts and behind the last one, otherwise."""
     code = f"""
 import sys
-from ditile import cli
-from ditile.bench.verdict import Check, Verdict
-from ditile.outcome import Outcome
+from ditile.cli import main
+from ditile.cli.outcome import Check, Outcome, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 words, made = {{
     "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
                  Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),
-    "verify": ([], Verdict("data=2", [Check("exact", True, "bit for bit")])),
+    "verify": ([], PlanVerdict("data=2", [Check("exact", True, "bit for bit")])),
 }}[{command!r}]
-cli.launch = lambda fn, ranks, args, **_: [made] * ranks
-assert cli.main([{command!r}, *words, "--data", "2"]) == 0
+main.launch = lambda fn, ranks, args, **_: [made] * ranks
+assert main.main([{command!r}, *words, "--data", "2"]) == 0
 assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile.cli import main, verify
 from ditile.cli.options import VerifyOptions
-from ditile.cli.verify import Check, PlanVerdict, build_verdict_table, run_plan_checks
+from ditile.cli.outcome import Check, PlanVerdict, build_verdict_table
+from ditile.cli.verify import run_plan_checks
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.errors import JoinError, StateError
 from ditile.plan import cost

@@ -1,22 +1,21 @@
-"""The command line. Help, the version and refused flags are answered without importing torch.
+"""The command line: parses flags, checks options, and starts ranks where a plan needs them.
 
-Bad input is one line on the standard error and exit code 2; a rank that failed is its traceback, one line and 1.
-
-The commands that measure and foretell: bench, evaluate, plan, calibrate. torch comes once options are checked.
+Bad input is one line on the standard error and exit code 2; a rank that failed is its traceback, one line and 1. Help,
+the version and refused flags are answered without importing torch, which takes seconds: what needs torch is imported
+within functions, and a process that only starts ranks never imports it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
@@ -26,6 +25,7 @@ from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOp
 from ditile.cli.options import (
     CalibrateOptions,
     GenerateOptions,
+    ModelsOptions,
     RunOptions,
     VerifyOptions,
     check_image_file,
@@ -34,7 +34,8 @@ from ditile.cli.options import (
 from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
 from ditile.distributed.launch import launch
-from ditile.errors import DitileError, ModelError, PlanError, RankError
+from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
+from ditile.plan.checks import suggest_nearest
 from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalise_flags
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
@@ -42,35 +43,19 @@ from ditile.planner.question import PlanQuestion
 from ditile.runner.load import find_model_source, list_bundled_models, read_generation_options
 
 if TYPE_CHECKING:
-    from ditile.cli.outcome import Outcome
+    from rich.table import Table
 
+    from ditile.cli.outcome import Outcome, PlanVerdict
 
-OPTION_CLASSES: dict[str, tuple[type, ...]] = {
-    "generate": (GenerateOptions, Plan, RunOptions, CacheOptions, Budget),
-    "verify": (Plan, VerifyOptions),
-    "bench": (Comparison, Workload),
-    "evaluate": (EvaluateOptions, JudgeOptions, SessionOptions),
-    "plan": (PlanQuestion,),
-    "calibrate": (CalibrateOptions,),
-}
-"""The dataclasses whose fields are the flags of a command."""
+Options = TypeVar("Options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    commands = {
-        "generate": _run_generate_command,
-        "verify": _run_verify_command,
-        "bench": run_bench_command,
-        "evaluate": run_evaluate_command,
-        "plan": run_plan_command,
-        "calibrate": run_calibrate_command,
-        "models": _run_models_command,
-    }
     env.silence_library_imports()
     try:
         arguments = _parse_arguments(normalise_flags(list(sys.argv[1:] if argv is None else argv)))
-        return commands[arguments.command](arguments)
+        return COMMANDS[arguments.command].run(arguments)
     except RankError as error:
         print(error.traceback.rstrip(), file=sys.stderr)
         return _print_error(str(error), 1)
@@ -91,54 +76,16 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    titles: dict[type, str] = {
-        GenerateOptions: "picture",
-        Plan: "plan",
-        RunOptions: "run",
-        CacheOptions: "cache",
-        VerifyOptions: "proof",
-        Budget: "budget",
-        Comparison: "comparison",
-        Workload: "workload",
-        EvaluateOptions: "pictures",
-        JudgeOptions: "judging",
-        SessionOptions: "run",
-        PlanQuestion: "question",
-        CalibrateOptions: "measurement",
-    }
-    for name, short, long in (
-        ("generate", "make a picture", "Make a picture, on several ranks if a plan says so."),
-        (
-            "verify",
-            "prove a plan on this machine",
-            "Prove a plan on this machine: exact where it says so, and at rest.",
-        ),
-        (
-            "bench",
-            "measure plans side by side",
-            "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
-        ),
-        (
-            "evaluate",
-            "measure what plans and caches do to pictures, and to time",
-            "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
-        ),
-        ("plan", "which plan for a model and a machine", "Rank plans by predicted latency."),
-        ("calibrate", "measure this machine", "Measure this machine, so that plans can be ranked for it."),
-    ):
-        command = commands.add_parser(name, help=short, description=long, allow_abbrev=False)
-        for kind in OPTION_CLASSES[name]:
-            add_arguments(command, kind, title=titles[kind])
-        if Plan in OPTION_CLASSES[name]:
-            flag_aliases.add_alias_arguments(command, flag_aliases.XDIT_ALIASES, title="plan, with the flags of xDiT")
-        if CacheOptions in OPTION_CLASSES[name]:
+    parsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, command in COMMANDS.items():
+        parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
+        for kind, title in command.options.items():
+            add_arguments(parser, kind, title=title)
+        if Plan in command.options:
+            flag_aliases.add_alias_arguments(parser, flag_aliases.XDIT_ALIASES, title="plan, with the flags of xDiT")
+        if CacheOptions in command.options:
             title = "picture, plan and run, with the flags of cache-dit"
-            flag_aliases.add_alias_arguments(command, flag_aliases.CACHE_DIT_ALIASES, title=title)
-    models = commands.add_parser(
-        "models", help="list what can run", description="List families, methods and bundled models.", allow_abbrev=False
-    )
-    models.add_argument("--markdown", action="store_true", help="the matrix of families and methods as Markdown")
+            flag_aliases.add_alias_arguments(parser, flag_aliases.CACHE_DIT_ALIASES, title=title)
     return top
 
 
@@ -151,14 +98,12 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
         quotes = "put a prompt of several words in quotes"
         what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
         raise PlanError(f"{extra[0]!r} is one argument too many; {what_works}")
-    close_matches = difflib.get_close_matches(name, _list_known_flags(arguments.command), n=1)
-    raise PlanError(
-        f"{name} is not known; " + (f"did you mean {close_matches[0]}?" if close_matches else "see ditile --help")
-    )
+    hint = suggest_nearest(name, _list_known_flags(arguments.command), "see ditile --help")
+    raise PlanError(f"{name} is not known; {hint}")
 
 
 def _list_known_flags(command: str) -> list[str]:
-    kinds = OPTION_CLASSES.get(command, ())
+    kinds = COMMANDS[command].options
     aliases: tuple[flag_aliases.FlagAlias, ...] = flag_aliases.CACHE_DIT_ALIASES if CacheOptions in kinds else ()
     aliases += flag_aliases.XDIT_ALIASES if Plan in kinds else ()
     names = [format_flag(alias.name) for alias in aliases]
@@ -166,30 +111,48 @@ def _list_known_flags(command: str) -> list[str]:
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
-    plan_values = _collect_options(Plan, arguments)
+    plan_values = _collect_values(Plan, arguments)
     return Plan(**(plan_values if cache is None else cache.collect_plan_values(plan_values)))
 
 
-def _collect_options(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def _build_options(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    return kind(**_collect_values(kind, arguments))
+
+
+def _collect_values(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of a set of options, and the aliases for them."""
     return flag_aliases.merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
 
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
-    cache, budget = (
-        CacheOptions(**collect_arguments(CacheOptions, arguments)),
-        Budget(**collect_arguments(Budget, arguments)),
-    )
+    cache, budget = _build_options(CacheOptions, arguments), _build_options(Budget, arguments)
     plan = _build_plan(arguments, cache)
-    wanted, run = (
-        GenerateOptions(**_collect_options(GenerateOptions, arguments)),
-        RunOptions(**_collect_options(RunOptions, arguments)),
-    )
+    wanted, run = _build_options(GenerateOptions, arguments), _build_options(RunOptions, arguments)
     if run.plan is not None:
         plan = _resolve_plan_option(run.plan, wanted, run, plan)
     if budget.has_bound:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
+    _check_generate_options(wanted, run, cache)
+    if run.dry_run:
+        return _print_dry_run(wanted, plan, cache)
+    # One refusal here, before as many processes are started as would say the same.
+    if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
+        _silence_libraries()
+        from ditile.cli.dry_run import build_dry_run_job
+
+        build_dry_run_job(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments())
+    draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
+    outcome = draw(wanted, run, plan, cache)
+    if outcome is not None:
+        from ditile.cli.outcome import build_outcome_table, summarize_outcome
+
+        print_table_and_json(build_outcome_table(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
+    return 0
+
+
+def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
+    """Raises `LoadError` or `ModelError` for files that will not do, and options that contradict each other."""
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora_source(cache.lora)
@@ -200,17 +163,6 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf):
         several = "--perf draws a picture" if cache.perf else "a file of prompts is encoded"
         raise ModelError(f"text_after='free': {several} several times, and freed encoders do so once; use offload")
-    if run.dry_run:
-        return _print_dry_run(wanted, plan, cache)
-    if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
-        _call_dry_run(
-            "build_dry_run_job", wanted, plan, cache
-        )  # before very many processes are started to say the same
-    draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
-    outcome = draw(wanted, run, plan, cache)
-    if outcome is not None:
-        _print_outcome(outcome, run)
-    return 0
 
 
 def _resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, given: Plan) -> Plan:
@@ -291,7 +243,7 @@ def _generate_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cac
         run.check_output_paths(run.list_image_paths(wanted.num_images))
     if env.read_torchrun_place() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
-    outcome: Outcome | None = _run_on_ranks("draw_pictures", plan, run, (wanted, run, plan, cache))
+    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (wanted, run, plan, cache))
     return outcome
 
 
@@ -312,87 +264,165 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
 
             return build_lines_outcome(wanted, run, plan, cache, 0, [])
     outcome: Outcome | None = _run_on_ranks(
-        "draw_prompt_lines", plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
+        _draw_prompt_lines, plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
     )
     return outcome
 
 
-def _run_on_ranks(name: str, plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
-    """Runs one of `ditile.cli.generate` or `ditile.cli.verify` on the ranks of a plan: torchrun's or new ones."""
+def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
+    """The first rank's result of a function on the ranks of a plan: torchrun's, or new ones."""
     if env.read_torchrun_place() is None and plan.world > 1:
-        call = (name, *args)
-        return launch(_call_on_rank, plan.world, call, threads=run.threads, stall_timeout=run.stall_timeout)[0]
-    result = _call_on_rank(name, *args)
-    leave_torchrun()
+        return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
+    result = fn(*args)
+    _leave_torchrun()
     return result
 
 
-def _call_on_rank(name: str, *args: Any) -> Any:
-    """The same on a rank, which alone imports what draws."""
-    if name == "verify":
-        from ditile.cli.verify import verify_plan
+def _draw_pictures(*args: Any) -> Outcome | None:
+    from ditile.cli.generate import draw_pictures
 
-        return verify_plan(*args)
-    from ditile.cli import generate
+    return draw_pictures(*args)
 
-    return getattr(generate, name)(*args)
+
+def _draw_prompt_lines(*args: Any) -> Outcome | None:
+    from ditile.cli.generate import draw_prompt_lines
+
+    return draw_prompt_lines(*args)
+
+
+def _verify_plan(*args: Any) -> PlanVerdict:
+    from ditile.cli.verify import verify_plan
+
+    return verify_plan(*args)
 
 
 def _print_dry_run(wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> int:
-    print(_call_dry_run("describe_dry_run", wanted, plan, cache))
-    leave_torchrun()
+    _silence_libraries()
+    from ditile.cli.dry_run import describe_dry_run
+
+    print(describe_dry_run(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments()))
+    _leave_torchrun()
     return 0
 
 
-def _call_dry_run(name: str, wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> Any:
-    """What `ditile.cli.dry_run` says of a call. Raises `PlanError` or `ModelError` if something does not fit."""
-    from ditile.cli.generate import silence_libraries
-
-    silence_libraries()
-    from ditile.cli import dry_run
-
-    if wanted.prompts_file is not None:
-        wanted = dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
-    return getattr(dry_run, name)(wanted, plan, cache.build_cache_arguments())
+def _pick_one_line(wanted: GenerateOptions, plan: Plan) -> GenerateOptions:
+    """Of a file of prompts the pictures of one call, which is all that a dry run looks at."""
+    if wanted.prompts_file is None:
+        return wanted
+    return dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
 
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.verify import build_verdict_table
-    from ditile.errors import JoinError, StateError
-
-    plan, proof = _build_plan(arguments), VerifyOptions(**collect_arguments(VerifyOptions, arguments))
+    plan, proof = _build_plan(arguments), _build_options(VerifyOptions, arguments)
     find_model_source(proof.model)
     try:
-        verdict = _run_on_ranks("verify", plan, proof, (proof, plan))
+        verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
         raise
     except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
+        from ditile.cli.outcome import build_verdict_table
+
         make_console().print(build_verdict_table(verdict))
     return 0 if verdict.is_proven else 1
 
 
-def _print_outcome(outcome: Outcome, run: RunOptions) -> None:
-    from ditile.cli.outcome import build_outcome_table, summarize_outcome
-
-    print_table_and_json(build_outcome_table(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
-
-
 def _run_models_command(arguments: argparse.Namespace) -> int:
+    _silence_libraries()
+    from ditile.cli.models import build_matrix_tables, format_matrix_markdown
+
+    if _build_options(ModelsOptions, arguments).markdown:
+        print(format_matrix_markdown())
+        return 0
+    console = make_console()
+    for table in build_matrix_tables():
+        console.print(table)
+    console.print(f"bundled: {', '.join(list_bundled_models()) or 'none'}")
+    return 0
+
+
+def _run_bench_command(arguments: argparse.Namespace) -> int:
+    compared, work = _build_options(Comparison, arguments), _build_options(Workload, arguments)
+    if is_writing_process():
+        compared.check_output_folder()
+    if not work.has_random_weights:
+        find_model_source(work.model)
+    from ditile.cli.bench.command import run_benchmark
+
+    measured = run_benchmark(compared, work)
+    _leave_torchrun()
+    if measured is not None:
+        from ditile.cli.bench.tables import make_bench_table
+
+        _print_table_with_remarks(make_bench_table(measured.rows), measured.remarks)
+    return 0
+
+
+def _run_evaluate_command(arguments: argparse.Namespace) -> int:
+    wanted, judge = _build_options(EvaluateOptions, arguments), _build_options(JudgeOptions, arguments)
+    session = _build_options(SessionOptions, arguments)
+    find_model_source(wanted.model)
+    _silence_libraries()
+    from ditile.cli.evaluate.evaluate import build_evaluation_table, list_table_remarks, run_evaluation
+
+    evaluation = run_evaluation(wanted, judge, session)
+    if evaluation is not None:
+        _print_table_with_remarks(build_evaluation_table(evaluation), list_table_remarks(evaluation))
+        make_console().print(f"written: {session.out}")
+    return 0
+
+
+def _print_table_with_remarks(table: Table, remarks: Iterable[str]) -> None:
+    console = make_console()
+    console.print(table)
+    for remark in remarks:
+        console.print(f"- {remark}", soft_wrap=True)
+
+
+def _run_plan_command(arguments: argparse.Namespace) -> int:
+    question = _build_options(PlanQuestion, arguments)
+    _silence_libraries()
+    from ditile.planner.answer import answer_question
+
+    plan_answer = answer_question(question)
+    print_table_and_json(plan_answer.render_table(), plan_answer.to_json(), question.json)
+    return 0
+
+
+def _run_calibrate_command(arguments: argparse.Namespace) -> int:
+    wanted = _build_options(CalibrateOptions, arguments)
+    if is_writing_process():
+        wanted.check_profile_path()
+    _silence_libraries()
+    from ditile.cli.calibrate import calibrate_machine
+
+    path = calibrate_machine(wanted)
+    _leave_torchrun()
+    if path is not None:
+        print(path)
+        from ditile.planner.calibrate import BUSY
+        from ditile.planner.profile import Profile
+
+        if (share := Profile.from_json_file(path).disturbed) > BUSY:
+            remark = f"others slowed the cores in {share:.0%} of what was timed; do it again when they are gone"
+            print(f"note: {remark}", file=sys.stderr)
+    return 0
+
+
+def _silence_libraries() -> None:
+    """Before diffusers is imported, which would warn."""
     from ditile.cli.generate import silence_libraries
 
     silence_libraries()
-    from ditile.cli import models as matrix
 
-    if arguments.markdown:
-        print(matrix.format_matrix_markdown())
-        return 0
-    shown = make_console()
-    for table in matrix.build_matrix_tables():
-        shown.print(table)
-    shown.print(f"bundled: {', '.join(list_bundled_models()) or 'none'}")
-    return 0
+
+def _leave_torchrun() -> None:
+    """Under torchrun the ranks leave their group together."""
+    if env.read_torchrun_place() is not None:
+        from ditile.distributed.mesh import leave_process_group
+
+        leave_process_group()
 
 
 def _print_error(message: str, code: int) -> int:
@@ -400,94 +430,62 @@ def _print_error(message: str, code: int) -> int:
     return code
 
 
-def run_bench_command(arguments: argparse.Namespace) -> int:
-    """`ditile bench`."""
-    compared, work = (
-        Comparison(**collect_arguments(Comparison, arguments)),
-        Workload(**collect_arguments(Workload, arguments)),
-    )
-    if is_writing_process():
-        compared.check_output_folder()
-    if not work.has_random_weights:
-        find_model_source(work.model)
-    from ditile.cli.bench import command
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `ditile`.
 
-    measured = command.run_benchmark(compared, work)
-    leave_torchrun()
-    if measured is not None:
-        from ditile.cli.bench.tables import make_bench_table
+    Attributes:
+        run: returns the exit code.
+        options: the dataclasses whose fields are its flags -> the title of the group in `--help`.
+    """
 
-        shown = make_console()
-        shown.print(make_bench_table(measured.rows))
-        for line in measured.remarks:
-            shown.print(f"- {line}", soft_wrap=True)
-    return 0
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    description: str
+    options: dict[type, str]
 
 
-def run_evaluate_command(arguments: argparse.Namespace) -> int:
-    """`ditile evaluate`."""
-    wanted = EvaluateOptions(**collect_arguments(EvaluateOptions, arguments))
-    judge, session = (
-        JudgeOptions(**collect_arguments(JudgeOptions, arguments)),
-        SessionOptions(**collect_arguments(SessionOptions, arguments)),
-    )
-    find_model_source(wanted.model)
-    from ditile.cli.generate import silence_libraries
-
-    silence_libraries()  # before what follows imports diffusers
-    from ditile.cli.evaluate import evaluate
-
-    evaluation = evaluate.run_evaluation(wanted, judge, session)
-    if evaluation is not None:
-        shown = make_console()
-        shown.print(evaluate.build_evaluation_table(evaluation))
-        for line in evaluate.list_table_remarks(evaluation):
-            shown.print(f"- {line}", soft_wrap=True)
-        shown.print(f"written: {session.out}")
-    return 0
-
-
-def run_plan_command(arguments: argparse.Namespace) -> int:
-    """`ditile plan`."""
-    from ditile.cli.generate import silence_libraries
-
-    ask = PlanQuestion(**collect_arguments(PlanQuestion, arguments))
-    silence_libraries()
-    from ditile.planner.answer import answer_question
-
-    plan_answer = answer_question(ask)
-    print_table_and_json(plan_answer.render_table(), plan_answer.to_json(), ask.json)
-    return 0
-
-
-def run_calibrate_command(arguments: argparse.Namespace) -> int:
-    """`ditile calibrate`."""
-    wanted = CalibrateOptions(**collect_arguments(CalibrateOptions, arguments))
-    if is_writing_process():
-        wanted.check_profile_path()
-    from ditile.cli.generate import silence_libraries
-
-    silence_libraries()
-    from ditile.cli import calibrate
-
-    path = calibrate.calibrate_machine(wanted)
-    leave_torchrun()
-    if path is not None:
-        print(path)
-        from ditile.planner.calibrate import BUSY
-        from ditile.planner.profile import Profile
-
-        if (share := Profile.from_json_file(path).disturbed) > BUSY:
-            print(
-                f"note: others slowed the cores in {share:.0%} of what was timed; do it again when they are gone",
-                file=sys.stderr,
-            )
-    return 0
-
-
-def leave_torchrun() -> None:
-    """Under torchrun the ranks leave their group together."""
-    if env.read_torchrun_place() is not None:
-        from ditile.distributed.mesh import leave_process_group
-
-        leave_process_group()
+COMMANDS = {
+    "generate": Command(
+        _run_generate_command,
+        "make a picture",
+        "Make a picture, on several ranks if a plan says so.",
+        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
+    ),
+    "verify": Command(
+        _run_verify_command,
+        "prove a plan on this machine",
+        "Prove a plan on this machine: exact where it says so, and at rest.",
+        {Plan: "plan", VerifyOptions: "proof"},
+    ),
+    "bench": Command(
+        _run_bench_command,
+        "measure plans side by side",
+        "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
+        {Comparison: "comparison", Workload: "workload"},
+    ),
+    "evaluate": Command(
+        _run_evaluate_command,
+        "measure what plans and caches do to pictures, and to time",
+        "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
+        {EvaluateOptions: "pictures", JudgeOptions: "judging", SessionOptions: "run"},
+    ),
+    "plan": Command(
+        _run_plan_command,
+        "which plan for a model and a machine",
+        "Rank plans by predicted latency.",
+        {PlanQuestion: "question"},
+    ),
+    "calibrate": Command(
+        _run_calibrate_command,
+        "measure this machine",
+        "Measure this machine, so that plans can be ranked for it.",
+        {CalibrateOptions: "measurement"},
+    ),
+    "models": Command(
+        _run_models_command,
+        "list what can run",
+        "List families, methods and bundled models.",
+        {ModelsOptions: "table"},
+    ),
+}

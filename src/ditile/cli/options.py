@@ -1,8 +1,8 @@
-"""What `ditile generate` takes besides a plan: what to draw, and how to run it. Values are checked when made."""
+"""The options of the commands, checked when they are made. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
@@ -11,16 +11,66 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ditile.errors import ModelError
+from ditile.plan.checks import check_counts, check_finite_number, check_positive_number
 from ditile.plan.flags import define_option
 from ditile.plan.plan import TEXT_AFTER
 from ditile.runner.load import DTYPES, HUB_ID
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model of a command, and the size of its pictures; None is the model's own."""
+
+    # Empty, so that a class with slots of its own can inherit from several of these classes.
+    __slots__ = ()
+
+    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
+    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+
+    def check_model_options(self) -> None:
+        """Raises `ModelError` if a value is out of its range."""
+        check_counts(self, "steps", "height", "width")
+
+    def to_generate_options(self, **changes: Any) -> GenerateOptions:
+        """What `ditile generate` would be asked for, from the fields that it has too.
+
+        Args:
+            changes: fields with other values.
+
+        Raises:
+            ModelError: if a value is out of its range.
+        """
+        names = [field.name for field in dataclasses.fields(GenerateOptions) if hasattr(self, field.name)]
+        return GenerateOptions(**{name: getattr(self, name) for name in names} | changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Where ranks compute, and in which type."""
+
+    __slots__ = ()
+
+    dtype: Dtype | None = define_option(None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES)
+    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    threads: int | None = define_option(
+        None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
+    )
+    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
+
+    def check_device_options(self) -> None:
+        """Raises `ModelError` if a value is out of its range."""
+        check_counts(self, "threads")
+        check_positive_number(self.stall_timeout, "stall_timeout", "time", example=600)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
+class GenerateOptions(ModelOptions):
     """What to draw. None leaves a value to the model's `generation.json`, or else to its pipeline.
 
     Raises:
@@ -31,16 +81,12 @@ class GenerateOptions:
     prompts_file: str | None = define_option(
         None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
     )
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
-    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
     guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
     negative_prompt: str | None = define_option(None, "what to keep out; FLUX heeds it with --true-cfg", metavar="TEXT")
     seed: int | None = define_option(
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
     )
-    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     num_images: int = define_option(1, "images, with seeds that count up", metavar="N")
     image: str | None = define_option(None, "a picture to start from", metavar="FILE")
     strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
@@ -54,8 +100,9 @@ class GenerateOptions:
             raise ModelError("the prompt is empty; say what to draw")
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
-        check_counts(self, "steps", "height", "width", "num_images")
-        check_finite(self, "guidance", "true_cfg")
+        self.check_model_options()
+        check_counts(self, "num_images")
+        _check_guidance(self)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
         if self.strength is not None and self.image is None:
@@ -78,7 +125,7 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
+class RunOptions(DeviceOptions):
     """Where to run, and what to write.
 
     Raises:
@@ -94,10 +141,6 @@ class RunOptions:
     out_dir: str | None = define_option(
         None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
-        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
-    )
-    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     attention: str | None = define_option(
         None, "attention kernel: native, flash, sage, ..; by default the model's own", metavar="NAME"
     )
@@ -105,17 +148,12 @@ class RunOptions:
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
     )
     compile: bool = define_option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
-    threads: int | None = define_option(
-        None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
-    )
-    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
     trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
     json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
     dry_run: bool = define_option(False, "show how the work would be divided, without reading weights")
 
     def __post_init__(self) -> None:
-        check_counts(self, "threads")
-        check_stall_timeout(self.stall_timeout)
+        self.check_device_options()
         if Path(self.out).suffix.lower() not in ("", ".png"):
             raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
 
@@ -149,35 +187,31 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions:
+class VerifyOptions(DeviceOptions, ModelOptions):
     """What `ditile verify` runs: a model, in a size that it is quick in.
 
     Raises:
         ModelError: if a value is out of its range.
     """
 
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     steps: int = define_option(6, "denoising steps, at least 3", metavar="N")
     guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
-    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
-        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
-    )
-    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
-    threads: int | None = define_option(
-        None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
-    )
-    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
-        check_counts(self, "steps", "height", "width", "threads")
-        check_finite(self, "guidance", "true_cfg")
+        self.check_model_options()
+        self.check_device_options()
+        _check_guidance(self)
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
-        check_stall_timeout(self.stall_timeout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelsOptions:
+    """What `ditile models` shows."""
+
+    markdown: bool = define_option(False, "the matrix of families and methods as Markdown")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,9 +228,7 @@ class CalibrateOptions:
     name: str | None = define_option(None, "of the machine; its device's by default", metavar="NAME")
     ranks: int | None = define_option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
     threads: int = define_option(1, "CPU threads of each rank", metavar="N")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
-        None, "float32 on CPUs, else bfloat16", choices=DTYPES
-    )
+    dtype: Dtype | None = define_option(None, "float32 on CPUs, else bfloat16", choices=DTYPES)
 
     def __post_init__(self) -> None:
         check_counts(self, "ranks", "threads")
@@ -224,28 +256,6 @@ def check_lora_source(source: str) -> None:
         raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
-def check_stall_timeout(seconds: float) -> None:
-    """Raises `ModelError` unless these are seconds that end some day."""
-    if not 0 < seconds < math.inf:
-        raise ModelError(f"stall_timeout={seconds} is no time; try stall_timeout=600")
-
-
-def check_counts(options: Any, *names: str) -> None:
-    """Raises `ModelError` unless these fields are None or whole numbers of at least 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ModelError(f"{name}={value} is not a whole number of at least 1")
-
-
-def check_finite(options: Any, *names: str) -> None:
-    """Raises `ModelError` unless these fields are None or finite numbers."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not math.isfinite(value):
-            raise ModelError(f"{name}={value} is no finite number; try {name}=3.5")
-
-
 def check_writable(name: str, path: Path) -> None:
     """Raises `ModelError` unless a file can be written."""
     try:
@@ -260,3 +270,9 @@ def check_writable(name: str, path: Path) -> None:
             return
     except OSError as error:
         raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _check_guidance(options: GenerateOptions | VerifyOptions) -> None:
+    """Raises `ModelError` unless the scales of guidance are None or finite numbers."""
+    for name in ("guidance", "true_cfg"):
+        check_finite_number(getattr(options, name), name, example=3.5, optional=True)

@@ -1,6 +1,6 @@
-"""What came out of a run: files, what every rank reports, and what caches left out; of one call, or of several.
+"""What commands say when they are over, as tables for people and JSON for programs: an `Outcome`, or a `PlanVerdict`.
 
-What a run has to say when it is over: a table for people, JSON for programs.
+Nothing here imports torch: a process that only starts ranks shows what they send back.
 """
 
 from __future__ import annotations
@@ -224,3 +224,38 @@ def _format_image_names(outcome: Outcome) -> str:
 
 def _format_per_rank(counts: list[int]) -> str:
     return ", ".join(f"rank {rank}: {format_bytes(count)}" for rank, count in enumerate(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the verdict: true, false, or None where there is nothing to check."""
+
+    name: str
+    ok: bool | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """What `ditile verify` says of a plan, the same on every rank."""
+
+    title: str
+    checks: list[Check]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing is false."""
+        return all(check.ok is not False for check in self.checks)
+
+
+def build_verdict_table(verdict: PlanVerdict) -> Table:
+    """The verdict with a tick or a cross for every check."""
+    from rich.table import Table
+
+    table = Table(title=verdict.title, title_justify="left")
+    for title in ("", "check", "found"):
+        table.add_column(title, overflow="fold")
+    for check in verdict.checks:
+        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
+    table.add_row("✓" if verdict.is_proven else "✗", "proven" if verdict.is_proven else "not proven", "")
+    return table

@@ -8,8 +8,6 @@
     memory      what a call took is free again when it is over
 
 Rank 0 alone needs the whole model, for the first. The tests run the same functions on tiny models.
-
-What `ditile verify` has to say: a line for each check, and whether all of them hold.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import diffusers
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 import ditile
 from ditile.cli.generate import build_call_arguments, silence_libraries
-from ditile.cli.options import GenerateOptions, VerifyOptions
+from ditile.cli.options import VerifyOptions
+from ditile.cli.outcome import Check, PlanVerdict
 from ditile.cli.pipelines import convert_value_errors
 from ditile.distributed import backend, env
 from ditile.distributed.launch import PEER_TIMEOUT
@@ -77,9 +75,8 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
             return pipe
 
         def make_verify_arguments(pipe: Any) -> dict[str, Any]:
-            base = build_call_arguments(
-                pipe, _convert_to_generate_options(proof), read_generation_options(proof.model)
-            ) | {"output_type": "latent"}
+            defaults = read_generation_options(proof.model)
+            base = build_call_arguments(pipe, proof.to_generate_options(), defaults) | {"output_type": "latent"}
             seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
             if plan.data == 1:
                 return base | {"generator": seeds[0]}
@@ -272,18 +269,6 @@ class _HostSyncCounter:
 # What they measure with
 
 
-def _convert_to_generate_options(proof: VerifyOptions) -> GenerateOptions:
-    return GenerateOptions(
-        prompt=proof.prompt,
-        model=proof.model,
-        steps=proof.steps,
-        guidance=proof.guidance,
-        true_cfg=proof.true_cfg,
-        height=proof.height,
-        width=proof.width,
-    )
-
-
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
     """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
@@ -358,36 +343,3 @@ def _describe_environment(runner: Runner) -> str:
         f"ditile {ditile.__version__}, torch {torch.__version__}, diffusers {diffusers.__version__}, "
         f"Python {platform.python_version()}, {len(runner.devices)} rank(s) on {devices}"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the verdict: true, false, or None where there is nothing to check."""
-
-    name: str
-    ok: bool | None
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanVerdict:
-    """What came out, the same on every rank."""
-
-    title: str
-    checks: list[Check]
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether nothing is false."""
-        return all(check.ok is not False for check in self.checks)
-
-
-def build_verdict_table(verdict: PlanVerdict) -> Table:
-    """The verdict with a tick or a cross for every check."""
-    table = Table(title=verdict.title, title_justify="left")
-    for title in ("", "check", "found"):
-        table.add_column(title, overflow="fold")
-    for check in verdict.checks:
-        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
-    table.add_row("✓" if verdict.is_proven else "✗", "proven" if verdict.is_proven else "not proven", "")
-    return table

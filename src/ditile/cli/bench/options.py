@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ditile.cli.bench.links import parse_link_rate
-from ditile.cli.options import check_counts, check_stall_timeout, check_writable
+from ditile.cli.options import DeviceOptions, ModelOptions, check_writable
 from ditile.errors import ModelError, PlanError
+from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.flags import define_option
-from ditile.runner.load import DTYPES
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
 RANDOM = "random-"
@@ -62,8 +62,7 @@ class Comparison:
         if (self.plans is None) == (self.sweep is None):
             raise PlanError("give --plans 'ulysses=2; ring=2', or --sweep methods, and not both")
         check_counts(self, "ranks", "rounds")
-        if self.remeasure < 0:
-            raise ModelError(f"remeasure={self.remeasure} is not a whole number of at least 0")
+        check_whole_number(self.remeasure, "remeasure", 0)
         if unknown := [name for name in self.sweep_names if name not in SWEEPS]:
             raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
         if self.ranks is not None and self.sweep is None:
@@ -102,7 +101,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class Workload(DeviceOptions, ModelOptions):
     """What runs: one call of a model.
 
     Raises:
@@ -115,24 +114,17 @@ class Workload:
         metavar="NAME",
     )
     prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
-    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
-    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = define_option(None, "pixels", metavar="N")
     output: Literal["image", "latent"] = define_option(
         "image", "measure whole calls, or without the decode", choices=("image", "latent")
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
-        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
-    )
-    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     threads: int | None = define_option(
         None, "CPU threads of each rank, and of the one rank; the cores are shared out by default", metavar="N"
     )
     stall_timeout: float = define_option(3600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
-        check_counts(self, "steps", "height", "width", "threads")
-        check_stall_timeout(self.stall_timeout)
+        self.check_model_options()
+        self.check_device_options()
 
     @property
     def has_random_weights(self) -> bool:

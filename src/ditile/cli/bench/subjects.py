@@ -134,10 +134,7 @@ class StoredSubject:
             return False
 
     def _make_generate_options(self, cell: BenchCell) -> GenerateOptions:
-        work = self.work
-        return GenerateOptions(
-            prompt=work.prompt, model=self.name, steps=work.steps, height=cell.height, width=cell.width
-        )
+        return self.work.to_generate_options(model=self.name, height=cell.height, width=cell.width)
 
 
 @dataclass(frozen=True)

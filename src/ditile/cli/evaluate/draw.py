@@ -139,9 +139,7 @@ class EvaluationPipeline:
         divided = None if self._is_original else Plan.parse(plan)
         pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
         pipe.set_progress_bar_config(disable=True)
-        self.base = build_call_arguments(
-            pipe, wanted.build_generate_options("a caption"), read_generation_options(wanted.model)
-        )
+        self.base = build_call_arguments(pipe, wanted.build_generate_options(), read_generation_options(wanted.model))
         self._device = device
         self._target: Any = pipe
         if divided is None:

@@ -148,12 +148,12 @@ def _check_settings_fit(wanted: EvaluateOptions, settings: Sequence[EvaluationSe
     if index.get("transformer", (None, None))[1] not in known:
         return  # what no table describes says no itself when it is divided, before it draws
     for setting in settings:
-        build_dry_run_job(wanted.build_generate_options("a caption"), Plan.parse(setting.plan), setting.cache_arguments)
+        build_dry_run_job(wanted.build_generate_options(), Plan.parse(setting.plan), setting.cache_arguments)
 
 
 def _build_job_record(wanted: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
     """What all pictures have in common."""
-    call = build_dry_run_call(wanted.build_generate_options("a caption"), read_generation_options(wanted.model))
+    call = build_dry_run_call(wanted.build_generate_options(), read_generation_options(wanted.model))
     del call["prompt"], call["num_images_per_prompt"]
     return {
         "model": wanted.model,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.cli.cache_options import CacheOptions
-from ditile.cli.options import GenerateOptions, check_stall_timeout
+from ditile.cli.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
 from ditile.errors import ModelError, PlanError
+from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import DTYPES
 
 DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
 DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"
@@ -53,7 +53,7 @@ ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateOptions:
+class EvaluateOptions(ModelOptions):
     """What is drawn: every caption by the original pipeline, and by each plan with each cache.
 
     Raises:
@@ -61,7 +61,6 @@ class EvaluateOptions:
         PlanError: if a plan is none, or makes more pictures rather than a picture sooner.
     """
 
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
     plans: str = define_option(
         DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process", metavar="PLANS"
     )
@@ -75,18 +74,12 @@ class EvaluateOptions:
     )
     num: int | None = define_option(None, "captions to draw; 10, or all if there are fewer", metavar="N")
     seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
-    steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
-    guidance: float | None = define_option(
-        None, "how strongly the prompt guides; as the model has it by default", metavar="X"
-    )
+    guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
-    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
 
     def __post_init__(self) -> None:
-        if self.num is not None and self.num < 1:
-            raise ModelError(f"num={self.num} is not a whole number of at least 1")
-        self.build_generate_options("a caption")
+        check_counts(self, "num")
+        self.build_generate_options()
         if not self.candidate_settings:
             raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing beside the original")
 
@@ -109,22 +102,13 @@ class EvaluateOptions:
             _ = setting.cache_arguments
         return [setting for setting in dict.fromkeys(all_settings) if setting != ORIGINAL]
 
-    def build_generate_options(self, prompt: str) -> GenerateOptions:
+    def build_generate_options(self) -> GenerateOptions:
         """The picture of a caption, as `ditile generate` would be asked for it.
 
         Raises:
             ModelError: if a value is out of its range.
         """
-        return GenerateOptions(
-            prompt=prompt,
-            model=self.model,
-            steps=self.steps,
-            guidance=self.guidance,
-            seed=self.seed,
-            negative_prompt=self.negative_prompt,
-            height=self.height,
-            width=self.width,
-        )
+        return self.to_generate_options(prompt="a caption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +135,7 @@ class JudgeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOptions:
+class SessionOptions(DeviceOptions):
     """Where it runs, and where to write.
 
     Raises:
@@ -159,22 +143,15 @@ class SessionOptions:
     """
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = define_option(
-        None, "float32 for bundled models and on CPUs, else bfloat16", choices=DTYPES
-    )
-    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
     threads: int | None = define_option(
         None, "CPU threads of each rank and of the original; by default the cores over the most ranks", metavar="N"
     )
     one_at_a_time: bool = define_option(
         False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"
     )
-    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ModelError(f"threads={self.threads} is not a whole number of at least 1")
-        check_stall_timeout(self.stall_timeout)
+        self.check_device_options()
         out = Path(self.out)
         if out.exists() and not out.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")
