@@ -455,7 +455,7 @@ COMMANDS = {
     "verify": Command(
         _run_verify_command,
         "prove a plan on this machine",
-        "Prove a plan on this machine: exact where it says so, and at rest.",
+        "Check a plan on this machine: exactness, message sizes, memory.",
         {Plan: "plan", VerifyOptions: "proof"},
     ),
     "bench": Command(

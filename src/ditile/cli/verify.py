@@ -1,4 +1,4 @@
-"""`ditile verify`: proves a plan on the machine at hand, by what must hold of any plan on any model.
+"""`ditile verify`: checks a plan on this machine, by what must hold for any plan on any model.
 
     exact       with warmup = steps every rank's latents are those of one rank: bit for bit, or up to rounding
     repeatable  the plan itself, twice: equal on all ranks, and equal to itself
