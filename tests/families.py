@@ -49,10 +49,10 @@ class Family(NamedTuple):
     @property
     def kind(self) -> Any:
         """Its class. The test is skipped where diffusers is the one for Python 3.10, which does not have all."""
-        found = find_diffusers_class(self.name)
-        if found is None and diffusers.__version__.startswith("0.41."):
+        actual = find_diffusers_class(self.name)
+        if actual is None and diffusers.__version__.startswith("0.41."):
             pytest.skip(f"diffusers {diffusers.__version__} has no {self.name}")
-        return found
+        return actual
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

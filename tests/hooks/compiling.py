@@ -32,16 +32,16 @@ class Counting:
 
     def take(self) -> Counter[str]:
         """What was counted since the last time."""
-        found, self.graphs = self.graphs, Counter()
-        return found
+        actual, self.graphs = self.graphs, Counter()
+        return actual
 
 
 def _block(graph: torch.fx.GraphModule) -> str:
     """The class whose forward is the outermost frame of what was captured."""
     for node in graph.graph.nodes:
-        found = re.search(r'File "([^"]+)", line (\d+), in forward', node.meta.get("stack_trace") or "")
-        if found and node.op != "placeholder":
-            return _class_at(found.group(1), int(found.group(2)))
+        actual = re.search(r'File "([^"]+)", line (\d+), in forward', node.meta.get("stack_trace") or "")
+        if actual and node.op != "placeholder":
+            return _class_at(actual.group(1), int(actual.group(2)))
     return "elsewhere"
 
 

@@ -57,8 +57,8 @@ def compiled(
     runner = parallelize(pipe, Plan(**plan))
     if order == "after":
         WAYS[way](pipe, backend=backend)
-    found = [(run(runner, name, seed=seed, **changes), backend.take()) for seed in (7, 8)]
-    return [picture for picture, _ in found], [graphs for _, graphs in found]
+    actual = [(run(runner, name, seed=seed, **changes), backend.take()) for seed in (7, 8)]
+    return [picture for picture, _ in actual], [graphs for _, graphs in actual]
 
 
 def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]], most: int) -> None:
@@ -73,7 +73,7 @@ def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]], mo
     ("order", "way"), [("before", "whole"), ("after", "whole"), ("before", "in place"), ("after", "blocks")]
 )
 def test_a_compiled_transformer_works_before_and_after(order: str, way: str) -> None:
-    """A failure: a compiled module was not looked through, or a seat became part of a graph."""
+    """A failure: a compiled module was not looked through, or a hook became part of a graph."""
     check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order), MOST_STALE)
 
 
@@ -115,7 +115,7 @@ def test_tensor_parallel_sums_between_graphs(pool: Pool, scheme: str) -> None:
 
 def replicas(order: str, way: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
     pictures, graphs = compiled("sd3.5 medium", {"cfg": 2}, way, order)
-    return uncompiled("sd3.5 medium", {"cfg": 2}), pictures, [sum(found.values()) for found in graphs]
+    return uncompiled("sd3.5 medium", {"cfg": 2}), pictures, [sum(actual.values()) for actual in graphs]
 
 
 @pytest.mark.parametrize(("order", "way"), [("before", "whole"), ("after", "in place")])
@@ -126,13 +126,13 @@ def test_a_plan_of_the_batch_alone_keeps_the_whole_graph(pool: Pool, order: str,
 
 
 def split_by_a_table() -> tuple[Tensor, Tensor, int]:
-    found, backend = [], Counting()
+    actual, backend = [], Counting()
     for way in (None, "whole"):
         pipe, call = planned.denoising("ltx", 4, 5, 6)
         if way is not None:
             WAYS[way](pipe, backend=backend)
-        found.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
-    return found[0], found[1], sum(backend.take().values())
+        actual.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
+    return actual[0], actual[1], sum(backend.take().values())
 
 
 def test_under_a_table_of_splits_nothing_is_compiled(pool: Pool) -> None:
@@ -197,10 +197,10 @@ def test_a_limit_that_is_no_number(limit: Any) -> None:
 def test_the_configs_say_what_they_set() -> None:
     before = dynamo.save_config(), inductor.save_config()
     try:
-        found = ditile.set_compile_configs(descent_tuning=True)
-        assert found == ditile.set_compile_configs(descent_tuning=True), "idempotent"
-        assert found["recompile_limit"] == dynamo.recompile_limit == 1024
-        assert found["reorder_for_compute_comm_overlap"] is inductor.reorder_for_compute_comm_overlap is True
+        actual = ditile.set_compile_configs(descent_tuning=True)
+        assert actual == ditile.set_compile_configs(descent_tuning=True), "idempotent"
+        assert actual["recompile_limit"] == dynamo.recompile_limit == 1024
+        assert actual["reorder_for_compute_comm_overlap"] is inductor.reorder_for_compute_comm_overlap is True
         assert not inductor.epilogue_fusion and inductor.coordinate_descent_tuning
         dynamo.recompile_limit = 4096
         assert ditile.set_compile_configs()["recompile_limit"] == 4096, "never lowered"

@@ -74,9 +74,9 @@ def never() -> bool:
 
 
 def counted(block: nn.Module, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    with Fused() as found:
+    with Fused() as actual:
         out = block(x)
-    return out, (found.fused, found.apart)
+    return out, (actual.fused, actual.apart)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -179,10 +179,10 @@ def test_without_onednn_both_stay(
 def test_a_runner_fuses_what_attends_to_stale_keys(name: str, plan: Plan, fused: bool) -> None:
     """A failure means that nobody uses it, or that a picture which is to be exact was made with it."""
     runner = parallelize(MAKE[name](), plan)
-    with Fused() as found:
+    with Fused() as actual:
         run(runner, name)
-    assert bool(found.fused) == fused
-    assert found.apart, "the first step"
+    assert bool(actual.fused) == fused
+    assert actual.apart, "the first step"
 
 
 def _kernels(plans: list[str]) -> list[tuple[int, int]]:
@@ -190,9 +190,9 @@ def _kernels(plans: list[str]) -> list[tuple[int, int]]:
     counts = []
     for text in plans:
         runner = parallelize(MAKE["pixart sigma"](), Plan.parse(text))
-        with Fused() as found:
+        with Fused() as actual:
             run(runner, "pixart sigma")
-        counts.append((found.fused, found.apart))
+        counts.append((actual.fused, actual.apart))
     return counts
 
 

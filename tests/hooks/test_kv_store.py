@@ -88,8 +88,8 @@ def test_slices_follow_their_source() -> None:
     """A part is cut anew when it comes from another tensor, even of the same values."""
     memory, made = GenerationMemory(), iter(range(100))
     first, second = torch.zeros(2), torch.zeros(2)
-    found = [memory.get_cached_slice("x", source, lambda: next(made)) for source in (first, first, second, first)]
-    assert found == [0, 0, 1, 2]
+    actual = [memory.get_cached_slice("x", source, lambda: next(made)) for source in (first, first, second, first)]
+    assert actual == [0, 0, 1, 2]
 
 
 def test_a_buffer_keeps_its_content() -> None:

@@ -184,8 +184,8 @@ def test_a_runner_makes_them_at_once(name: str) -> None:
     runner = parallelize(pipe, Plan(patches=2, warmup=0))
     layers = [
         layer
-        for seat in TransformerHooks(pipe.transformer, require_model_spec(pipe.transformer)).chain
-        for _, layer in seat.list_attentions()
+        for hook in TransformerHooks(pipe.transformer, require_model_spec(pipe.transformer)).chain
+        for _, layer in hook.list_attentions()
     ]
     own = {id(getattr(layer, part).weight) for layer in layers for part in ("to_q", "to_k", "to_v")}
     for drawn, wanted in ((pipe, own), (runner, set())):

@@ -13,7 +13,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run, same
-from tests.runner.loras import NAMES, Edit, edits, folder_of
+from tests.runner.loras import NAMES, Edit, edits, folders_of
 
 STEPS = 4
 EXACT = {"patches": 3, "warmup": STEPS}
@@ -21,8 +21,7 @@ EXACT = {"patches": 3, "warmup": STEPS}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with LoRAs for each family."""
-    return {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+    return folders_of(NAMES, tmp_path_factory)
 
 
 def attributes(pipe: Any) -> dict[str, dict[str, Any]]:
@@ -54,7 +53,7 @@ def untouched(name: str, folder: Path) -> None:
     before = attributes(pipe)
     run(runner, name, **call)
     look()
-    assert len(seen) == 2 + 2 * STEPS and all(found == seen[0] for found in seen), f"{name}: keys changed"
+    assert len(seen) == 2 + 2 * STEPS and all(actual == seen[0] for actual in seen), f"{name}: keys changed"
     after = attributes(pipe)
     assert list(after) == list(before)
     for path, held in after.items():

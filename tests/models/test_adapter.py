@@ -127,7 +127,7 @@ def test_the_snippet_of_wan_runs() -> None:
 
 
 def test_the_snippet_of_auto_runs() -> None:
-    (found,) = resolve_adapter(
+    (actual,) = resolve_adapter(
         BlockAdapter(
             pipe=pipe_of("WanTransformer3DModel"),
             auto=True,
@@ -136,7 +136,7 @@ def test_the_snippet_of_auto_runs() -> None:
             blocks_policy="max",
         )
     )
-    assert [each.name for each in found.lists] == ["blocks"]
+    assert [each.name for each in actual.lists] == ["blocks"]
 
 
 def test_merged_lists_are_those_that_own_the_blocks() -> None:

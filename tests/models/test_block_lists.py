@@ -248,8 +248,8 @@ def test_lists_of_an_unknown_transformer_are_found_in_order() -> None:
 
 
 def test_the_caller_says_what_the_block_leaves_open() -> None:
-    (found,) = find_block_lists(Told(Vague))
-    assert found.flow == Flow(("text", "image"), "img", "txt")
+    (actual,) = find_block_lists(Told(Vague))
+    assert actual.flow == Flow(("text", "image"), "img", "txt")
 
 
 def test_what_cannot_be_told_is_asked_for() -> None:

@@ -88,12 +88,12 @@ def different(got: Any, other: Any, what: Any = "") -> None:
 
 def pictures(name: str, plans: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> list[Tensor]:
     """On a rank: the latents of each call under each plan."""
-    found = []
+    actual = []
     pipe = MAKE[name]()
     for plan in plans:
         with divided(pipe, **plan) as runner:
-            found += [run(runner, name, **call) for call in calls]
-    return found
+            actual += [run(runner, name, **call) for call in calls]
+    return actual
 
 
 def equal_over_ranks(pool: Pool, degrees: Sequence[int], name: str, plans: Any, calls: Any) -> list[Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import utils
 from diffusers.loaders.peft import PeftAdapterMixin
@@ -79,8 +80,8 @@ def edits(name: str) -> dict[str, Edit]:
 
 def layers(transformer: Any, within: str = "") -> list[str]:
     """Every linear layer: of all blocks, embeddings, modulations and the head."""
-    found = transformer.named_modules()
-    return [path for path, module in found if isinstance(module, torch.nn.Linear) and path.startswith(within)]
+    actual = transformer.named_modules()
+    return [path for path, module in actual if isinstance(module, torch.nn.Linear) and path.startswith(within)]
 
 
 def write(name: str, folder: Path, adapter: str, seed: int, within: str = "") -> None:
@@ -105,3 +106,8 @@ def folder_of(name: str, folder: Path) -> Path:
     write(name, folder, "two", 2)
     write(name, folder, "narrow", 3, within="transformer_blocks.0.")
     return folder
+
+
+def folders_of(names: Iterable[str], factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with LoRAs for each family."""
+    return {name: folder_of(name, factory.mktemp(name.replace(" ", "-"))) for name in names}

@@ -47,13 +47,13 @@ def expected(job: Job, rank: int, ranks: int, patches: int, images: int) -> tupl
 
 
 def counted(name: str, ranks: int, images: int) -> list[tuple[dict[str, int], dict[str, int], list[Any]]]:
-    pipe, found = MAKE[name](), []
+    pipe, actual = MAKE[name](), []
     for plan in PLANS:
         with divided(pipe, pipefusion=ranks, **plan) as runner:
             run(runner, name, num_images_per_prompt=images, **SIZE)
             assert runner.report is not None
-            found.append((runner.report.sent, dict(runner.mesh.traffic.calls), runner.reports()))
-    return found
+            actual.append((runner.report.sent, dict(runner.mesh.traffic.calls), runner.reports()))
+    return actual
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -195,10 +195,10 @@ def test_an_interrupt_on_any_rank(pool: Pool, warmup: int) -> None:
     """A failure means that ranks stop at different steps, with different pictures, or hang."""
     plan = {"pipefusion": 3, "patches": 2, "warmup": warmup}
     for rank in range(3):
-        found = pool.run(interrupted, 3, "flux", plan, rank, 2)
-        for picture, seen in found:
-            assert seen == found[0][1] and 4 <= len(seen) <= 6, f"rank {rank} interrupted, steps {seen}"
-            same(picture, found[0][0], "after an interrupt")
+        actual = pool.run(interrupted, 3, "flux", plan, rank, 2)
+        for picture, seen in actual:
+            assert seen == actual[0][1] and 4 <= len(seen) <= 6, f"rank {rank} interrupted, steps {seen}"
+            same(picture, actual[0][0], "after an interrupt")
 
 
 def from_a_thread() -> list[Any]:

@@ -22,7 +22,7 @@ from ditile.plan.plan import AXES, Plan
 from tests.parallel.sequence.test_planned_pipelines import FROM_IMAGE, from_image, picture
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
-from tests.runner.loras import edits, folder_of
+from tests.runner.loras import edits, folders_of
 
 TOLERANCE = 1e-6
 STALE_AXES = ("pipefusion", "distrifusion")
@@ -183,14 +183,14 @@ class Drawn:
 @pytest.fixture(scope="module")
 def drawn_by(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     names = {row.name for row in HYBRIDS if row.also == "lora"}
-    return Drawn(pool, {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in names})
+    return Drawn(pool, folders_of(names, tmp_path_factory))
 
 
 def close(of_ranks: list[list[Tensor]], wanted: list[Tensor], what: Any) -> None:
     """Raises unless every rank has the same, and that is `wanted` up to rounding."""
-    for rank, found in enumerate(of_ranks):
-        assert len(found) == len(wanted), f"{what}, rank {rank}"
-        for one, first, want in zip(found, of_ranks[0], wanted, strict=True):
+    for rank, actual in enumerate(of_ranks):
+        assert len(actual) == len(wanted), f"{what}, rank {rank}"
+        for one, first, want in zip(actual, of_ranks[0], wanted, strict=True):
             assert torch.equal(one, first), f"{what}: ranks 0 and {rank} have other pictures"
             assert distance(one, want) < TOLERANCE, f"{what}, rank {rank}: {distance(one, want):.2g}"
 

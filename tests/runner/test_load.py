@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import pkgutil
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ditile
 from ditile import LoadError, ModelError, PlanError
@@ -119,63 +121,50 @@ def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:
     assert "model_index.json" in message(tmp_path)
 
 
-def test_a_component_that_is_not_there(folder: Path) -> None:
-    shutil.rmtree(folder / "vae")
-    assert "vae is missing" in message(folder)
+def write_without(folder: Path, lost: str, end: str = ".safetensors") -> None:
+    """Saves a model's weights but for one tensor."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop(lost)
+    save_file(tensors, folder / WEIGHTS.replace(".safetensors", end))
 
 
-def test_weights_that_are_not_there(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    assert "transformer has no weights" in message(folder)
+def cut_short(kept: int) -> Callable[[Path], Any]:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:kept])
 
 
-def test_a_shard_that_is_not_there(folder: Path) -> None:
-    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}}))
-    assert "part-2.safetensors is missing" in message(folder)
+SHARD_INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no component": (lambda folder: shutil.rmtree(folder / "vae"), "vae is missing"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "transformer has no weights"),
+    "no shard": (
+        lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}})),
+        "part-2.safetensors is missing",
+    ),
+    "a pickle": (lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")), "pickle"),
+    **{f"cut at {kept}": (cut_short(kept), "no whole safetensors file") for kept in (0, 4, 200, -1)},
+    "noise": (lambda folder: (folder / WEIGHTS).write_bytes(bytes(range(256)) * 64), "no whole safetensors file"),
+    "no JSON index": (lambda folder: (folder / "model_index.json").write_text("{"), "no readable JSON"),
+    "no JSON config": (lambda folder: (folder / "transformer" / "config.json").write_text("{"), ""),
+    # diffusers alone would draw with a random one
+    "no tensor": (
+        lambda folder: write_without(folder, "proj_out.weight"),
+        "lacks 1 weight(s), such as proj_out.weight",
+    ),
+}
+"""What is done to a folder, and what loading says of it."""
 
 
-def test_weights_that_are_pickles(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
-    assert "pickle" in message(folder)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 200, -1])
-def test_weights_that_are_cut_short(folder: Path, kept: int) -> None:
-    path = folder / WEIGHTS
-    path.write_bytes(path.read_bytes()[:kept])
-    assert "no whole safetensors file" in message(folder)
-
-
-def test_weights_that_are_noise(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(bytes(range(256)) * 64)
-    assert "no whole safetensors file" in message(folder)
-
-
-def test_an_index_that_is_no_json(folder: Path) -> None:
-    (folder / "model_index.json").write_text("{")
-    assert "no readable JSON" in message(folder)
-
-
-def test_a_config_that_is_no_json(folder: Path) -> None:
-    (folder / "transformer" / "config.json").write_text("{")
-    message(folder)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
+    spoil, says = DAMAGES[damage]
+    spoil(folder)
+    assert says in message(folder)
 
 
 def test_a_class_that_diffusers_does_not_have(folder: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "NoSuchPipeline"}))
     message(folder, ModelError)
-
-
-def test_a_tensor_that_is_not_there(folder: Path) -> None:
-    """diffusers alone would draw with a random one."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / WEIGHTS)
-    tensors.pop("proj_out.weight")
-    save_file(tensors, folder / WEIGHTS)
-    assert "lacks 1 weight(s), such as proj_out.weight" in message(folder)
 
 
 def sharded(part: Path, model: Any, variant: str | None = None) -> None:
@@ -203,11 +192,7 @@ def test_the_index_beside_a_variant(tmp_path: Path) -> None:
 
 def test_a_weight_that_the_variant_lacks(folder: Path) -> None:
     """The plain file beside it has the weight, and is not read."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / WEIGHTS)
-    tensors.pop("proj_out.weight")
-    save_file(tensors, folder / WEIGHTS.replace(".safetensors", ".fp16.safetensors"))
+    write_without(folder, "proj_out.weight", ".fp16.safetensors")
     load(str(folder))
     with pytest.raises(LoadError, match=r"lacks 1 weight\(s\), such as proj_out.weight"):
         load(str(folder), variant="fp16")
@@ -225,6 +210,6 @@ def test_a_quantized_transformer(tmp_path: Path) -> None:
     shutil.rmtree(part)
     quantized.save_pretrained(part)
     for plan in (None, ditile.Plan(patches=2)):
-        found = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
-        assert type(found) is type(quantized.proj_out.weight) is not torch.nn.Parameter
-        assert torch.equal(found.dequantize(), quantized.proj_out.weight.dequantize())
+        actual = load(str(tmp_path), dtype="bfloat16", plan=plan).transformer.proj_out.weight
+        assert type(actual) is type(quantized.proj_out.weight) is not torch.nn.Parameter
+        assert torch.equal(actual.dequantize(), quantized.proj_out.weight.dequantize())

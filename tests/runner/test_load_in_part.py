@@ -54,11 +54,11 @@ def weights(model: Path) -> Path:
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """Every tensor that a module holds: parameters, buffers, saved or not, and plain attributes."""
-    found = {}
+    actual = {}
     for path, part in module.named_modules():
         held = {**vars(part), **part._parameters, **part._buffers}
-        found |= {f"{path}.{name}": value for name, value in held.items() if isinstance(value, Tensor)}
-    return found
+        actual |= {f"{path}.{name}": value for name, value in held.items() if isinstance(value, Tensor)}
+    return actual
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -308,13 +308,13 @@ def test_a_transformer_without_a_spec_is_refused(models: dict[str, Path], tmp_pa
 
 def of_a_share(model: Path, name: str) -> list[tuple[Tensor, int]]:
     """Pictures under tensor parallel plans, and the parameters that this rank had read of the transformer."""
-    found = []
+    actual = []
     for options in ({"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}):
         plan = Plan(**options)
         pipe: Any = tiny.quiet(ditile.load(str(model), plan=plan))
         held = sum(p.numel() for p in pipe.transformer.parameters())
-        found.append((run(parallelize(pipe, plan), name), held))
-    return found
+        actual.append((run(parallelize(pipe, plan), name), held))
+    return actual
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -323,7 +323,7 @@ def test_a_rank_reads_its_share_of_every_linear(pool: Pool, models: dict[str, Pa
     name = NAMES[family]
     pipe: Any = tiny.quiet(ditile.load(str(models[family])))
     wanted, whole = run(pipe, name), sum(p.numel() for p in pipe.transformer.parameters())
-    for rank, found in enumerate(pool.run(of_a_share, 2, models[family], name)):
-        for picture, held in found:
+    for rank, actual in enumerate(pool.run(of_a_share, 2, models[family], name)):
+        for picture, held in actual:
             assert float((picture - wanted).abs().max() / wanted.abs().max()) < 1e-5, rank
             assert held < 0.85 * whole

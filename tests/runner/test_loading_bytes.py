@@ -27,8 +27,8 @@ def model() -> Iterator[tuple[str, int]]:
 def test_a_rank_holds_its_share_while_it_loads(pool: Pool, model: tuple[str, int], dtype: str, size: int) -> None:
     """A failure means that a rank reads, keeps or casts weights that are not its own. float32 is a cast."""
     folder, whole = model
-    found: list[dict[str, Any]] = pool.run(measured, RANKS, folder, "first", dtype)
-    for rank, of_rank in enumerate(found):
+    actual: list[dict[str, Any]] = pool.run(measured, RANKS, folder, "first", dtype)
+    for rank, of_rank in enumerate(actual):
         assert of_rank["transformer_read"] == of_rank["transformer"] * 2 // size
         for kind in KINDS:
             assert of_rank[kind] <= of_rank["limit"] < 0.75 * whole * size // 2, (rank, kind, of_rank)

@@ -15,15 +15,14 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same
-from tests.runner.loras import NAMES, edits, folder_of, load
+from tests.runner.loras import NAMES, edits, folders_of, load
 
 EXACT = {"patches": 3, "warmup": 4}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with LoRAs for each family."""
-    return {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+    return folders_of(NAMES, tmp_path_factory)
 
 
 def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> None:

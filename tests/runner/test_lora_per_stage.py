@@ -19,7 +19,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same
-from tests.runner.loras import folder_of
+from tests.runner.loras import folders_of
 
 EXACT = {"patches": 3, "warmup": 4}
 NAMES = ("flux", "sd3.5 medium")
@@ -41,7 +41,7 @@ EDITS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder with LoRAs for each family; with one of the text encoder too, and one as trainers save that."""
-    made = {name: folder_of(name, tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in NAMES}
+    made = folders_of(NAMES, tmp_path_factory)
     for name, folder in made.items():
         path = "encoder.layers.1.self_attn.q_proj"
         own = path if name == "flux" else f"text_model.{path}"
@@ -173,22 +173,22 @@ def freed(folder: Path) -> list[str]:
     pipe = MAKE["flux"]()
     runner = parallelize(pipe, Plan(pipefusion=2, text="first", **EXACT), text_after="free")
     run(runner, "flux")
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ditile").addHandler(handler)
     try:
         load(pipe, folder, "narrow", ours=True, file="with-text")
     finally:
         logging.getLogger("ditile").removeHandler(handler)
     run(runner, "flux", embeds=12)
-    return told
+    return messages
 
 
 def test_a_lora_of_an_encoder_that_was_freed_is_told(pool: Pool, folders: dict[str, Path]) -> None:
     """A failure means that a part of a LoRA is dropped and nobody hears of it."""
-    for told in pool.run(freed, 2, folders["flux"]):
-        assert [line.partition(" too, which was freed")[0] for line in told] == ["the LoRA changes text_encoder"]
+    for messages in pool.run(freed, 2, folders["flux"]):
+        assert [line.partition(" too, which was freed")[0] for line in messages] == ["the LoRA changes text_encoder"]
 
 
 def test_pixart_has_no_loader() -> None:

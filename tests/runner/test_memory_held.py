@@ -40,11 +40,11 @@ def test_parameters_are_the_share_and_the_ends(pool: Pool, name: str) -> None:
     """A failure means that a rank keeps blocks of other stages, or lacks embeddings or head."""
     whole = pool.run(parameters, 1, name, 1)[0]
     for ranks in (2, 3, 4):
-        found = pool.run(parameters, ranks, name, ranks)
-        assert [block for blocks, _, _ in found for block in blocks] == whole[0]
-        assert sum(share for _, share, _ in found) == whole[1]
-        assert all(rest == whole[2] for _, _, rest in found)
-        assert max(share for _, share, _ in found) < whole[1]
+        actual = pool.run(parameters, ranks, name, ranks)
+        assert [block for blocks, _, _ in actual for block in blocks] == whole[0]
+        assert sum(share for _, share, _ in actual) == whole[1]
+        assert all(rest == whole[2] for _, _, rest in actual)
+        assert max(share for _, share, _ in actual) < whole[1]
 
 
 def moved(name: str) -> tuple[int, int, int]:
@@ -68,7 +68,7 @@ def moved(name: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("name", LISTS)
 def test_blocks_are_freed_before_anything_is_moved(pool: Pool, name: str) -> None:
     """A failure means that a model which fits two devices by half is moved to each as a whole."""
-    shares = [sum(found[1:]) for found in pool.run(parameters, 2, name, 2)]
+    shares = [sum(actual[1:]) for actual in pool.run(parameters, 2, name, 2)]
     for rank, (mine, text, whole) in enumerate(pool.run(moved, 2, name)):
         assert mine == shares[rank] < whole
         assert (text == 0) == (rank == 1)

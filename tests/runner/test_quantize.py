@@ -48,8 +48,8 @@ def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
 
 def record(pipe: Any) -> QuantizationRecord:
-    (found,) = list_quantization_records(pipe.transformer)
-    return found
+    (actual,) = list_quantization_records(pipe.transformer)
+    return actual
 
 
 @pytest.mark.parametrize("quant_type", BOUNDS)
@@ -63,14 +63,14 @@ def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> No
     before = count_parameter_bytes(pipe.transformer)
     names = {name for name, m in pipe.transformer.named_modules() if isinstance(m, nn.Linear)}
     assert ditile.quantize(pipe, quant_type, group_size=32) is pipe
-    found = record(pipe)
+    actual = record(pipe)
     got = run(pipe, family)
     assert 0 < float((got - plain).norm() / plain.norm()) < BOUNDS[quant_type]
-    assert {*found.layers, *found.left} == {n for n in names if not any(word in n for word in EXCLUDED)}
-    assert (found.bytes_before, found.bytes_after) == (before, count_parameter_bytes(pipe.transformer))
-    own = [pipe.transformer.get_submodule(name) for name in found.layers]
+    assert {*actual.layers, *actual.left} == {n for n in names if not any(word in n for word in EXCLUDED)}
+    assert (actual.bytes_before, actual.bytes_after) == (before, count_parameter_bytes(pipe.transformer))
+    own = [pipe.transformer.get_submodule(name) for name in actual.layers]
     numbers = sum(layer.in_features * layer.out_features for layer in own)
-    saved = found.bytes_before - found.bytes_after
+    saved = actual.bytes_before - actual.bytes_after
     assert saved > 4 * numbers * (1 - SHARES[quant_type])
 
 
@@ -122,8 +122,8 @@ def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptur
     model = nn.ModuleDict({"good": nn.Linear(64, 32), "odd": nn.Linear(64, 24), "narrow": nn.Linear(16, 32)})
     with caplog.at_level(logging.INFO, "ditile"):
         ditile.quantize(model, "int4_weight_only", group_size=32)
-    (found,) = list_quantization_records(model)
-    assert found.layers == ("good",) and set(found.left) == {"odd", "narrow"}
+    (actual,) = list_quantization_records(model)
+    assert actual.layers == ("good",) and set(actual.left) == {"odd", "narrow"}
     assert list_quantized_parameters(model) == ["good.weight"]
     assert "1 layers quantized, 2 left as they are" in caplog.text and "no kernel takes 32 x 16: narrow" in caplog.text
 
@@ -202,9 +202,9 @@ def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, capl
         ditile.quantize(model, "float8", exclude_layers=())
     with caplog.at_level(logging.INFO, "ditile"):
         ditile.quantize(model, "int8_weight_only", exclude_layers=())
-    (found,) = list_quantization_records(model)
-    assert set(found.left) == kept and {*found.layers, *kept} == set(linears)
-    assert f"_keep_in_fp32_modules: {next(iter(found.left))}" in caplog.text
+    (actual,) = list_quantization_records(model)
+    assert set(actual.left) == kept and {*actual.layers, *kept} == set(linears)
+    assert f"_keep_in_fp32_modules: {next(iter(actual.left))}" in caplog.text
     assert all(type(linears[path].weight) is nn.Parameter for path in kept)
     with pytest.raises(ModelError, match=f"are quantized already, .* and {len(kept)} are of its _keep_in_fp32_modules"):
         ditile.quantize(model, "int8_weight_only", exclude_layers=())

@@ -47,17 +47,17 @@ def made(name: str, quant_type: str) -> Any:
 
 def before_and_after(name: str, quant_type: str, plans: list[dict[str, Any]]) -> list[tuple[Tensor, bool]]:
     """Quantized, then divided: the picture under each plan, and whether the restored pipeline makes the old one."""
-    pipe, found = made(name, quant_type), []
+    pipe, actual = made(name, quant_type), []
     plain, names = run(pipe, name), list_quantized_parameters(pipe.transformer)
     for plan in plans:
         with divided(pipe, **plan) as runner:
             assert list_quantized_parameters(pipe.transformer)
-            found.append((run(runner, name), False))
-        found[-1] = (
-            found[-1][0],
+            actual.append((run(runner, name), False))
+        actual[-1] = (
+            actual[-1][0],
             torch.equal(run(pipe, name), plain) and list_quantized_parameters(pipe.transformer) == names,
         )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def before_and_after(name: str, quant_type: str, plans: list[dict[str, Any]]) ->
     [*(("flux true cfg", each) for each in TYPES), ("pixart sigma", "int8"), ("sd3.5 medium", "int4_weight_only")],
 )
 def test_divided_pictures_are_those_of_one_rank(pool: Pool, name: str, quant_type: str) -> None:
-    """A failure: stages lose scales, hollow blocks are not put back, or tokens see other scales than on one rank."""
+    """A failure: stages lose scales, placeholders are not filled again, or tokens see other scales than on one rank."""
     if quant_type.startswith("bitsandbytes"):
         pytest.importorskip("bitsandbytes")
     alone = [ONE.get(plan, {}) for plan in PLANS]
@@ -102,7 +102,7 @@ def test_a_divided_pipeline_is_quantized_stage_by_stage(pool: Pool, name: str) -
 
 
 def tensor_parallel(name: str, quant_type: str) -> tuple[str, Tensor]:
-    """What a quantized pipeline is told; and the picture of one that is quantized afterwards."""
+    """The refusal of a quantized pipeline, and the picture of one that is quantized afterwards."""
     pipe = made(name, quant_type)
     with pytest.raises(ModelError) as refused:
         parallelize(pipe, Plan(tensor=2))
@@ -147,10 +147,10 @@ def with_lora(folder: str, plan: dict[str, Any]) -> list[Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # it could not be fused
         ditile.load_lora(pipe, folder, weight_name="one.safetensors", adapter_name="one")
-    found = [run(runner, "flux")]
+    actual = [run(runner, "flux")]
     pipe.unload_lora_weights()
     same(run(runner, "flux"), plain)
-    return found
+    return actual
 
 
 def test_a_lora_works_on_quantized_layers(pool: Pool, tmp_path: Path) -> None:

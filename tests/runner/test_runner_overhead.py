@@ -23,5 +23,5 @@ def test_the_overhead_is_the_median_of_ratios_within_rounds(monkeypatch: pytest.
         return clock[0]
 
     monkeypatch.setattr(overhead.time, "thread_time", thread_time)
-    found = overhead.runner_overhead(RandomModel.parse_model_name("random-pixart blocks=1 heads=1"), 64, 1, 3)
-    assert found == {"plain_s": 20, "runner_s": 21, "rounds": 3, "overhead": pytest.approx(0.05)}
+    actual = overhead.runner_overhead(RandomModel.parse_model_name("random-pixart blocks=1 heads=1"), 64, 1, 3)
+    assert actual == {"plain_s": 20, "runner_s": 21, "rounds": 3, "overhead": pytest.approx(0.05)}

@@ -120,8 +120,8 @@ def test_where_the_hub_keeps_what_is_not_whole(tmp_path: Path, monkeypatch: pyte
     (snapshot / "config.json").symlink_to(blob)
     (tmp_path / "models--owner--model" / "refs").mkdir()
     (tmp_path / "models--owner--model" / "refs" / "main").write_text("0" * 40)
-    found = hf_hub_download("owner/model", "config.json", cache_dir=tmp_path, local_files_only=True)
-    assert Path(found).resolve() == blob.resolve()
+    actual = hf_hub_download("owner/model", "config.json", cache_dir=tmp_path, local_files_only=True)
+    assert Path(actual).resolve() == blob.resolve()
 
 
 def read_from_disk(path: str) -> str:
