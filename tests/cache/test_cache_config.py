@@ -130,7 +130,11 @@ def test_a_modifier_changes_what_was_given_to_it() -> None:
     modifier = DBCacheConfig().reset(residual_diff_threshold=0.16)
     assert merge_configs(base, modifier) == base.reset(residual_diff_threshold=0.16)
     assert merge_configs(base, DBCacheConfig()) == base
-    assert merge_configs(base, None) is base and merge_configs(None, modifier) is modifier and merge_configs(None, None) is None
+    assert (
+        merge_configs(base, None) is base
+        and merge_configs(None, modifier) is modifier
+        and merge_configs(None, None) is None
+    )
 
 
 def test_a_modifier_may_name_the_default() -> None:

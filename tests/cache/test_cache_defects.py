@@ -212,7 +212,9 @@ def test_one_measure_for_all_lists() -> None:
     for name in ("ChromaTransformer2DModel", "Flux2Transformer2DModel", "HunyuanVideoTransformer3DModel"):
         model = FAMILIES[name].make()
         ditile.enable_cache(model, CACHE.reset(residual_diff_threshold=1e-9, max_warmup_steps=0, num_inference_steps=5))
-        with mock.patch.object(SingleRankAgreement, "sum_over_ranks", autospec=True, side_effect=lambda _, sums: sums) as add:
+        with mock.patch.object(
+            SingleRankAgreement, "sum_over_ranks", autospec=True, side_effect=lambda _, sums: sums
+        ) as add:
             outputs(name, model)
         assert add.call_count == 4, name
 

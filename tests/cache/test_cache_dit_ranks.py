@@ -67,13 +67,7 @@ def refused_on_rank(backend: str) -> str:
     pipe = flux(1, 1)
     with pytest.raises(ModelError) as caught:
         cache_dit.enable_cache(
-            pipe,
-            parallelism_config=ParallelismConfig(
-                ulysses_size=2,
-                parallel_kwargs={
-                    "attention_backend": backend,
-                },
-            ),
+            pipe, parallelism_config=ParallelismConfig(ulysses_size=2, parallel_kwargs={"attention_backend": backend})
         )
     return str(caught.value)
 

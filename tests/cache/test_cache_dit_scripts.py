@@ -88,15 +88,9 @@ def test_a_block_adapter_of_flux() -> None:
             BlockAdapter(
                 pipe=pipe,
                 transformer=pipe.transformer,
-                blocks=[
-                    pipe.transformer.transformer_blocks,
-                    pipe.transformer.single_transformer_blocks,
-                ],
-                forward_pattern=[
-                    ForwardPattern.Pattern_1,
-                    ForwardPattern.Pattern_3,
-                ],
-            ),
+                blocks=[pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks],
+                forward_pattern=[ForwardPattern.Pattern_1, ForwardPattern.Pattern_3],
+            )
         )
     picture(pipe)
     assert left_out(pipe)[0]
@@ -110,31 +104,12 @@ def test_a_block_adapter_of_wan() -> None:
     cache_dit.enable_cache(
         BlockAdapter(
             pipe=pipe,
-            transformer=[
-                pipe.transformer,
-                pipe.transformer_2,
-            ],
-            blocks=[
-                pipe.transformer.blocks,
-                pipe.transformer_2.blocks,
-            ],
-            forward_pattern=[
-                ForwardPattern.Pattern_2,
-                ForwardPattern.Pattern_2,
-            ],
+            transformer=[pipe.transformer, pipe.transformer_2],
+            blocks=[pipe.transformer.blocks, pipe.transformer_2.blocks],
+            forward_pattern=[ForwardPattern.Pattern_2, ForwardPattern.Pattern_2],
             params_modifiers=[
-                ParamsModifier(
-                    cache_config=DBCacheConfig().reset(
-                        max_warmup_steps=4,
-                        max_cached_steps=8,
-                    ),
-                ),
-                ParamsModifier(
-                    cache_config=DBCacheConfig().reset(
-                        max_warmup_steps=2,
-                        max_cached_steps=20,
-                    ),
-                ),
+                ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=4, max_cached_steps=8)),
+                ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=2, max_cached_steps=20)),
             ],
             has_separate_cfg=True,
         ),
@@ -200,14 +175,8 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
         )
     },
     "TaylorSeer": lambda: {
-        "cache_config": DBCacheConfig(
-            Fn_compute_blocks=8,
-            Bn_compute_blocks=0,
-            residual_diff_threshold=0.12,
-        ),
-        "calibrator_config": TaylorSeerCalibratorConfig(
-            taylorseer_order=1,
-        ),
+        "cache_config": DBCacheConfig(Fn_compute_blocks=8, Bn_compute_blocks=0, residual_diff_threshold=0.12),
+        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
     },
     "SCM": lambda: {
         "cache_config": DBCacheConfig(
@@ -215,15 +184,10 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
             Bn_compute_blocks=0,
             max_warmup_steps=6,
             residual_diff_threshold=0.12,
-            steps_computation_mask=cache_dit.steps_mask(
-                compute_bins=[6, 1, 1, 1, 1],
-                cache_bins=[1, 2, 5, 5, 5],
-            ),
+            steps_computation_mask=cache_dit.steps_mask(compute_bins=[6, 1, 1, 1, 1], cache_bins=[1, 2, 5, 5, 5]),
             steps_computation_policy="dynamic",
         ),
-        "calibrator_config": TaylorSeerCalibratorConfig(
-            taylorseer_order=1,
-        ),
+        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
     },
 }
 
@@ -278,10 +242,7 @@ def test_settings_that_leave_no_block_are_said() -> None:
 
 def test_weights_of_eight_bits() -> None:
     pipe = flux(1, 1)
-    cache_dit.quantize(
-        pipe.transformer,
-        quant_type="float8_weight_only",
-    )
+    cache_dit.quantize(pipe.transformer, quant_type="float8_weight_only")
     assert list_quantized_parameters(pipe.transformer)
     picture(pipe, 2)
 
@@ -289,10 +250,7 @@ def test_weights_of_eight_bits() -> None:
 def test_layers_that_are_not_quantized() -> None:
     pipe = flux(1, 1)
     cache_dit.quantize(
-        pipe.transformer,
-        quant_type="float8_weight_only",
-        exclude_layers=["embedder", "embed"],
-        per_row=True,
+        pipe.transformer, quant_type="float8_weight_only", exclude_layers=["embedder", "embed"], per_row=True
     )
     assert list_quantized_parameters(pipe.transformer) and not any(
         "embed" in name for name in list_quantized_parameters(pipe.transformer)

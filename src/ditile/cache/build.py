@@ -1,99 +1,96 @@
-"""(lists of blocks, settings) -> the slots around them, and what is decided apart."""
+"""What is decided together: some blocks and their settings, and for each generation what leaves blocks out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from ditile.cache.cached import CacheContext, Chain, TransformerCache
-from ditile.cache.config import (
-    Calibration,
-    DBCacheConfig,
-    DBPruneConfig,
-    ParamsModifier,
-    choose_stored_value,
-    format_cache_config,
-)
+from ditile.cache.config import Calibration, DBCacheConfig, DBPruneConfig, choose_stored_value, format_cache_config
 from ditile.cache.dbcache import DBCache
 from ditile.cache.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import Difference, SkipJudge
-from ditile.cache.rules import CacheLimits, SkipRules
+from ditile.cache.judge import CacheCall, Difference, SkipJudge
+from ditile.cache.rules import CacheLimits, DecisionRecord, SkipRules
 from ditile.cache.segment import Residuals
 from ditile.cache.step_mask import resolve_step_mask
-from ditile.errors import ModelError
 from ditile.hooks.protocols import SkipAgreement
-from ditile.plan.spec import BlockList
 
 
-def build_transformer_cache(
-    transformer: torch.nn.Module,
-    lists: Sequence[BlockList],
-    config: DBCacheConfig,
-    calibrator: Calibration | None = None,
-    modifiers: Sequence[ParamsModifier] = (),
-    *,
-    has_rows: bool = True,
-) -> TransformerCache:
-    """A transformer with slots around the blocks of some lists, not installed yet.
+class Chain(Protocol):
+    """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
 
-    Args:
-        transformer: whose they are.
-        lists: in the order of execution.
-        config: for all of them.
+    @property
+    def middle(self) -> Sequence[int]: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None: ...
+
+    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None: ...
+
+    def bypass_cache(self) -> None: ...
+
+    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheContext:
+    """Blocks that are decided on together, and how.
+
+    Attributes:
+        name: of the lists of blocks.
+        hooks: around the blocks, in order.
+        config: the settings.
         calibrator: forecasts what is left out; None uses what was computed last.
-        modifiers: one for each list, which is decided on by itself then; one for all; or none, and one decision
-            is taken for all lists.
-        has_rows: whether the rows of what blocks are given are those of the batch; else the batch decides as one.
-
-    Raises:
-        ModelError: if there are no blocks, or modifiers for other lists.
     """
-    if not lists or not any(len(block_list.blocks) for block_list in lists):
-        raise ModelError(f"{type(transformer).__name__} has no blocks that could be left out")
-    if len(modifiers) not in (0, 1, len(lists)):
-        raise ModelError(
-            f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each"
-        )
-    hooks: list[CacheHook] = []
-    hooks_by_list: dict[str, list[CacheHook]] = {}
-    for block_list in lists:
-        start = len(hooks)
-        new_hooks = [CacheHook(start + k, block, block_list.flow) for k, block in enumerate(block_list.blocks)]
-        hooks_by_list[block_list.name] = hooks_by_list.get(block_list.name, []) + new_hooks
-        hooks += new_hooks
 
-    def build_context(
-        name: str, context_hooks: Sequence[CacheHook], config: DBCacheConfig, calibrator: Calibration | None
-    ) -> CacheContext:
-        return _build_context(name, context_hooks, config if has_rows else config.reset(couple="batch"), calibrator)
+    name: str
+    hooks: Sequence[CacheHook]
+    config: DBCacheConfig
+    calibrator: Calibration | None
 
-    def build_contexts(changed: DBCacheConfig) -> list[CacheContext]:
-        if len(modifiers) < 2:
-            whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
-            return [build_context("+".join(hooks_by_list), hooks, *whole)]
-        pairs = zip(hooks_by_list.items(), modifiers, strict=True)
-        return [
-            build_context(name, context_hooks, *modifier.over(changed, calibrator))
-            for (name, context_hooks), modifier in pairs
-        ]
+    @property
+    def text(self) -> str:
+        """The settings in one word."""
+        return format_cache_config(self.config, self.calibrator)
 
-    return TransformerCache(transformer, hooks, build_contexts, config)
+    @property
+    def settings(self) -> str:
+        """All settings; ranks whose texts are equal decide alike."""
+        return f"{self.config!r} {self.calibrator!r}"
 
+    @property
+    def idle(self) -> str | None:
+        """Why no block can ever be left out, and what would work; None if one can."""
+        return _explain_idle_blocks(self.name, len(self.hooks), self.config)
 
-def _build_context(
-    name: str, hooks: Sequence[CacheHook], config: DBCacheConfig, calibrator: Calibration | None
-) -> CacheContext:
-    make = partial(_build_chain, hooks, config, calibrator)
-    idle = _explain_idle_blocks(name, len(hooks), config)
-    settings = f"{config!r} {calibrator!r}"
-    text = format_cache_config(config, calibrator)
-    return CacheContext(
-        name, len(hooks), make, config.couple, text, idle, partial(explain_idle_steps, config), settings
-    )
+    def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
+        """What leaves blocks out in a generation of so many steps; None if nothing ever is."""
+        hooks, config, calibrator = self.hooks, self.config, self.calibrator
+        rules = build_skip_rules(config, steps)
+        difference = Difference(config.important_condition_threshold, config.downsample_factor)
+        dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
+        judge = partial(SkipJudge, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
+        make = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=agreement.sum_over_ranks)
+        residuals = partial(Residuals, make, hidden=choose_stored_value(config, calibrator) == "hidden")
+        first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
+        chain: Chain
+        if isinstance(config, DBPruneConfig):
+            ratio, most = config.dynamic_prune_threshold_relax_ratio, config.highest_threshold
+            dynamic = DynamicThreshold(ratio, most) if config.enable_dynamic_prune_threshold else None
+            chain = DBPrune(hooks, judge, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
+        else:
+            chain = DBCache(
+                hooks, judge(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
+            )
+        return None if rules.never_skips or not chain.middle else chain
 
 
 def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
@@ -125,33 +122,6 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
     else:
         hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}" + (" and Bn_compute_blocks=0" if last else "")
     return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
-
-
-def _build_chain(
-    hooks: Sequence[CacheHook],
-    config: DBCacheConfig,
-    calibrator: Calibration | None,
-    steps: int,
-    agreement: SkipAgreement,
-) -> Chain | None:
-    """What leaves blocks out in a generation of so many steps; None if nothing ever is."""
-    rules = build_skip_rules(config, steps)
-    difference = Difference(config.important_condition_threshold, config.downsample_factor)
-    dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
-    judge = partial(SkipJudge, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
-    make = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=agreement.sum_over_ranks)
-    residuals = partial(Residuals, make, hidden=choose_stored_value(config, calibrator) == "hidden")
-    first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
-    chain: Chain
-    if isinstance(config, DBPruneConfig):
-        ratio, most = config.dynamic_prune_threshold_relax_ratio, config.highest_threshold
-        dynamic = DynamicThreshold(ratio, most) if config.enable_dynamic_prune_threshold else None
-        chain = DBPrune(hooks, judge, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
-    else:
-        chain = DBCache(
-            hooks, judge(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
-        )
-    return None if rules.never_skips or not chain.middle else chain
 
 
 def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:

@@ -18,12 +18,7 @@ AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
 Size = int | Literal["auto"] | None
 
 _ASYNC_SWITCHES = ("experimental_async_qkv_proj", "experimental_ulysses_async")
-_SWITCHES = (
-    "experimental_ulysses_anything",
-    *_ASYNC_SWITCHES,
-    "experimental_ulysses_float8",
-    "ring_convert_to_fp32",
-)
+_SWITCHES = ("experimental_ulysses_anything", *_ASYNC_SWITCHES, "experimental_ulysses_float8", "ring_convert_to_fp32")
 _PARALLEL_KWARGS = ("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", *_SWITCHES)
 _PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
 

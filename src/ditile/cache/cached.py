@@ -1,7 +1,7 @@
-"""A transformer whose blocks may be left out: slots around its blocks, chains of them, and where the pipeline is.
+"""A transformer whose blocks may be left out: hooks around its blocks, chains of them, and where the pipeline is.
 
-It stays in place between calls of the pipeline, and under a runner: the runner's seats lie around the slots, and lend
-them its own clock and its agreement with other ranks for the length of a call.
+It stays in place between calls of the pipeline, and under a runner. The runner's hooks lie around those of the cache,
+and lend it its own clock and its agreement with other ranks for the length of a call.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ditile.cache.config import DBCacheConfig
+from ditile.cache.build import CacheContext, Chain, explain_idle_steps
+from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
-from ditile.cache.rules import DecisionRecord
-from ditile.errors import StateError
+from ditile.cache.report import ContextReport, build_context_report
+from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.hooks.overrides import find_forward_attribute, locate_override, override_attribute
 from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
+from ditile.plan.spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
@@ -34,24 +36,6 @@ class IdleCacheWarning(UserWarning):
     """A cache was asked for that can never leave anything out."""
 
 
-class Chain(Protocol):
-    """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
-
-    @property
-    def middle(self) -> Sequence[int]: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None: ...
-
-    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None: ...
-
-    def bypass_cache(self) -> None: ...
-
-    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]: ...
-
-
 class CacheClock(PipelineClock, Protocol):
     """A clock of the caches' own, which watches a pipeline."""
 
@@ -62,30 +46,6 @@ class CacheClock(PipelineClock, Protocol):
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None: ...
 
     def end_generation(self) -> None: ...
-
-
-class CacheContext(NamedTuple):
-    """Blocks that are decided on together, and how.
-
-    Attributes:
-        name: what to call it.
-        blocks: how many there are.
-        make: (steps, agreement) -> the method for one generation; None if nothing is ever left out.
-        couple: what is decided apart, "row", "image" or "batch".
-        text: the settings in one word.
-        idle: why nothing can ever be left out, in one line; None if something can.
-        idle_in: (steps) -> the same of a generation of so many.
-        said: all settings.
-    """
-
-    name: str
-    blocks: int
-    make: Callable[[int, SkipAgreement], Chain | None]
-    couple: str
-    text: str
-    idle: str | None = None
-    idle_in: Callable[[int], str | None] = lambda steps: None
-    settings: str = ""
 
 
 class SingleRankAgreement:
@@ -115,24 +75,6 @@ class SingleRankAgreement:
         """Nobody remembers anything of them."""
 
 
-class ContextTrace(NamedTuple):
-    """What one generation left of a context, for `summary`.
-
-    Attributes:
-        name, blocks, text: of the context.
-        middle: blocks that could be left out.
-        steps: in which its blocks were called.
-        records: (branch, patch, unit, record).
-    """
-
-    name: str
-    blocks: int
-    text: str
-    middle: int
-    steps: int
-    records: list[tuple[int, int, int, DecisionRecord]]
-
-
 class TransformerCache:
     """One transformer.
 
@@ -144,7 +86,7 @@ class TransformerCache:
 
     Attributes:
         contexts: what is decided apart.
-        traces: of the last generation, one for each context.
+        reports: of the last generation, one for each context.
         kept_bytes: what was remembered when it ended.
         label: what the pipeline calls its call of the transformer, if it names it.
     """
@@ -158,7 +100,7 @@ class TransformerCache:
     ) -> None:
         self.transformer, self._hooks, self._make, self._config = transformer, hooks, contexts, config
         self.contexts = contexts(config)
-        self.traces: list[ContextTrace] = []
+        self.reports: list[ContextReport] = []
         self.kept_bytes = 0
         self._clock: PipelineClock | None = None
         self._agreement: SkipAgreement = SingleRankAgreement()
@@ -230,7 +172,7 @@ class TransformerCache:
         """Somebody else says where the pipeline is, and which ranks decide."""
         own_agreement = self._agreement
         self._own_clock.stop_watching()
-        self.traces, self.kept_bytes = [], 0  # a replica without an image has nothing to say
+        self.reports, self.kept_bytes = [], 0  # a replica without an image has nothing to say
         self._clock, self._agreement = clock, agreement
         try:
             yield
@@ -244,12 +186,12 @@ class TransformerCache:
         self.end_generation()
         if self._clock is self._own_clock:
             self.update_compilation()
-        self.traces, self.kept_bytes = [], 0
+        self.reports, self.kept_bytes = [], 0
         self._loop_step, self._step = -1, -1
         could = [context for context in self.contexts if context.idle is None]  # of others enable_cache has warned
-        for reason in filter(None, dict.fromkeys(context.idle_in(steps) for context in could)):
+        for reason in filter(None, dict.fromkeys(explain_idle_steps(context.config, steps) for context in could)):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
-        pairs = ((context, context.make(steps, self._agreement)) for context in self.contexts)
+        pairs = ((context, context.build_chain(steps, self._agreement)) for context in self.contexts)
         self._chains = [(context, chain) for context, chain in pairs if chain is not None]
         for _, chain in self._chains:
             chain.restrict_to_blocks(self._agreement.owned)
@@ -258,9 +200,8 @@ class TransformerCache:
         """The generation is over: all that was remembered is dropped, but for what `summary` shows."""
         if self._chains:
             self.kept_bytes = self.memory_bytes
-            self.traces = [
-                ContextTrace(c.name, c.blocks, c.text, len(chain.middle), self._step + 1, list(chain.iterate_records()))
-                for c, chain in self._chains
+            self.reports = [
+                build_context_report(context, chain, self._step + 1, self.kept_bytes) for context, chain in self._chains
             ]
         for _, chain in self._chains:
             chain.bypass_cache()
@@ -307,12 +248,67 @@ class TransformerCache:
             self._step += 1
         batch_size, kind = _get_batch_size(args, kwargs), _get_input_signature(args, kwargs)
         for context, chain in self._chains:
-            units = split_into_units(batch_size, moment.images, context.couple)
+            units = split_into_units(batch_size, moment.images, context.config.couple)
             chain.begin_forward(CacheCall(moment, self._step, units, batch_size, kind), self._agreement)
 
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
             chain.bypass_cache()
+
+
+def build_transformer_cache(
+    transformer: nn.Module,
+    lists: Sequence[BlockList],
+    config: DBCacheConfig,
+    calibrator: Calibration | None = None,
+    modifiers: Sequence[ParamsModifier] = (),
+    *,
+    has_rows: bool = True,
+) -> TransformerCache:
+    """A transformer with hooks around the blocks of some lists, not installed yet.
+
+    Args:
+        transformer: whose they are.
+        lists: in the order of execution.
+        config: for all of them.
+        calibrator: forecasts what is left out; None uses what was computed last.
+        modifiers: one for each list, which is decided on by itself then; one for all; or none, and one decision
+            is taken for all lists.
+        has_rows: whether the rows of what blocks are given are those of the batch; else the batch decides as one.
+
+    Raises:
+        ModelError: if there are no blocks, or modifiers for other lists.
+    """
+    if not lists or not any(len(block_list.blocks) for block_list in lists):
+        raise ModelError(f"{type(transformer).__name__} has no blocks that could be left out")
+    if len(modifiers) not in (0, 1, len(lists)):
+        raise ModelError(
+            f"{len(modifiers)} params_modifiers were given for {len(lists)} lists of blocks; give one each"
+        )
+    hooks: list[CacheHook] = []
+    hooks_by_list: dict[str, list[CacheHook]] = {}
+    for block_list in lists:
+        start = len(hooks)
+        new_hooks = [CacheHook(start + k, block, block_list.flow) for k, block in enumerate(block_list.blocks)]
+        hooks_by_list[block_list.name] = hooks_by_list.get(block_list.name, []) + new_hooks
+        hooks += new_hooks
+
+    def build_context(
+        name: str, context_hooks: Sequence[CacheHook], config: DBCacheConfig, calibrator: Calibration | None
+    ) -> CacheContext:
+        return CacheContext(name, context_hooks, config if has_rows else config.reset(couple="batch"), calibrator)
+
+    def build_contexts(changed: DBCacheConfig) -> list[CacheContext]:
+        if len(modifiers) < 2:
+            whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
+            return [build_context("+".join(hooks_by_list), hooks, *whole)]
+        pairs = zip(hooks_by_list.items(), modifiers, strict=True)
+        return [
+            build_context(name, context_hooks, *modifier.over(changed, calibrator))
+            for (name, context_hooks), modifier in pairs
+        ]
+
+    return TransformerCache(transformer, hooks, build_contexts, config)
 
 
 def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:

@@ -1,18 +1,12 @@
 """Forecasts: what a stored tensor may be at a step that is not computed, from the steps that were (calibrators).
 
 One instance continues one sequence, such as the image stream of one image. It keeps snapshots of computed steps and
-nothing of cached ones, so that a forecast depends on computed steps alone, whatever was asked for in between.
+nothing of cached ones, so a forecast depends on computed steps alone, whatever was asked for in between.
 
-    forecast = TaylorSeer(order=1)
-    forecast.add(0, a)
-    forecast.add(3, b)
-    forecast.at(5)      # on the line through both
-
-Dynamic mode decomposition: a sequence as a sum of exponentials (Schmid 2010; Prony 1795), by Sirovich's snapshots.
-
-The map that takes each snapshot y_k to the next, restricted to what they span, has eigenvalues z and modes; a forecast
-advances the modes of the last snapshot by powers of z. All of it follows from the inner products of the snapshots, a
-matrix of at most `history` squared numbers: no tensor is decomposed, and the result is a weighted sum of snapshots.
+    forecaster = TaylorSeer(order=1)
+    forecaster.add_computed_step(0, a)
+    forecaster.add_computed_step(3, b)
+    forecaster.forecast_value(5)      # on the line through both
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import abc
 import itertools
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,14 +28,29 @@ from ditile.cache.config import (
 )
 from ditile.errors import ModelError, StateError
 
+Total = Callable[[Tensor], Tensor]
+"""Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""
 
-class Forecaster(Protocol):
-    """Continues one sequence of tensors of one shape."""
+
+class Forecaster(abc.ABC):
+    """Continues one sequence of tensors of one shape.
+
+    Args:
+        count: snapshots that are kept.
+        store_dtype: the type in which they are kept; None is that of the values.
+    """
+
+    def __init__(self, count: int, store_dtype: torch.dtype | None = None) -> None:
+        self._count, self._dtype, self._value_dtype = count, store_dtype, torch.float32
+        self._steps: list[int] = []
+        """Of the snapshots, the latest first."""
+        self._tensors: list[Tensor] = []
+        """What is kept of them, in the same order."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held in snapshots."""
-        ...
+        """Bytes that are kept."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def add_computed_step(self, step: int, value: Tensor) -> None:
         """The value of a computed step, which is kept as it is: it must not be written to afterwards.
@@ -50,7 +58,13 @@ class Forecaster(Protocol):
         Raises:
             StateError: unless the step is behind the last one.
         """
-        ...
+        if self._steps and step <= self._steps[0]:
+            raise StateError(
+                f"step {step} was added after step {self._steps[0]}; a new generation needs a new forecast"
+            )
+        self._value_dtype = value.dtype
+        self._steps = [step, *self._steps][: self._count]
+        self._store_snapshot(value if self._dtype is None else value.to(self._dtype))
 
     def forecast_value(self, step: int) -> Tensor:
         """What the value may be at a later step, in its dtype. It may be a snapshot itself: not to be written to.
@@ -58,7 +72,17 @@ class Forecaster(Protocol):
         Raises:
             StateError: if nothing was added.
         """
-        ...
+        if not self._tensors:
+            raise StateError("nothing was added that a forecast could continue")
+        return self._continue_sequence(step).to(self._value_dtype)
+
+    @abc.abstractmethod
+    def _store_snapshot(self, snapshot: Tensor) -> None:
+        """Keeps the snapshot of the latest step."""
+
+    @abc.abstractmethod
+    def _continue_sequence(self, step: int) -> Tensor:
+        """The forecast, in any dtype."""
 
 
 def sum_over_one_rank(products: Tensor) -> Tensor:
@@ -92,7 +116,7 @@ def build_forecaster(
     raise ModelError(f"{type(config).__name__} is no calibrator; try TaylorSeerCalibratorConfig()")
 
 
-class _Newton(abc.ABC):
+class _Newton(Forecaster):
     """The last values as the last one and its divided differences: Newton's form of the polynomial through them.
 
     As large as the values themselves, but sums of it lose less: in half precision the difference of two rounded values
@@ -101,46 +125,27 @@ class _Newton(abc.ABC):
     Args:
         order: of the highest difference that is kept.
         store_dtype: the type of what is kept; None is that of the values.
-
-    Attributes:
-        steps: of the last values, the latest first.
     """
 
     def __init__(self, order: int, store_dtype: torch.dtype | None = None) -> None:
-        self._order, self._dtype = order, store_dtype
-        self._differences: list[Tensor] = []
-        self._value_dtype = torch.float32
-        self.steps: list[int] = []
+        super().__init__(order + 1, store_dtype)
 
     @abc.abstractmethod
     def compute_weights(self, step: int) -> list[float]:
         """What the forecast of a step makes of each difference; those without a weight are left out."""
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held: order + 1 tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._differences)
+    def _store_snapshot(self, snapshot: Tensor) -> None:
+        differences = [snapshot]
+        for k, step in enumerate(self._steps[1:]):
+            change = torch.sub(differences[k], self._tensors[k])
+            differences.append(change.mul_(1 / (self._steps[0] - step)))
+        self._tensors = differences
 
-    def add_computed_step(self, step: int, value: Tensor) -> None:
-        """See `Forecast.add`."""
-        if self.steps and step <= self.steps[0]:
-            raise StateError(f"step {step} was added after step {self.steps[0]}; a new generation needs a new forecast")
-        self._value_dtype = value.dtype
-        steps = [step, *self.steps][: self._order + 1]
-        differences = [value if self._dtype is None else value.to(self._dtype)]
-        for k in range(1, len(steps)):
-            change = torch.sub(differences[k - 1], self._differences[k - 1])
-            differences.append(change.mul_(1 / (steps[0] - steps[k])))
-        self.steps, self._differences = steps, differences
-
-    def forecast_value(self, step: int) -> Tensor:
-        """See `Forecast.at`."""
-        if not self._differences:
-            raise StateError("nothing was added that a forecast could continue")
-        out, *differences = self._differences
+    def _continue_sequence(self, step: int) -> Tensor:
+        out, *differences = self._tensors
         for k, (weight, difference) in enumerate(zip(self.compute_weights(step), differences, strict=False)):
             out = torch.add(out, difference, alpha=weight) if k == 0 else out.add_(difference, alpha=weight)
-        return out.to(self._value_dtype)
+        return out
 
 
 class Reuse(_Newton):
@@ -177,7 +182,7 @@ class TaylorSeer(_Newton):
 
     def compute_weights(self, step: int) -> list[float]:
         """Products of the gaps from the computed steps."""
-        steps, end = self.steps, float(step)
+        steps, end = self._steps, float(step)
         if self._reach is not None and len(steps) > 1:
             end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
         gaps = [end - computed for computed in steps]
@@ -207,7 +212,7 @@ class FoCa(_Newton):
         With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n
         is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
         """
-        steps = self.steps
+        steps = self._steps
         if len(steps) < 3:
             return [step - steps[0]] if len(steps) == 2 else []
         gap, before = step - steps[0], steps[0] - steps[1]
@@ -220,12 +225,13 @@ NOISE = 1e-4  # singular values below this share of the first one are noise
 
 CHUNK_ELEMENTS = 2**20  # elements of each snapshot that are widened to float64 at a time
 
-Total = Callable[[Tensor], Tensor]
-"""Sums a small tensor on the CPU over the ranks that hold parts of the sequence; they all call it."""
 
+class DMD(Forecaster):
+    """Dynamic mode decomposition: a sequence as a sum of exponentials (Schmid 2010; Prony 1795).
 
-class DMD:
-    """Forecasts by the sum of exponentials through the last computed steps; see `ditile.cache.forecast.Forecast`.
+    The map that takes each snapshot y_k to the next, restricted to what they span, has eigenvalues z and modes; a
+    forecast advances the modes of the last snapshot by powers of z. All of it follows from the inner products of the
+    snapshots, a small matrix: no tensor is decomposed, and the result is a weighted sum of snapshots.
 
     It takes the longest evenly spaced run up to the last snapshot. With fewer than four of them it is the line through
     the last two snapshots, and where the decomposition is not finite the last snapshot. It is exact on sums of fewer
@@ -248,48 +254,26 @@ class DMD:
         store_dtype: torch.dtype | None = None,
         total: Total = sum_over_one_rank,
     ) -> None:
-        self._history, self._rank, self._ridge = history, rank, ridge
-        self._dtype, self._total = store_dtype, total
-        self._snapshots: list[tuple[int, Tensor]] = []
-        self._value_dtype = torch.float32
+        super().__init__(history, store_dtype)
+        self._rank, self._ridge, self._total = rank, ridge, total
         self._modes: Modes | None = None
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held: `history` tensors."""
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self._snapshots)
+    def _store_snapshot(self, snapshot: Tensor) -> None:
+        self._tensors, self._modes = [snapshot, *self._tensors][: self._count], None
 
-    def add_computed_step(self, step: int, value: Tensor) -> None:
-        """The value of a computed step, which is kept as it is. Raises `StateError` unless it is behind the last."""
-        if self._snapshots and step <= self._snapshots[-1][0]:
-            raise StateError(
-                f"step {step} was added after step {self._snapshots[-1][0]}; a new generation needs a new forecast"
-            )
-        self._value_dtype = value.dtype
-        kept = value if self._dtype is None else value.to(self._dtype)
-        self._snapshots = [*self._snapshots, (step, kept)][-self._history :]
-        self._modes = None
-
-    def forecast_value(self, step: int) -> Tensor:
-        """What the value may be at a later step; not to be written to. Raises `StateError` if nothing was added."""
-        if not self._snapshots:
-            raise StateError("nothing was added that a forecast could continue")
-        run = count_even_steps([computed for computed, _ in self._snapshots])
-        last, latest = self._snapshots[-1]
-        if len(self._snapshots) == 1:
-            return latest.to(self._value_dtype)
-        before, earlier = self._snapshots[-2]
+    def _continue_sequence(self, step: int) -> Tensor:
+        latest = self._tensors[0]
+        if len(self._steps) == 1:
+            return latest
+        last, before = self._steps[:2]
+        run = count_even_steps(self._steps[::-1])
         if run < MIN_SNAPSHOTS:
-            return torch.lerp(earlier, latest, (step - before) / (last - before)).to(self._value_dtype)
-        snapshots = [tensor for _, tensor in self._snapshots[-run:]]
+            return torch.lerp(self._tensors[1], latest, (step - before) / (last - before))
+        snapshots = self._tensors[:run][::-1]
         if self._modes is None:
             self._modes = Modes(self._total(compute_gram_matrix(snapshots)), self._rank, self._ridge)
         weights = self._modes.compute_weights((step - last) / (last - before))
-        return (
-            latest.to(self._value_dtype)
-            if weights is None
-            else _compute_weighted_sum(snapshots, weights).to(self._value_dtype)
-        )
+        return latest if weights is None else _compute_weighted_sum(snapshots, weights)
 
 
 class Modes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ditile.cache.cached import ContextTrace
+    from ditile.cache.build import CacheContext, Chain
 
 PERCENTILES = (0, 25, 50, 75, 95, 100)
 
@@ -56,15 +56,6 @@ class ContextReport:
     stage: int = 0
 
     @classmethod
-    def from_trace(cls, trace: ContextTrace, kept_bytes: int) -> ContextReport:
-        """The report of a context."""
-        decisions = [
-            Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
-            for branch, patch, unit, record in trace.records
-        ]
-        return cls(trace.name, trace.text, trace.blocks, trace.middle, trace.steps, kept_bytes, decisions)
-
-    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ContextReport:
         """The inverse of `to_dict`."""
         decisions = [
@@ -97,12 +88,22 @@ class ContextReport:
         return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
 
 
+def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
+    """What a generation of so many steps left of a context and its chain."""
+    decisions = [
+        Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
+        for branch, patch, unit, record in chain.iterate_records()
+    ]
+    middle = len(chain.middle)
+    return ContextReport(context.name, context.text, len(context.hooks), middle, steps, kept_bytes, decisions)
+
+
 def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
     """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
 
     Args:
-        found: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided alike;
-            halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
+        reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided
+            alike; halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
     """
     context_reports = []
     for stage in sorted({place[2] for place, _ in reports_by_rank}):

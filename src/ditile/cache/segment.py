@@ -1,21 +1,21 @@
 """A segment: neighbouring blocks that are run, left out, or run for some images of the batch, together.
 
 While it is left out its blocks pass on what comes, and its last one returns what the first one was given plus the
-residual: what the model's forward does in between (a ControlNet adds to the tokens) was in the residual already.
+residual. What the model's forward does in between (a ControlNet adds to the tokens) was in the residual already.
 
-What blocks that are left out would have done to the tokens, forecast from the steps that were computed.
-
-Kept is what they add to the tokens (or, `store="hidden"`, the tokens behind them), for each stream, unit and patch.
+The residual is a forecast, from the steps that were computed: of what the blocks add to the tokens, or with
+`store="hidden"` of the tokens behind them, for each stream, unit and patch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ditile.cache.forecast import Forecaster
 from ditile.cache.hooks import BlockHandler, CacheHook
 from ditile.cache.judge import WHOLE_BATCH, CacheCall, Unit
 from ditile.hooks.batch_rows import slice_batch_arguments
@@ -30,7 +30,7 @@ class Segment:
     """Neighbouring blocks.
 
     Args:
-        slots: theirs, in order.
+        hooks: theirs, in order.
         residuals: what they add.
     """
 
@@ -162,21 +162,6 @@ def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> 
     return output
 
 
-class ResidualForecaster(Protocol):
-    """Continues one sequence of tensors; see `ditile.cache.forecast`."""
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    def add_computed_step(self, step: int, value: Tensor) -> None:
-        """The value of a computed step."""
-        ...
-
-    def forecast_value(self, step: int) -> Tensor:
-        """What it may be at a later step; not to be written to."""
-        ...
-
-
 class Residuals:
     """The memory of one run of blocks.
 
@@ -185,9 +170,9 @@ class Residuals:
         hidden: keep the tokens behind the blocks, and not what is added.
     """
 
-    def __init__(self, make: Callable[[str], ResidualForecaster], *, hidden: bool = False) -> None:
+    def __init__(self, make: Callable[[str], Forecaster], *, hidden: bool = False) -> None:
         self._make_forecaster, self._hidden = make, hidden
-        self._forecasters: dict[tuple[object, ...], ResidualForecaster] = {}
+        self._forecasters: dict[tuple[object, ...], Forecaster] = {}
 
     def store_residuals(
         self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
@@ -244,23 +229,18 @@ class Residuals:
         """By patch; text belongs to the first one."""
         return call.split_by_patch(tokens) if stream == "image" else [(call.moment.patches[0], tokens)]
 
-    def _get_forecaster(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> ResidualForecaster:
+    def _get_forecaster(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> Forecaster:
         key = self._make_forecaster_key(stream, call, patch, unit)
-        forecaster = self._forecasters.get(key)
-        if forecaster is None:
-            whole = (
-                self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
-                if unit.among > 1
-                else None
-            )
+        if key not in self._forecasters:
+            whole_key = self._make_forecaster_key(stream, call, patch, WHOLE_BATCH)
+            whole = self._forecasters.pop(whole_key, None) if unit.among > 1 else None
             for each in call.units:
-                new_forecaster = self._forecasters[self._make_forecaster_key(stream, call, patch, each)] = (
-                    self._make_forecaster(stream)
-                )
-                if whole is not None:  # the number of images is known after the first step, which was one unit
-                    new_forecaster.add_computed_step(0, whole.forecast_value(0)[each.batch_slice].clone())
-            forecaster = self._forecasters[key]
-        return forecaster
+                made = self._make_forecaster(stream)
+                # The number of images is known after the first step, which was computed as one unit.
+                if whole is not None:
+                    made.add_computed_step(0, whole.forecast_value(0)[each.batch_slice].clone())
+                self._forecasters[self._make_forecaster_key(stream, call, patch, each)] = made
+        return self._forecasters[key]
 
     def _make_forecaster_key(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> tuple[object, ...]:
         return (stream, *call.make_unit_key(patch, unit))

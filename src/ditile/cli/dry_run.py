@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ditile.cache.build import build_transformer_cache
+from ditile.cache.build import explain_idle_steps
+from ditile.cache.cached import build_transformer_cache
 from ditile.cli.generate import build_dry_run_call, merge_call_arguments
 from ditile.cli.options import GenerateOptions
 from ditile.cli.pipelines import check_returns_pictures, find_image_to_image_class
@@ -72,5 +73,5 @@ def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], step
     if (config := configs["cache_config"]) is None:
         return
     for context in build_transformer_cache(transformer, find_block_lists(transformer), config).contexts:
-        if reason := context.idle or context.idle_in(steps):
+        if reason := context.idle or explain_idle_steps(context.config, steps):
             raise ModelError(reason)

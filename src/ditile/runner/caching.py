@@ -21,9 +21,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ditile.cache.build import build_transformer_cache
 from ditile.cache.cache_dit import ParallelismConfig
-from ditile.cache.cached import CacheClock, IdleCacheWarning, TransformerCache, find_transformer_cache
+from ditile.cache.cached import (
+    CacheClock,
+    IdleCacheWarning,
+    TransformerCache,
+    build_transformer_cache,
+    find_transformer_cache,
+)
 from ditile.cache.clock import CallClock, SchedulerClock
 from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.cache.config import format_cache_config as config_text
@@ -173,7 +178,7 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         StateError: if there is no cache.
     """
     caches = _require_caches(pipe_or_adapter)
-    reports = [ContextReport.from_trace(trace, each.kept_bytes) for each in caches for trace in each.traces]
+    reports = [report for each in caches for report in each.reports]
     if isinstance(pipe_or_adapter, Runner):
         mesh = pipe_or_adapter.mesh
         place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
