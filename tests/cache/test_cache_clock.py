@@ -23,6 +23,7 @@ from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
 from ditile.cache.step_mask import build_preset_mask
 from ditile.errors import ModelError
 from ditile.runner import caching
+from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
 from tests.hooks.compiling import Counting
 from tests.more_families import EVERY
@@ -31,12 +32,8 @@ from tests.runner.cases import MAKE, different, run, same
 from tests.tiny import quiet, randomise
 
 STEPS, SPARE = 6, 2
-CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-REST = list(range(SPARE, STEPS))
-
-
-def skipped(target: Any) -> list[list[int]]:
-    return [each.skipped for report in caching.summary(target, logging=False) for each in report.decisions]
+SETTINGS = settings_for(STEPS, SPARE)
+CACHE, EXACT, _, REST, _ = SETTINGS
 
 
 def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
@@ -66,11 +63,7 @@ def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
             generator=torch.Generator().manual_seed(0),
         ).frames  # fmt: skip
 
-    plain = frames()
-    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
-    same(frames(), plain)
-    ditile.enable_cache(pipe, CACHE)
-    different(frames(), plain)
+    plain, _ = draw_plain_and_cached(pipe, SETTINGS, frames)
     assert skipped(pipe) == [REST] * 2, "two branches"
     frames(20)
     assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and find_transformer_cache(pipe.transformer).memory_bytes == 0
@@ -92,7 +85,7 @@ def test_a_call_before_the_timesteps_is_no_step() -> None:
     made, call = denoising("ltx", 3, 5, 7)
     pipe = quiet(Looks(made.transformer, made.scheduler))
     plain = pipe(**call).images
-    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    ditile.enable_cache(pipe, EXACT)
     same(pipe(**call).images, plain)
     mask = [1, 1, 0, 1, 0, 1]
     ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=mask, steps_computation_policy="static"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,73 +33,88 @@ KINDS = [
 ]  # fmt: skip
 
 
-def test_documented_defaults() -> None:
-    cache, prune, dmd = DBCacheConfig(), DBPruneConfig(), DMDCalibratorConfig()
-    assert (cache.Fn_compute_blocks, cache.Bn_compute_blocks, cache.residual_diff_threshold) == (8, 0, 0.08)
-    assert (cache.max_warmup_steps, cache.warmup_interval) == (8, 1)
-    assert (cache.max_cached_steps, cache.max_continuous_cached_steps) == (-1, -1)
-    assert cache.max_accumulated_residual_diff_threshold is None and cache.enable_separate_cfg is None
-    assert (cache.cfg_compute_first, cache.cfg_diff_compute_separate) == (False, True)
-    assert (cache.num_inference_steps, cache.steps_computation_mask, cache.steps_computation_policy) == (
-        None, None, "dynamic",
-    )  # fmt: skip
-    assert (prune.enable_dynamic_prune_threshold, prune.dynamic_prune_threshold_relax_ratio) == (False, 1.25)
-    assert prune.max_dynamic_prune_threshold is None and prune.highest_threshold == 0.16
-    assert prune.non_prune_block_ids == ()
-    assert TaylorSeerCalibratorConfig().taylorseer_order == 1
-    assert (dmd.dmd_history, dmd.dmd_rank, dmd.dmd_ridge) == (6, None, 1e-8)
-    assert all(kind().enable_calibrator and kind().enable_encoder_calibrator for kind in KINDS[2:])  # type: ignore[attr-defined]
+DEFAULTS: dict[type, dict[str, Any]] = {
+    DBCacheConfig: {
+        "Fn_compute_blocks": 8, "Bn_compute_blocks": 0, "residual_diff_threshold": 0.08, "max_warmup_steps": 8,
+        "warmup_interval": 1, "max_cached_steps": -1, "max_continuous_cached_steps": -1, "enable_separate_cfg": None,
+        "max_accumulated_residual_diff_threshold": None, "cfg_compute_first": False, "cfg_diff_compute_separate": True,
+        "num_inference_steps": None, "steps_computation_mask": None, "steps_computation_policy": "dynamic",
+    },
+    DBPruneConfig: {
+        "enable_dynamic_prune_threshold": False, "dynamic_prune_threshold_relax_ratio": 1.25,
+        "max_dynamic_prune_threshold": None, "highest_threshold": 0.16, "non_prune_block_ids": (),
+    },
+    TaylorSeerCalibratorConfig: {"taylorseer_order": 1},
+    DMDCalibratorConfig: {"dmd_history": 6, "dmd_rank": None, "dmd_ridge": 1e-8},
+    Calibration: {"enable_calibrator": True, "enable_encoder_calibrator": True},
+}  # fmt: skip
+"""Those that cache-dit documents."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "values", "says"),
-    [
-        (DBCacheConfig, {"Fn_compute_block": 1}, "did you mean Fn_compute_blocks?"),
-        (DBCacheConfig, {"enable_sperate_cfg": True}, "did you mean enable_separate_cfg?"),
-        (DBCacheConfig, {"taylorseer_order": 1}, "is not known"),
-        (DBCacheConfig, {"Fn_compute_blocks": -1}, "Fn_compute_blocks=-1 is not a whole number of at least 0"),
-        (DBCacheConfig, {"Bn_compute_blocks": -1}, "Bn_compute_blocks=-1"),
-        (DBCacheConfig, {"max_warmup_steps": 1.5}, "max_warmup_steps=1.5"),
-        (DBCacheConfig, {"max_warmup_steps": True}, "max_warmup_steps=True"),
-        (DBCacheConfig, {"warmup_interval": 0}, "warmup_interval=0"),
-        (DBCacheConfig, {"max_cached_steps": -2}, "max_cached_steps=-2"),
-        (DBCacheConfig, {"residual_diff_threshold": -0.1}, "try residual_diff_threshold=0.08"),
-        (DBCacheConfig, {"residual_diff_threshold": float("nan")}, "residual_diff_threshold=nan"),
-        (DBCacheConfig, {"residual_diff_threshold": "0.1"}, "residual_diff_threshold='0.1'"),
-        (DBCacheConfig, {"max_accumulated_residual_diff_threshold": -1}, "max_accumulated_residual_diff_threshold=-1"),
-        (DBCacheConfig, {"num_inference_steps": 0}, "num_inference_steps=0"),
-        (DBCacheConfig, {"steps_computation_mask": "fats"}, "did you mean fast?"),
-        (DBCacheConfig, {"steps_computation_mask": [1, 2]}, r"steps_computation_mask=\[1, 2\] is no mask"),
-        (DBCacheConfig, {"steps_computation_mask": []}, "is no mask"),
-        (DBCacheConfig, {"steps_computation_mask": 3}, "is no mask"),
-        (DBCacheConfig, {"steps_computation_policy": "lazy"}, "try one of dynamic, static"),
-        (DBCacheConfig, {"enable_separate_cfg": "yes"}, "enable_separate_cfg='yes'"),
-        (DBCacheConfig, {"couple": "pixel"}, "try one of row, image, batch"),
-        (DBCacheConfig, {"store": "nothing"}, "try one of residual, hidden"),
-        (DBCacheConfig, {"store_dtype": "int8"}, "try one of None, bfloat16, float16, float32"),
-        (DBPruneConfig, {"non_prune_block_ids": [1, -1]}, "non_prune_block_ids"),
-        (DBPruneConfig, {"non_prune_block_ids": 3}, "non_prune_block_ids=3"),
-        (DBPruneConfig, {"max_dynamic_prune_threshold": -1}, "max_dynamic_prune_threshold=-1"),
-        (DBPruneConfig, {"warmup_interval": 0}, "warmup_interval=0"),
-        (TaylorSeerCalibratorConfig, {"taylorseer_order": -1}, "taylorseer_order=-1"),
-        (TaylorSeerCalibratorConfig, {"order": 1}, "is not known"),
-        (TaylorSeerCalibratorConfig, {"calibrator_type": "foca"}, "try one of taylorseer"),
-        (FoCaCalibratorConfig, {"calibrator_cache_type": "both"}, "try one of residual, hidden_states"),
-        (DMDCalibratorConfig, {"dmd_history": 1}, "dmd_history=1"),
-        (DMDCalibratorConfig, {"dmd_ridge": None}, "dmd_ridge=None"),
-        (ParamsModifier, {"cache_conf": DBCacheConfig()}, "did you mean cache_config?"),
-        (ParamsModifier, {"cache_config": {"Fn_compute_blocks": 1}}, "give a DBCacheConfig"),
-        (ParamsModifier, {"calibrator_config": "taylorseer"}, "give a TaylorSeerCalibratorConfig"),
-    ],
-)
-def test_what_is_refused(kind: type, values: dict[str, Any], says: str) -> None:
-    """One line that says what would work, when it is made and when it is changed."""
-    with pytest.raises(ModelError, match=says) as caught:
-        kind(**values)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_documented_defaults(kind: type) -> None:
+    assert {name: getattr(kind(), name) for name in DEFAULTS[kind]} == DEFAULTS[kind]
+
+
+REFUSED: list[tuple[type, str, Any, str]] = [
+    (DBCacheConfig, "Fn_compute_block", 1, "did you mean Fn_compute_blocks?"),
+    (DBCacheConfig, "enable_sperate_cfg", True, "did you mean enable_separate_cfg?"),
+    (DBCacheConfig, "taylorseer_order", 1, "is not known"),
+    (DBCacheConfig, "Fn_compute_blocks", -1, "of at least 0; try Fn_compute_blocks=1"),
+    (DBCacheConfig, "Bn_compute_blocks", -1, "try Bn_compute_blocks=1"),
+    (DBCacheConfig, "max_warmup_steps", 1.5, "try max_warmup_steps=1"),
+    (DBCacheConfig, "max_warmup_steps", True, "try max_warmup_steps=1"),
+    (DBCacheConfig, "warmup_interval", 0, "of at least 1; try warmup_interval=1"),
+    (DBCacheConfig, "max_cached_steps", -2, "of at least -1; try max_cached_steps=1"),
+    (DBCacheConfig, "residual_diff_threshold", -0.1, "try residual_diff_threshold=0.08"),
+    (DBCacheConfig, "residual_diff_threshold", math.nan, "try residual_diff_threshold=0.08"),
+    (DBCacheConfig, "residual_diff_threshold", "0.1", "try residual_diff_threshold=0.08"),
+    (DBCacheConfig, "max_accumulated_residual_diff_threshold", -1, "threshold=0.5"),
+    (DBCacheConfig, "num_inference_steps", 0, "try num_inference_steps=1"),
+    (DBCacheConfig, "steps_computation_mask", "fats", "did you mean fast?"),
+    (DBCacheConfig, "steps_computation_mask", [1, 2], "give a 1 or 0 for each step"),
+    (DBCacheConfig, "steps_computation_mask", [], "or name a preset"),
+    (DBCacheConfig, "steps_computation_policy", "lazy", "try one of dynamic, static"),
+    (DBCacheConfig, "couple", "pixel", "try one of row, image, batch"),
+    (DBCacheConfig, "store", "nothing", "try one of residual, hidden"),
+    (DBCacheConfig, "store_dtype", "int8", "try one of None, bfloat16, float16, float32"),
+    (DBCacheConfig, "enable_separate_cfg", "yes", "try one of None, True, False"),
+    (DBPruneConfig, "non_prune_block_ids", [1, -1], "[16, 17]"),
+    (DBPruneConfig, "max_dynamic_prune_threshold", -1, "threshold=0.16"),
+    (TaylorSeerCalibratorConfig, "taylorseer_order", -1, "try taylorseer_order=1"),
+    (TaylorSeerCalibratorConfig, "order", 1, "is not known"),
+    (FoCaCalibratorConfig, "calibrator_cache_type", "both", "try one of residual, hidden_states"),
+    (DMDCalibratorConfig, "dmd_history", 1, "try dmd_history=2"),
+    (DMDCalibratorConfig, "dmd_ridge", None, "try dmd_ridge=1e-08"),
+    (ParamsModifier, "cache_conf", DBCacheConfig(), "did you mean cache_config?"),
+    (ParamsModifier, "cache_config", {"Fn_compute_blocks": 1}, "give a DBCacheConfig(..)"),
+    (ParamsModifier, "calibrator_config", "taylorseer", "give a TaylorSeerCalibratorConfig(..)"),
+]
+"""One row for each check, and each hint: (config, field, value, hint)."""
+
+
+def refuses(make: Callable[..., Any], field: str, value: Any, hint: str) -> None:
+    """Raises unless an error of one line names the field, the value of a field that is known, and what would work."""
+    with pytest.raises(ModelError) as caught:
+        make(**{field: value})
+    text = str(caught.value)
+    assert field in text or value == "fats"
+    assert hint in text and "\n" not in text
+    assert "did you mean" in hint or hint == "is not known" or repr(value) in text
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "hint"), REFUSED)
+def test_what_is_refused(kind: type, field: str, value: Any, hint: str) -> None:
+    """When it is made and when it is changed."""
+    refuses(kind, field, value, hint)
     if kind is not ParamsModifier:
-        with pytest.raises(ModelError, match=says):
-            kind().reset(**values)
+        refuses(kind().reset, field, value, hint)
+
+
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind in KINDS for field in kind.__dataclass_fields__])
+def test_every_field_is_checked(kind: type, field: str) -> None:
+    """A failure means that a value which is none is found in the middle of a picture, or never."""
+    refuses(kind, field, object, "<class 'object'>")
 
 
 def test_reset_is_a_changed_copy() -> None:
@@ -111,7 +128,8 @@ def test_reset_is_a_changed_copy() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_configs_are_values(kind: type) -> None:
     """Equal, hashable, and the same behind a pipe to another rank: what was given is remembered too."""
-    one = kind(**{next(iter(kind.__dataclass_fields__)): kind().values()[next(iter(kind.__dataclass_fields__))]})  # type: ignore[attr-defined]
+    first, default = next(iter(kind().values().items()))  # type: ignore[attr-defined]
+    one = kind(**{first: default})
     for other in (pickle.loads(pickle.dumps(one)), copy.copy(one), copy.deepcopy(one)):
         assert other == one == kind() and hash(other) == hash(one)
         assert other.given == one.given != kind().given  # type: ignore[attr-defined]
@@ -126,21 +144,14 @@ def test_masks_and_blocks_become_tuples() -> None:
 
 
 def test_a_modifier_changes_what_was_given_to_it() -> None:
+    """Even where it names the default: the published FLUX example gives one list eight first blocks and 0.08."""
     base = DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.2, max_warmup_steps=4)
     modifier = DBCacheConfig().reset(residual_diff_threshold=0.16)
     assert merge_configs(base, modifier) == base.reset(residual_diff_threshold=0.16)
     assert merge_configs(base, DBCacheConfig()) == base
-    assert (
-        merge_configs(base, None) is base
-        and merge_configs(None, modifier) is modifier
-        and merge_configs(None, None) is None
-    )
-
-
-def test_a_modifier_may_name_the_default() -> None:
-    """The published FLUX example gives one list eight first blocks and 0.08, which are the defaults."""
-    base = DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.2)
-    back = DBCacheConfig().reset(Fn_compute_blocks=8, residual_diff_threshold=0.08)
+    assert merge_configs(base, None) is base and merge_configs(None, modifier) is modifier
+    assert merge_configs(None, None) is None
+    back = DBCacheConfig().reset(Fn_compute_blocks=8, residual_diff_threshold=0.08, max_warmup_steps=8)
     assert merge_configs(base, back) == DBCacheConfig()
 
 
@@ -150,9 +161,8 @@ def test_the_narrower_kind_wins() -> None:
     assert merge_configs(prune, plain) == wanted == merge_configs(plain, prune)
     taylor, foca = TaylorSeerCalibratorConfig(taylorseer_order=2), FoCaCalibratorConfig()
     assert merge_configs(taylor, foca) is foca
-    assert merge_configs(taylor, TaylorSeerCalibratorConfig(enable_encoder_calibrator=False)) == taylor.reset(
-        enable_encoder_calibrator=False
-    )
+    image_only = TaylorSeerCalibratorConfig(enable_encoder_calibrator=False)
+    assert merge_configs(taylor, image_only) == taylor.reset(enable_encoder_calibrator=False)
 
 
 def test_a_modifier_over_a_pipeline() -> None:
@@ -166,38 +176,33 @@ def test_a_modifier_over_a_pipeline() -> None:
     assert ParamsModifier().over(cache, calibrator) == (cache, calibrator)
 
 
-@pytest.mark.parametrize(
-    ("cache", "calibrator", "wanted"),
-    [
-        (DBCacheConfig(Fn_compute_blocks=1, max_continuous_cached_steps=3), None, "DBCache_F1B0_W8I1M0MC3_R0.08"),
-        (DBCacheConfig(), TaylorSeerCalibratorConfig(), "DBCache_F8B0_W8I1M0MC0_R0.08_T1O1"),
-        (DBCacheConfig(residual_diff_threshold=0.2), FoCaCalibratorConfig(), "DBCache_F8B0_W8I1M0MC0_R0.2_FoCa"),
-        (DBPruneConfig(max_cached_steps=5), DMDCalibratorConfig(), "DBPrune_F8B0_W8I1M5MC0_R0.08_DMDH6"),
-        (DBCacheConfig(steps_computation_mask=[1, 0, 1]), None, "DBCache_F8B0_W8I1M0MC0_R0.08_SCM101_dynamic"),
-        (
-            DBCacheConfig(steps_computation_mask="fast", steps_computation_policy="static"),
-            None,
-            "DBCache_F8B0_W8I1M0MC0_R0.08_SCMfast_static",
-        ),
-    ],
-)
-def test_strify(cache: DBCacheConfig, calibrator: Calibration | None, wanted: str) -> None:
+STRIFY: list[tuple[str, dict[str, Any], Calibration | None]] = [
+    ("DBCache_F1B0_W8I1M0MC3_R0.08", {"Fn_compute_blocks": 1, "max_continuous_cached_steps": 3}, None),
+    ("DBCache_F8B0_W8I1M0MC0_R0.08_T1O1", {}, TaylorSeerCalibratorConfig()),
+    ("DBCache_F8B0_W8I1M0MC0_R0.08_T1O2E0.5", {}, TaylorSeerCalibratorConfig(taylorseer_order=2, taylorseer_reach=0.5)),
+    ("DBCache_F8B0_W8I1M0MC0_R0.2_FoCa", {"residual_diff_threshold": 0.2}, FoCaCalibratorConfig()),
+    ("DBPrune_F8B0_W8I1M5MC0_R0.08_DMDH6", {"max_cached_steps": 5}, DMDCalibratorConfig()),
+    ("DBCache_F8B0_W8I1M0MC0_R0.08_SCM101_dynamic", {"steps_computation_mask": [1, 0, 1]}, None),
+    (
+        "DBCache_F8B0_W8I1M0MC0_R0.08_SCMfast_static",
+        {"steps_computation_mask": "fast", "steps_computation_policy": "static"},
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("wanted", "values", "calibrator"), STRIFY)
+def test_strify(wanted: str, values: dict[str, Any], calibrator: Calibration | None) -> None:
+    cache = (DBPruneConfig if wanted.startswith("DBPrune") else DBCacheConfig)(**values)
     assert format_cache_config(cache, calibrator) == wanted
     assert calibrator is not None or str(cache) == wanted
 
 
 def test_what_is_kept() -> None:
     hidden = TaylorSeerCalibratorConfig(calibrator_cache_type="hidden_states")
-    assert (
-        choose_stored_value(DBCacheConfig(), None)
-        == choose_stored_value(DBCacheConfig(), FoCaCalibratorConfig())
-        == "residual"
-    )
-    assert (
-        choose_stored_value(DBCacheConfig(), hidden)
-        == choose_stored_value(DBCacheConfig(store="hidden"), None)
-        == "hidden"
-    )
+    plain = DBCacheConfig()
+    assert {choose_stored_value(plain, None), choose_stored_value(plain, FoCaCalibratorConfig())} == {"residual"}
+    assert {choose_stored_value(plain, hidden), choose_stored_value(plain.reset(store="hidden"), None)} == {"hidden"}
 
 
 def test_configs_and_masks_need_no_torch() -> None:

@@ -42,23 +42,16 @@ from ditile import (
 from ditile.cache.cached import SingleRankAgreement, find_transformer_cache
 from ditile.errors import StateError
 from ditile.runner import caching
+from tests.cache.pictures import settings_for, skipped
 from tests.families import FAMILIES
 from tests.parallel.pipefusion.moves import outputs
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
-from tests.runner.cases import MAKE, different, run, same
+from tests.runner.cases import MAKE, different, same
 
 STEPS, SPARE = 8, 4
-CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-REST = list(range(SPARE, STEPS))
-
-
-def draw(pipe: Any, name: str, **changes: Any) -> Any:
-    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
-
-
-def skipped(pipe: Any) -> list[list[int]]:
-    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+SETTINGS = settings_for(STEPS, SPARE)
+CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from ditile.models.block_lists import find_block_lists
 from ditile.plan.spec import BlockList
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune, mean
+from tests.cache.pictures import live
 from tests.more_families import EVERY
 from tests.parallel.pipefusion.moves import MOVES, STEPS, calls, enable, moved, outputs, skipped, tensors
 from tests.runner.cases import different, same
@@ -301,11 +301,6 @@ def test_every_pattern(pattern: ForwardPattern, prunes: bool) -> None:
 
 
 # What is left behind
-
-
-def live() -> set[int]:
-    gc.collect()
-    return {id(found) for found in gc.get_objects() if issubclass(type(found), Tensor)}
 
 
 @pytest.mark.parametrize("config", [ROUND, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=0)], ids=str)

@@ -5,33 +5,22 @@ What `enable_cache` puts on a pipeline is gone after `disable_cache`, and what i
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
-import torch
 
 import ditile
-from ditile import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
+from ditile import TaylorSeerCalibratorConfig
 from ditile.cache.cached import find_transformer_cache
 from ditile.models.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
-from tests.runner.cases import MAKE, different, run, same
+from tests.cache.pictures import draw_plain_and_cached, live, settings_for, skipped
+from tests.runner.cases import MAKE, different, same
 
 STEPS, SPARE = 8, 3
-F1 = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-REST = list(range(SPARE, STEPS))
-
-
-def draw(pipe: Any, name: str, **changes: Any) -> Any:
-    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
-
-
-def decided(pipe: Any) -> list[list[int]]:
-    """The steps that were left out, of each branch (and block)."""
-    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+SETTINGS = settings_for(STEPS, SPARE)
+CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
 def everything(pipe: Any) -> dict[str, Any]:
@@ -55,11 +44,11 @@ def test_nothing_left_out_is_the_pipeline(name: str) -> None:
     means that a cache changes pictures that it was told to leave alone, or leaves something behind."""
     pipe = MAKE[name]()
     wanted, before = draw(pipe, name, num_inference_steps=4), everything(pipe)
-    for config in (F1, PRUNE):
+    for config in (CACHE, PRUNE):
         for threshold in (0.0, 1e-12):
             assert ditile.enable_cache(pipe, config.reset(residual_diff_threshold=threshold)) is pipe
             same(draw(pipe, name, num_inference_steps=4), wanted, f"{config} {threshold}")
-            assert not any(decided(pipe))
+            assert not any(skipped(pipe))
             ditile.disable_cache(pipe)
             unchanged(pipe, before)
     same(draw(pipe, name, num_inference_steps=4), wanted, "the cache was taken off")
@@ -71,10 +60,10 @@ def test_steps_are_left_out(name: str) -> None:
     counts calls for steps, or remembers pictures."""
     pipe = MAKE[name]()
     plain, branches = draw(pipe, name), 2 if name == "flux true cfg" else 1
-    for config in (F1, PRUNE):
+    for config in (CACHE, PRUNE):
         ditile.enable_cache(pipe, config)
         got = draw(pipe, name)
-        assert decided(pipe) == [REST] * branches * (1 if config is F1 else len(block_chain(pipe)) - 1)
+        assert skipped(pipe) == [REST] * branches * (1 if config is CACHE else len(block_chain(pipe)) - 1)
         different(got, plain, name)
         assert (
             find_transformer_cache(pipe.transformer).memory_bytes
@@ -104,18 +93,13 @@ def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
     threshold = (found[gap] + found[gap + 1]) / 2
     with by_hand(pipe, branches, spare=SPARE, threshold=threshold) as hands:
         wanted = draw(pipe, name)
-    ditile.enable_cache(pipe, F1.reset(residual_diff_threshold=threshold))
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=threshold))
     same(draw(pipe, name), wanted, name)
-    assert decided(pipe) == [hand.skipped for hand in hands]
+    assert skipped(pipe) == [hand.skipped for hand in hands]
     assert any(hand.skipped for hand in hands) and any(hand.skipped != REST for hand in hands)
 
 
 # Where a picture begins and ends
-
-
-def live() -> set[int]:
-    gc.collect()
-    return {id(found) for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
 
 
 class StopError(Exception):
@@ -140,7 +124,7 @@ def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
     """By an error in a callback, or by an interrupt. A failure means that memory stays taken, or that the next picture
     begins with what is left of this one."""
     pipe = MAKE["flux"]()
-    ditile.enable_cache(pipe, F1, TaylorSeerCalibratorConfig())
+    ditile.enable_cache(pipe, CACHE, TaylorSeerCalibratorConfig())
     wanted, before = draw(pipe, "flux"), live()
     if how == "raises":
         with pytest.raises(StopError) as caught:
@@ -148,17 +132,17 @@ def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
         del caught  # whose traceback holds the pipeline's own tensors
     else:
         different(draw(pipe, "flux", **stopping(4, how)), wanted)
-        assert decided(pipe) == [[3, 4]]
+        assert skipped(pipe) == [[3, 4]]
     assert find_transformer_cache(pipe.transformer).memory_bytes == 0
     assert len(live() - before) <= 3, "the scheduler's own timesteps and sigmas, and the time in the pipeline"
     same(draw(pipe, "flux"), wanted, "the next picture")
-    assert decided(pipe) == [REST]
+    assert skipped(pipe) == [REST]
 
 
 def test_errors_anywhere_end_the_picture() -> None:
     """In the model, in the scheduler, and before the first step."""
     pipe = MAKE["sd3"]()
-    ditile.enable_cache(pipe, F1)
+    ditile.enable_cache(pipe, CACHE)
     wanted = draw(pipe, "sd3")
     block, step = pipe.transformer.transformer_blocks[2], pipe.scheduler.step
     for owner, name, at in ((block.ff, "forward", 2), (pipe.scheduler, "step", 5), (pipe, "prepare_latents", 0)):
@@ -188,9 +172,9 @@ def test_callbacks_see_every_step_and_may_change_things() -> None:
         seen.append(step)
         return {"latents": tensors["latents"] * 0.5} if step == 5 else {}
 
-    ditile.enable_cache(pipe, F1)
+    ditile.enable_cache(pipe, CACHE)
     got = draw(pipe, "flux", callback_on_step_end=halve)
-    assert seen == list(range(STEPS)) and decided(pipe) == [REST]
+    assert seen == list(range(STEPS)) and skipped(pipe) == [REST]
     different(got, draw(pipe, "flux"))
 
 
@@ -207,12 +191,8 @@ def test_guidance_that_ends_in_mid_run() -> None:
 
     inputs = ["prompt_embeds", "pooled_prompt_embeds"]
     call = {"callback_on_step_end": drop, "callback_on_step_end_tensor_inputs": inputs}
-    plain = draw(pipe, "sd3", **call)
-    ditile.enable_cache(pipe, F1.reset(residual_diff_threshold=1e-12))
-    same(draw(pipe, "sd3", **call), plain)
-    ditile.enable_cache(pipe, F1)
-    draw(pipe, "sd3", **call)
-    assert decided(pipe) == [[3, 4], [6, 7]], "step 5 is the first with one row"
+    draw_plain_and_cached(pipe, SETTINGS, lambda: draw(pipe, "sd3", **call))
+    assert skipped(pipe) == [[3, 4], [6, 7]], "step 5 is the first with one row"
 
 
 def test_guidance_that_leaves_blocks_out_itself() -> None:
@@ -220,11 +200,11 @@ def test_guidance_that_leaves_blocks_out_itself() -> None:
     is a crash, or a cached step that was no step of that call."""
     pipe, guided = MAKE["sd3"](), {"skip_guidance_layers": [1, 3], "skip_layer_guidance_stop": 0.9}
     plain = draw(pipe, "sd3", **guided)
-    for config in (F1, PRUNE):
+    for config in (CACHE, PRUNE):
         ditile.enable_cache(pipe, config.reset(residual_diff_threshold=1e-12))
         same(draw(pipe, "sd3", **guided), plain)
         ditile.enable_cache(pipe, config)
         different(draw(pipe, "sd3", **guided), plain)
-        assert decided(pipe) == [REST] * (1 if config is F1 else 3), "of the first call alone"
+        assert skipped(pipe) == [REST] * (1 if config is CACHE else 3), "of the first call alone"
     ditile.disable_cache(pipe)
     same(draw(pipe, "sd3", **guided), plain)

@@ -18,18 +18,19 @@ from diffusers import (
 )
 
 import ditile
-from ditile import DBCacheConfig
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.step_mask import build_preset_mask
 from ditile.errors import ModelError, StateError
 from ditile.runner import caching
+from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
 from tests.parallel.sequence.planned import Denoising
-from tests.runner.cases import MAKE, call_of, different, run, same
+from tests.runner.cases import MAKE, call_of, different, same
 from tests.tiny import quiet
 
 STEPS, SPARE = 6, 2
-CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
+SETTINGS = settings_for(STEPS, SPARE)
+CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 OF = {
     "pixart sigma": {
         "DDIMScheduler": 6,  # has neither step_index nor begin_index
@@ -43,14 +44,6 @@ OF = {
     "sd3": {"FlowMatchEulerDiscreteScheduler": 6, "FlowMatchHeunDiscreteScheduler": 11},
 }
 """The transformer steps of six steps."""
-
-
-def skipped(pipe: Any) -> list[list[int]]:
-    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
-
-
-def draw(pipe: Any, name: str, **changes: Any) -> Any:
-    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
 
 
 @pytest.mark.parametrize("name", OF)
@@ -72,7 +65,7 @@ def test_schedulers_that_are_set_later(name: str) -> None:
         assert not {"step", "set_timesteps"} & vars(pipe.scheduler).keys()
         plain = draw(pipe, name)
         different(plain, got, kind)
-        ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+        ditile.enable_cache(pipe, EXACT)
         same(draw(pipe, name), plain, kind)
         ditile.enable_cache(pipe, CACHE)
 
@@ -87,7 +80,7 @@ def test_a_scheduler_that_comes_back() -> None:
         pipe.scheduler = other
         got = draw(pipe, "sd3")
         (same if other is first else different)(got, wanted)
-        assert skipped(pipe) == [list(range(SPARE, STEPS))]
+        assert skipped(pipe) == [REST]
     ditile.disable_cache(pipe)
     assert type(first) is type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
     assert not {"step", "set_timesteps"} & (vars(first).keys() | vars(pipe.scheduler).keys())
@@ -109,7 +102,7 @@ def test_copies_of_a_scheduler_are_schedulers() -> None:
         return {}
 
     same(draw(pipe, "flux", callback_on_step_end=copy_it), wanted)
-    assert skipped(pipe) == [list(range(SPARE, STEPS))]
+    assert skipped(pipe) == [REST]
     for made in copies:
         assert type(made) is FlowMatchEulerDiscreteScheduler
         assert all(vars(made)[name].__self__ is made for name in ("step", "set_timesteps"))
@@ -135,7 +128,7 @@ def test_image_to_image(name: str) -> None:
         return pipe(**call).images
 
     plain = picture()
-    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
+    ditile.enable_cache(pipe, EXACT)
     same(picture(), plain)
     [report] = caching.summary(pipe, logging=False)
     assert report.steps == 10 and len(report.differences) == 10 - SPARE
@@ -166,12 +159,7 @@ def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
     model = FAMILIES["WanTransformer3DModel"].make()
     pipe = quiet(Late(model, DDIMScheduler(clip_sample=False)))
     latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
-    plain = pipe(latents, inputs)
-    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
-    same(pipe(latents, inputs), plain)
-    ditile.enable_cache(pipe, CACHE)
-    got = pipe(latents, inputs)
-    different(got, plain)
+    _, got = draw_plain_and_cached(pipe, SETTINGS, lambda: pipe(latents, inputs))
     assert skipped(pipe) == [[2, 3]] * 2 and find_transformer_cache(model).memory_bytes == 0
     pipe(latents * 2, inputs, skip=4)
     same(pipe(latents, inputs), got)
@@ -191,12 +179,8 @@ def test_a_scheduler_that_takes_its_sample_elsewhere() -> None:
     def frames() -> Any:
         return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
 
-    plain = frames()
-    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=1e-12))
-    same(frames(), plain)
-    ditile.enable_cache(pipe, CACHE)
-    different(frames(), plain)
-    assert skipped(pipe) == [list(range(SPARE, STEPS))] * 2, "an image each"
+    draw_plain_and_cached(pipe, SETTINGS, frames)
+    assert skipped(pipe) == [REST] * 2, "an image each"
 
 
 def test_masks_that_do_not_fit_are_refused_before_the_first_step() -> None:

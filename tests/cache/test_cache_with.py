@@ -20,11 +20,12 @@ from diffusers import (
 from torch import nn
 
 import ditile
-from ditile import BlockAdapter, DBCacheConfig, DBPruneConfig, ParallelismConfig, ParamsModifier, Plan
+from ditile import BlockAdapter, DBCacheConfig, ParallelismConfig, ParamsModifier, Plan
 from ditile.cache.cached import find_transformer_cache
 from ditile.errors import StateError
 from ditile.runner import caching
 from tests.cache.hand import by_hand
+from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same
@@ -32,18 +33,8 @@ from tests.runner.loras import NAMES, edits, folder_of
 from tests.tiny import WIDTH, quiet, randomise
 
 STEPS, SPARE = 6, 2
-CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-EXACT = CACHE.reset(residual_diff_threshold=1e-12)
-PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=1.0)
-REST = list(range(SPARE, STEPS))
-
-
-def draw(pipe: Any, name: str, **changes: Any) -> Any:
-    return run(pipe, name, **{"num_inference_steps": STEPS, **changes})
-
-
-def skipped(pipe: Any) -> list[list[int]]:
-    return [each.skipped for report in caching.summary(pipe, logging=False) for each in report.decisions]
+SETTINGS = settings_for(STEPS, SPARE)
+CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
 # LoRAs
@@ -234,14 +225,9 @@ def test_transformers_in_turns_have_a_warmup_each() -> None:
     counts = [0, 0]
     for k, transformer in enumerate((pipe.transformer, pipe.transformer_2)):
         transformer.register_forward_pre_hook(lambda *_, k=k: counts.__setitem__(k, counts[k] + 1))
-    plain = frames(pipe, call)
-    steps = [count // 2 for count in counts]
+    plain, got = draw_plain_and_cached(pipe, SETTINGS, lambda: frames(pipe, call))
+    steps = [count // 6 for count in counts]
     assert sum(steps) == 10 and min(steps) > 3
-    ditile.enable_cache(pipe, EXACT)
-    same(frames(pipe, call), plain)
-    ditile.enable_cache(pipe, CACHE)
-    got = frames(pipe, call)
-    different(got, plain)
     assert skipped(pipe) == [list(range(SPARE, steps[0]))] * 2 + [list(range(SPARE, steps[1]))] * 2
     assert (
         find_transformer_cache(pipe.transformer).memory_bytes

@@ -12,7 +12,6 @@ from ditile import Plan
 from ditile.cache.config import (
     DBCacheConfig,
     DBPruneConfig,
-    DMDCalibratorConfig,
     FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
 )
@@ -20,7 +19,7 @@ from ditile.cli import main
 from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.cli.options import GenerateOptions, RunOptions
-from ditile.errors import DitileError, ModelError, PlanError
+from ditile.errors import DitileError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalise_flags
 
 
@@ -37,50 +36,30 @@ def made(kind: type, *words: str) -> dict[str, Any]:
     return merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
 
 
-@pytest.mark.parametrize(
-    ("flag", "field", "default", "text", "value"),
-    [
-        ("--cache", "cache", False, None, True),
-        ("--prune", "prune", False, None, True),
-        ("--Fn", "Fn", 8, "1", 1),
-        ("--Bn", "Bn", 0, "2", 2),
-        ("--rdt", "rdt", 0.08, "0.12", 0.12),
-        ("--max-warmup-steps", "max_warmup_steps", 8, "4", 4),
-        ("--max_warmup_steps", "max_warmup_steps", 8, "4", 4),
-        ("--w", "max_warmup_steps", 8, "4", 4),
-        ("--warmup-interval", "warmup_interval", 1, "2", 2),
-        ("--wi", "warmup_interval", 1, "2", 2),
-        ("--max-cached-steps", "max_cached_steps", -1, "8", 8),
-        ("--mc", "max_cached_steps", -1, "-1", -1),
-        ("--max-continuous-cached-steps", "max_continuous_cached_steps", -1, "3", 3),
-        ("--mcc", "max_continuous_cached_steps", -1, "3", 3),
-        ("--taylorseer", "taylorseer", False, None, True),
-        ("--foca", "foca", False, None, True),
-        ("--dmd", "dmd", False, None, True),
-        ("--steps-mask", "steps_mask", None, "fast", "fast"),
-        ("--steps-policy", "steps_policy", "dynamic", "static", "static"),
-        ("--quantize", "quantize", False, None, True),
-        ("-q", "quantize", False, None, True),
-        ("--parallel-type", "parallel_type", None, "ulysses", "ulysses"),
-        ("--parallel", "parallel_type", None, "tp", "tp"),
-        ("--disable-compute-comm-overlap", "disable_compute_comm_overlap", False, None, True),
-        ("--dcco", "disable_compute_comm_overlap", False, None, True),
-        ("--track-memory", "track_memory", False, None, True),
-        ("--lora", "lora", None, "a.safetensors", "a.safetensors"),
-        ("--perf", "perf", False, None, True),
-    ],
-)
-def test_known_flags_and_their_defaults(flag: str, field: str, default: Any, text: str | None, value: Any) -> None:
-    assert getattr(CacheOptions(), field) == default
-    found = read("--cache", flag, *([] if text is None else [text]))
-    assert getattr(found, field) == value and type(getattr(found, field)) is type(value)
+LONG = """--cache --prune --Fn 1 --Bn 2 --rdt 0.12 --max-warmup-steps 4 --warmup-interval 2 --max-cached-steps 8
+--max-continuous-cached-steps 3 --taylorseer --taylorseer-order 2 --steps-mask fast --steps-policy static --quantize
+--parallel-type ulysses --disable-compute-comm-overlap --track-memory --lora a.safetensors --perf"""
+SHORT = """--cache --prune --Fn=1 --Bn=2 --rdt=0.12 --w 4 --wi 2 --mc 8 --mcc 3 --taylorseer -order 2 --steps_mask fast
+--steps_policy=static -q --parallel ulysses --dcco --track_memory --lora=a.safetensors --perf"""
 
 
-@pytest.mark.parametrize("flag", ["--taylorseer-order", "-order"])
-def test_the_order_of_taylorseer(flag: str) -> None:
-    assert CacheOptions().taylorseer_order == 1
-    assert read("--cache", "--taylorseer", flag, "1").taylorseer_order == 1
-    assert read("--cache", "--taylorseer", f"{flag}=2").taylorseer_order == 2
+@pytest.mark.parametrize("words", [LONG, SHORT, SHORT.replace("-order 2", "-order=2")])
+def test_known_flags(words: str) -> None:
+    assert read(*words.split()) == CacheOptions(
+        cache=True, prune=True, Fn=1, Bn=2, rdt=0.12, max_warmup_steps=4, warmup_interval=2, max_cached_steps=8,
+        max_continuous_cached_steps=3, taylorseer=True, taylorseer_order=2, steps_mask="fast", steps_policy="static",
+        quantize=True, parallel_type="ulysses", disable_compute_comm_overlap=True, track_memory=True,
+        lora="a.safetensors", perf=True,
+    )  # fmt: skip
+
+
+def test_documented_defaults() -> None:
+    switches = ("cache", "prune", "taylorseer", "foca", "dmd", "quantize", "disable_compute_comm_overlap")
+    assert CacheOptions().values() == {name: False for name in (*switches, "track_memory", "perf", "fuse_lora")} | {
+        "Fn": 8, "Bn": 0, "rdt": 0.08, "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
+        "max_continuous_cached_steps": -1, "taylorseer_order": 1, "steps_mask": None, "steps_policy": "dynamic",
+        "quantize_type": "float8_weight_only", "parallel_type": None, "lora": None, "cache_line": None, "config": None,
+    }  # fmt: skip
 
 
 def test_the_type_of_quantization() -> None:
@@ -121,41 +100,6 @@ def test_a_flag_and_its_alias_may_not_disagree(kind: type, words: tuple[str, ...
     with pytest.raises(DitileError, match="give one of them"):
         made(kind, *words)
     assert made(RunOptions, "a", "--attn", "flash", "--attention", "flash") == {"attention": "flash"}
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("", {"cache_config": None}),
-        ("--cache", {"cache_config": DBCacheConfig()}),
-        (
-            "--cache --Fn 1 --Bn 0 --rdt 0.12 --w 4 --wi 2 --mc 20 --mcc 3",
-            {
-                "cache_config": DBCacheConfig(
-                    Fn_compute_blocks=1, residual_diff_threshold=0.12, max_warmup_steps=4, warmup_interval=2,
-                    max_cached_steps=20, max_continuous_cached_steps=3,
-                )
-            },
-        ),
-        (
-            "--cache --taylorseer --taylorseer-order 1 --Fn 1",
-            {"cache_config": DBCacheConfig(Fn_compute_blocks=1), "calibrator_config": TaylorSeerCalibratorConfig()},
-        ),
-        ("--cache --foca", {"cache_config": DBCacheConfig(), "calibrator_config": FoCaCalibratorConfig()}),
-        ("--prune --dmd", {"cache_config": DBPruneConfig(), "calibrator_config": DMDCalibratorConfig()}),
-        (
-            "--cache --steps-mask ultra --steps-policy static",
-            {"cache_config": DBCacheConfig(steps_computation_mask="ultra", steps_computation_policy="static")},
-        ),
-        (
-            "--cache --steps-mask 2,1/3",
-            {"cache_config": DBCacheConfig(steps_computation_mask=(1, 1, 0, 0, 0, 1))},
-        ),
-    ],
-)  # fmt: skip
-def test_what_the_flags_ask_for(words: str, wanted: dict[str, Any]) -> None:
-    found = read(*words.split()).build_cache_arguments()
-    assert found == wanted and type(found["cache_config"]) is type(wanted["cache_config"])
 
 
 def test_the_command_lines_of_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,13 +160,9 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     ("words", "says"),
     [
         ("--Fn 1", "--Fn says how to cache, and nothing is cached; add --cache"),
-        ("--taylorseer", "add --cache"),
-        ("--steps-mask fast", "add --cache"),
         ("--cache --Fn -1", "Fn_compute_blocks=-1"),
-        ("--cache --rdt -1", "residual_diff_threshold=-1"),
         ("--cache --taylorseer --foca", "--taylorseer and --foca"),
         ("--cache -order 2", "add it"),
-        ("--cache --steps-mask fats", "did you mean fast?"),
         ("--quantize-type int8", "is for --quantize"),
         ("-q --quantize-type int3", "quantize_type='int3'"),
         ("--fuse-lora", "add --lora FILE"),

@@ -1,0 +1,318 @@
+"""Caches as text: files, lines and flags. A failure would mean that a text says one thing and the run does another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditile import Plan, PlanError
+from ditile.cache.cache_dit import ParallelismConfig
+from ditile.cache.config import (
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    DMDCalibratorConfig,
+    FoCaCalibratorConfig,
+    TaylorSeerCalibratorConfig,
+)
+from ditile.cache.config_text import load_configs, parse_cache_line
+from ditile.cache.step_mask import parse_step_mask
+from ditile.cli.cache_options import CacheOptions
+from ditile.errors import LoadError, ModelError
+from ditile.plan.flags import add_arguments, collect_arguments, normalise_flags
+
+HYBRID = """
+cache_config:
+  max_warmup_steps: 8
+  warmup_interval: 2
+  max_cached_steps: -1
+  max_continuous_cached_steps: 2
+  Fn_compute_blocks: 1
+  Bn_compute_blocks: 0
+  residual_diff_threshold: 0.12
+  enable_taylorseer: true
+  taylorseer_order: 1
+parallelism_config:
+  ulysses_size: auto
+  tp_size: 2
+  parallel_kwargs:
+    attention_backend: native
+    extra_parallel_modules: ["text_encoder", "vae"]
+"""
+
+
+def test_the_documented_file(tmp_path: Path) -> None:
+    path = tmp_path / "hybrid.yaml"
+    path.write_text(HYBRID)
+    found = load_configs(path)
+    assert found == load_configs(str(path))
+    assert found == {
+        "cache_config": DBCacheConfig(
+            Fn_compute_blocks=1, warmup_interval=2, max_continuous_cached_steps=2, residual_diff_threshold=0.12
+        ),
+        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=1),
+        "parallelism_config": ParallelismConfig(
+            ulysses_size="auto",
+            tp_size=2,
+            parallel_kwargs={"attention_backend": "native", "extra_parallel_modules": ["text_encoder", "vae"]},
+        ),
+    }
+    assert found["parallelism_config"].to_plan(8) == Plan(ulysses=4, tensor=2, text="split", vae="rows")
+
+
+def test_json_and_all_sections(tmp_path: Path) -> None:
+    content = {
+        "cache_config": {"steps_computation_mask": "fast"},
+        "calibrator_config": {"calibrator_type": "foca"},
+        "quantize_config": {"quant_type": "int8_weight_only", "exclude_layers": ["embed"]},
+        "attention_backend": "native",
+    }
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(content))
+    assert (
+        load_configs(path)
+        == load_configs(content)
+        == {
+            "cache_config": DBCacheConfig(steps_computation_mask="fast"),
+            "calibrator_config": FoCaCalibratorConfig(),
+            "quantize_config": content["quantize_config"],
+            "attention_backend": "native",
+        }
+    )
+
+
+MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"cache_config": None}),
+    ({"cache_config": None, "calibrator_config": None}, {"cache_config": None}),
+    ({"cache_config": {}}, {"cache_config": DBCacheConfig()}),
+    ({"cache_config": {"cache_type": "DBPrune"}}, {"cache_config": DBPruneConfig()}),
+    ({"cache_config": {"non_prune_block_ids": [3, 4]}}, {"cache_config": DBPruneConfig(non_prune_block_ids=(3, 4))}),
+    (
+        {"cache_config": {"steps_computation_mask": [1, 0, 1]}},
+        {"cache_config": DBCacheConfig(steps_computation_mask=(1, 0, 1))},
+    ),
+    (
+        {"cache_config": {"enable_dmd": True, "enable_encoder_dmd": False, "dmd_ridge": "1e-6"}},
+        {
+            "cache_config": DBCacheConfig(),
+            "calibrator_config": DMDCalibratorConfig(dmd_ridge=1e-6, enable_encoder_calibrator=False),
+        },
+    ),
+    (
+        {"cache_config": {"enable_taylorseer": True, "taylorseer_cache_type": "hidden_states"}},
+        {
+            "cache_config": DBCacheConfig(),
+            "calibrator_config": TaylorSeerCalibratorConfig(calibrator_cache_type="hidden_states"),
+        },
+    ),
+    ({"cache_config": {"enable_taylorseer": False, "taylorseer_order": 2}}, {"cache_config": DBCacheConfig()}),
+    (
+        {"calibrator_config": {"dmd_history": 8}},
+        {"cache_config": None, "calibrator_config": DMDCalibratorConfig(dmd_history=8)},
+    ),
+    ({"calibrator_config": {}}, {"cache_config": None, "calibrator_config": TaylorSeerCalibratorConfig()}),
+]
+
+
+@pytest.mark.parametrize(("content", "wanted"), MEANT)
+def test_what_sections_mean(content: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = load_configs(content)
+    assert found == wanted
+    assert [*map(type, found.values())] == [*map(type, wanted.values())]
+
+
+COUNT, STEP = st.integers(0, 12), st.integers(-1, 12)
+MASK = st.sampled_from(["slow", "ultra", "2,1/3", "6,1,1/1,2,5"])
+FIELDS: dict[str, tuple[str, str, st.SearchStrategy[Any]]] = {
+    "Fn_compute_blocks": ("F", "--Fn", COUNT),
+    "Bn_compute_blocks": ("B", "--Bn", COUNT),
+    "residual_diff_threshold": ("R", "--rdt", st.floats(0, 2)),
+    "max_warmup_steps": ("W", "--max_warmup_steps", COUNT),
+    "warmup_interval": ("I", "--wi", st.integers(1, 5)),
+    "max_cached_steps": ("M", "--mc", STEP),
+    "max_continuous_cached_steps": ("MC", "--mcc", STEP),
+    "steps_computation_mask": ("mask", "--steps-mask", MASK),
+    "steps_computation_policy": ("policy", "--steps-policy", st.sampled_from(["dynamic", "static"])),
+}
+"""The word in a line and the flag of each field."""
+FORECASTS: dict[tuple[str, str, str], Calibration | None] = {
+    ("", "", ""): None,
+    ("taylor", "--taylorseer", "enable_taylorseer"): TaylorSeerCalibratorConfig(),
+    ("foca", "--foca", "enable_foca"): FoCaCalibratorConfig(),
+    ("dmd", "--dmd", "enable_dmd"): DMDCalibratorConfig(),
+}
+
+
+@given(
+    st.fixed_dictionaries({}, optional={name: values for name, (_, _, values) in FIELDS.items()}),
+    st.sampled_from(list(FORECASTS)), st.booleans(),
+)  # fmt: skip
+def test_a_line_a_file_and_flags_say_the_same(values: dict[str, Any], forecast: tuple[str, ...], prunes: bool) -> None:
+    """And what the configs' own fields say."""
+    mask = values.get("steps_computation_mask")
+    fields = values | ({} if mask is None else {"steps_computation_mask": parse_step_mask(mask)})
+    cache, calibrator = (DBPruneConfig if prunes else DBCacheConfig)(**fields), FORECASTS[forecast]  # type: ignore[index]
+    wanted = {"cache_config": cache} | ({} if calibrator is None else {"calibrator_config": calibrator})
+    word, flag, key = forecast
+    short = [f"{FIELDS[name][0]}={value}" for name, value in values.items()]
+    long = [f"{name}={value}" for name, value in values.items()]
+    for words in (short, long):
+        line = " ".join([*words, word, "prune" if prunes else "F=8" if "Fn_compute_blocks" not in values else ""])
+        found = parse_cache_line(line)
+        assert found == wanted and type(found["cache_config"]) is type(cache), line
+        assert CacheOptions(cache_line=line).build_cache_arguments() == wanted
+    section = values | ({key: True} if key else {}) | {"cache_type": "DBPrune" if prunes else "DBCache"}
+    assert load_configs({"cache_config": section}) == wanted
+    argv = [f"{FIELDS[name][1]}={value}" for name, value in values.items()]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, CacheOptions, title="cache")
+    flags = parser.parse_args(normalise_flags(["--prune" if prunes else "--cache", *([flag] if flag else []), *argv]))
+    assert CacheOptions(**collect_arguments(CacheOptions, flags)).build_cache_arguments() == wanted
+
+
+def test_words_of_a_line() -> None:
+    assert parse_cache_line("none") == {"cache_config": None}
+    found = parse_cache_line("F=0 taylor=2 reach=0.5 budget=0.3 resets couple=row")
+    assert found == {
+        "cache_config": DBCacheConfig(
+            Fn_compute_blocks=0, max_accumulated_residual_diff_threshold=0.3, accumulated_resets=True, couple="row"
+        ),
+        "calibrator_config": TaylorSeerCalibratorConfig(taylorseer_order=2, taylorseer_reach=0.5),
+    }
+    assert parse_cache_line("dmd=8")["calibrator_config"] == DMDCalibratorConfig(dmd_history=8)
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "hint"),
+    [
+        ("", "is empty", "'F=1 W=4 R=0.12 taylor=1', or 'none'"),
+        ("Q=1", "'Q=1'", "known are F, B, R, W"),
+        ("F=1 W=", "'W='", "write it without blanks"),
+        ("F=1 Fn_compute_blocks=2", "a second time", "say it once"),
+        ("taylor=1 foca", "2 calibrators", "name one"),
+        ("foca reach=1", "reach=1", "add taylor=1"),
+        ("foca=2", "'foca=2'", "write foca"),
+        ("F=-1", "Fn_compute_blocks=-1", "try Fn_compute_blocks=1"),
+        ("F=1 mask=1,x/2", "'1,x/2'", "or name a preset"),
+    ],
+)
+def test_lines_that_will_not_do(line: str, value: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_cache_line(line)
+    assert value in str(caught.value) and hint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-8 for text, and a file that says so is right all the same."""
+    (tmp_path / "a.yaml").write_text("calibrator_config: {calibrator_type: dmd, dmd_ridge: 1e-6}")
+    assert load_configs(tmp_path / "a.yaml")["calibrator_config"] == DMDCalibratorConfig(dmd_ridge=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"cache_conf": {}}, "did you mean cache_config?"),
+        ({"cache_config": {"enable_taylorser": True}}, "is not known"),
+        ({"cache_config": {"enable_taylorseer": True, "enable_dmd": True}}, "leave one out"),
+        ({"cache_config": {"enable_dmd": True}, "calibrator_config": {}}, "name a calibrator each"),
+        ({"cache_config": {"cache_type": "DBPrun"}}, "did you mean dbprune?"),
+        ({"cache_config": [1]}, "is no section"),
+        ({"calibrator_config": {"calibrator_type": "taylor"}}, "did you mean taylorseer?"),
+        ({"calibrator_config": {"calibrator_type": "foca", "dmd_history": 3}}, "is not known"),
+        ({"parallelism_config": {"ulyses_size": 2}}, "did you mean ulysses_size?"),
+        ({"parallelism_config": {"parallel_kwargs": {"attention": "x"}}}, "did you mean attention_backend?"),
+        ({"quantize_config": {"quant_typ": "int8"}}, "did you mean quant_type?"),
+        ({"attention_backend": ["native"]}, "is no name"),
+    ],
+)
+def test_what_is_refused(content: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        load_configs(content)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "is no YAML"),  # only plain values are read
+        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "", "has no sections"),
+        ("a.yaml", "- 1", "has no sections"),
+        ("b.yaml", None, "cannot be read"),
+    ],
+)
+def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(LoadError, match=says) as caught:
+        load_configs(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+SWITCHED = ("experimental_async_qkv_proj", "experimental_ulysses_async")
+PLANS: list[tuple[dict[str, Any], Plan]] = [
+    ({}, Plan()),
+    ({"ulysses_size": 2, "ring_size": 2, "tp_size": 2}, Plan(ulysses=2, ring=2, tensor=2)),
+    ({"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": True}}, Plan(ulysses=2, uaa=True)),
+    ({"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": False}}, Plan(ulysses=2, uaa=False)),
+    *(({"ulysses_size": 2, "parallel_kwargs": {name: True}}, Plan(ulysses=2, async_ulysses=True)) for name in SWITCHED),
+    ({"parallel_kwargs": {"extra_parallel_modules": ["vae"]}}, Plan()),  # one rank has none to share
+    ({"ring_size": 2, "parallel_kwargs": {"extra_parallel_modules": ["vae"]}}, Plan(ring=2, vae="rows")),
+    ({"tp_size": 2, "backend": "ParallelismBackend.NATIVE_PYTORCH"}, Plan(tensor=2)),
+    ({"tp_size": "auto"}, Plan(tensor=4)),
+]
+
+
+@pytest.mark.parametrize(("values", "plan"), PLANS, ids=str)
+def test_a_parallelism_is_a_plan(values: dict[str, Any], plan: Plan) -> None:
+    assert ParallelismConfig(**values).to_plan(4) == plan
+
+
+def test_auto_counts_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelismConfig(ulysses_size="auto", ring_size=2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert config.to_plan() == Plan(ulysses=3, ring=2)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(PlanError, match="ulysses=auto with ring=2: 5 rank"):
+        config.to_plan()
+    monkeypatch.delenv("RANK")
+    assert ParallelismConfig(ulysses_size="auto").to_plan() == Plan()
+
+
+def test_kernel_and_splits_of_a_parallelism() -> None:
+    table = {"": {}}
+    config = ParallelismConfig(ulysses_size=2, parallel_kwargs={"attention_backend": "flash", "cp_plan": table})
+    assert config.attention_backend == "flash" and config.cp_plan is table
+    assert ParallelismConfig().attention_backend is None and ParallelismConfig().cp_plan is None
+    assert hash(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"ulysses_size": 0}, "try ulysses_size=2 or ulysses_size='auto'"),
+        ({"ring_size": "2"}, "ring_size='2'"),
+        ({"ulysses_size": "auto", "tp_size": "auto"}, "ulysses_size and tp_size are auto"),
+        ({"backend": "mpi"}, "backend='mpi'"),
+        ({"parallel_kwargs": ["attention_backend"]}, "are no names and values"),
+        ({"parallel_kwargs": {"experimental_ulysses_anythin": True}}, "did you mean experimental_ulysses_anything?"),
+        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "is not True or False"),
+        ({"parallel_kwargs": {"experimental_ulysses_float8": True}}, "leave it out"),
+        ({"parallel_kwargs": {"ring_rotate_method": "allgather"}}, "try 'p2p'"),
+        ({"parallel_kwargs": {"attention_backend": 3}}, "is no name"),
+        ({"parallel_kwargs": {"extra_parallel_modules": "vae"}}, "are no names"),
+        ({"parallel_kwargs": {"extra_parallel_modules": ["controlnet"]}}, "'controlnet' is not offered"),
+    ],
+)
+def test_a_parallelism_that_will_not_do(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        ParallelismConfig(**values)
+    assert "\n" not in str(caught.value)
