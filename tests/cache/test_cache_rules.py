@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ditile.cache.cached import SingleRankAgreement
+from ditile.cache.config import DBCacheConfig
 from ditile.cache.judge import (
     WHOLE_BATCH,
     CacheCall,
@@ -25,7 +27,7 @@ from ditile.cache.judge import (
     compute_relative_difference,
     split_into_units,
 )
-from ditile.cache.rules import CacheLimits, DecisionRecord, RuleVerdict, SkipRules, relax_threshold
+from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
 from ditile.hooks.protocols import CallPosition
 
 STEPS = 19
@@ -38,7 +40,7 @@ class Run(NamedTuple):
     record: DecisionRecord
 
 
-def drive(limits: CacheLimits, differences: Sequence[float], mask: Sequence[int] | None = None) -> Run:
+def drive(limits: DBCacheConfig, differences: Sequence[float], mask: Sequence[int] | None = None) -> Run:
     """Asks the rules at each step, and tells them what was decided."""
     rules, record = SkipRules(limits, None if mask is None else tuple(mask)), DecisionRecord()
     for step, difference in enumerate(differences):
@@ -49,8 +51,19 @@ def drive(limits: CacheLimits, differences: Sequence[float], mask: Sequence[int]
     return Run(record.skipped, record)
 
 
-def limits(**changes: Any) -> CacheLimits:
-    return CacheLimits(**{"threshold": 0.5, **changes})
+SHORT = {
+    "threshold": "residual_diff_threshold",
+    "budget": "max_accumulated_residual_diff_threshold",
+    "budget_resets": "accumulated_resets",
+}
+
+
+def limits(static: bool = False, **changes: Any) -> DBCacheConfig:
+    """Settings, of which some have shorter names here."""
+    values = {
+        SHORT.get(name, name): value for name, value in {"threshold": 0.5, "max_warmup_steps": 0, **changes}.items()
+    }
+    return DBCacheConfig(**values, steps_computation_policy="static" if static else "dynamic")
 
 
 def left_out(changes: dict[str, Any], differences: Sequence[float] = (0.1,) * STEPS, mask: Any = None) -> list[int]:
@@ -141,9 +154,9 @@ def test_the_first_rule_that_knows_wins() -> None:
 
 
 @st.composite
-def settings_of_a_run(draw: Any) -> tuple[CacheLimits, list[float], list[int] | None]:
+def settings_of_a_run(draw: Any) -> tuple[SimpleNamespace, list[float], list[int] | None]:
     steps = draw(st.integers(1, 24))
-    made = CacheLimits(
+    made = SimpleNamespace(
         threshold=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])), max_warmup_steps=draw(st.integers(0, 8)),
         warmup_interval=draw(st.integers(1, 4)), max_cached_steps=draw(st.integers(-1, 6)),
         max_continuous_cached_steps=draw(st.integers(-1, 3)), budget=draw(st.sampled_from([None, 0.0, 0.3, 1.0])),
@@ -155,7 +168,7 @@ def settings_of_a_run(draw: Any) -> tuple[CacheLimits, list[float], list[int] | 
 
 
 def why_computed(
-    made: CacheLimits, differences: list[float], mask: list[int] | None, skipped: list[int], step: int
+    made: SimpleNamespace, differences: list[float], mask: list[int] | None, skipped: list[int], step: int
 ) -> Any:
     """Every reason in the documentation to compute a step, given the steps that were left out before it."""
     before = [s for s in skipped if s < step]
@@ -177,10 +190,12 @@ def why_computed(
 
 
 @given(settings_of_a_run())
-def test_a_step_is_computed_where_there_is_a_reason_and_only_there(run: tuple[CacheLimits, list[float], Any]) -> None:
+def test_a_step_is_computed_where_there_is_a_reason_and_only_there(
+    run: tuple[SimpleNamespace, list[float], Any],
+) -> None:
     """Both ways, for all rules together."""
     made, differences, mask = run
-    skipped = drive(made, differences, mask).skipped
+    skipped = drive(limits(**vars(made)), differences, mask).skipped
     for step in range(len(differences)):
         reasons = any(why_computed(made, differences, mask, skipped, step))
         assert reasons == (step not in skipped), f"step {step} of {skipped}"

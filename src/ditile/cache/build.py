@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from ditile.cache.config import Calibration, DBCacheConfig, DBPruneConfig, choose_stored_value, format_cache_config
 from ditile.cache.dbcache import DBCache
 from ditile.cache.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import CacheCall, Difference, SkipJudge
-from ditile.cache.rules import CacheLimits, DecisionRecord, SkipRules
+from ditile.cache.judge import Difference, SkipJudge
+from ditile.cache.rules import SkipRules
 from ditile.cache.segment import Residuals
 from ditile.cache.step_mask import resolve_step_mask
 from ditile.hooks.protocols import SkipAgreement
 
-
-class Chain(Protocol):
-    """A method on some of a transformer's blocks: `DBCache` or `DBPrune`."""
-
-    @property
-    def middle(self) -> Sequence[int]: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None: ...
-
-    def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None: ...
-
-    def bypass_cache(self) -> None: ...
-
-    def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]: ...
+Chain = DBCache | DBPrune
+"""What leaves blocks out in one generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +109,4 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
 
 def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:
     """When settings allow a step of a generation to be left out."""
-    hidden_limit = config.l1_hidden_states_diff_threshold
-    limits = CacheLimits(
-        threshold=config.residual_diff_threshold if hidden_limit is None else hidden_limit,
-        max_warmup_steps=config.max_warmup_steps,
-        warmup_interval=config.warmup_interval,
-        max_cached_steps=config.max_cached_steps,
-        max_continuous_cached_steps=config.max_continuous_cached_steps,
-        budget=config.max_accumulated_residual_diff_threshold,
-        budget_resets=config.accumulated_resets,
-        static=config.steps_computation_policy == "static",
-    )
-    return SkipRules(limits, resolve_step_mask(config.steps_computation_mask, steps))
+    return SkipRules(config, resolve_step_mask(config.steps_computation_mask, steps))

@@ -19,19 +19,6 @@ from ditile.cache.step_mask import check_step_mask
 from ditile.errors import ModelError
 from ditile.plan.checks import check_choice, check_finite_number, check_whole_number, is_whole_number, suggest_nearest
 
-__all__ = [
-    "Calibration",
-    "DBCacheConfig",
-    "DBPruneConfig",
-    "DMDCalibratorConfig",
-    "FoCaCalibratorConfig",
-    "ParamsModifier",
-    "TaylorSeerCalibratorConfig",
-    "choose_stored_value",
-    "merge_configs",
-    "format_cache_config",
-]
-
 StoreType = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, 0]
 """A whole number of at least so many."""
@@ -200,6 +187,7 @@ class Calibration(Fields):
         enable_calibrator: forecast the image stream.
         enable_encoder_calibrator: forecast the text stream.
         calibrator_cache_type: what is stored and forecast: what the middle blocks added, or what they returned.
+        calibrator_type: of each calibrator; accepted, and says what its class says.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -218,12 +206,8 @@ class TaylorSeerCalibratorConfig(Calibration):
         taylorseer_order: its degree; 1 is a line, and 0 reuse.
         taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two of them; further
             on it stays as it is there. None is any distance.
-        calibrator_type: accepted; says what the class says.
 
     The others are those of `Calibration`.
-
-    Raises:
-        ModelError: if a field is not known, or a value is out of its range.
     """
 
     taylorseer_order: Count = 1
@@ -235,13 +219,7 @@ class TaylorSeerCalibratorConfig(Calibration):
 class FoCaCalibratorConfig(Calibration):
     """FoCa: a forecast by the slope at the last computed step, corrected by the slope there (arXiv 2508.16211).
 
-    Attributes:
-        calibrator_type: accepted; says what the class says.
-
-    The others are those of `Calibration`.
-
-    Raises:
-        ModelError: if a field is not known, or a value is out of its range.
+    Its fields are those of `Calibration`.
     """
 
     calibrator_type: Literal["foca"] = "foca"
@@ -256,12 +234,8 @@ class DMDCalibratorConfig(Calibration):
         dmd_rank: exponentials at most; None or 0 takes all that stand out from the noise.
         dmd_ridge: added to the singular values, relative to the first, where they are divided by.
         dmd_svd_precision: accepted; the decomposition is of a few numbers, and always in double precision.
-        calibrator_type: accepted; says what the class says.
 
     The others are those of `Calibration`.
-
-    Raises:
-        ModelError: if a field is not known, or a value is out of its range.
     """
 
     dmd_history: Annotated[int, 2] = 6

@@ -19,7 +19,7 @@ from ditile.hooks.protocols import SkipAgreement
 
 
 class DynamicThreshold(NamedTuple):
-    """How the threshold of a step follows its first differences; see `rules.relaxed`."""
+    """How the threshold of a step follows its first differences; see `relax_threshold`."""
 
     ratio: float
     most: float
@@ -36,7 +36,7 @@ class DBPrune:
     """The blocks of one chain.
 
     Args:
-        slots: the blocks, in order.
+        hooks: the blocks, in order.
         judge: makes what decides on a block.
         residuals: makes a memory for a block.
         first, last: F and B.
@@ -112,5 +112,5 @@ class DBPrune:
     def _compute_thresholds(self, judge: SkipJudge) -> list[float] | None:
         if self._dynamic is None:
             return None
-        base = judge.rules.limits.threshold
+        base = judge.rules.threshold
         return [relax_threshold(base, seen, self._dynamic.ratio, self._dynamic.most) for seen in self._seen]

@@ -14,24 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ditile.cache.config import DBCacheConfig
+
 ALWAYS = 1.0
 """A threshold from which on steps are left out without a look at the difference."""
 
 DYNAMIC_DIFFERENCES = 5  # differences of a step that a dynamic threshold follows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheLimits:
-    """What bounds how much is left out; the fields are those of `DBCacheConfig`."""
-
-    threshold: float
-    max_warmup_steps: int = 0
-    warmup_interval: int = 1
-    max_cached_steps: int = -1
-    max_continuous_cached_steps: int = -1
-    budget: float | None = None
-    budget_resets: bool = False
-    static: bool = False
 
 
 class RuleVerdict(Enum):
@@ -66,37 +54,37 @@ class SkipRules:
     """The rules of one generation.
 
     Attributes:
-        limits: warmup, threshold and so on.
-        mask: 1 for each step that must be computed, if there is a mask.
+        config: warmup, threshold, limits and so on.
+        mask: 1 for each step that must be computed, if there is a mask; that of the config for this generation.
     """
 
-    limits: CacheLimits
+    config: DBCacheConfig
     mask: tuple[int, ...] | None = None
 
     def decide_without_difference(self, step: int, record: DecisionRecord, at: int | None = None) -> RuleVerdict:
         """What is known of a step before its difference is; `at` is its place in the generation if that differs."""
-        limits = self.limits
+        config = self.config
         at = step if at is None else at
         if record.computed is None or (
-            step < self._count_warmup_steps(at - step) and step % limits.warmup_interval == 0
+            step < self._count_warmup_steps(at - step) and step % config.warmup_interval == 0
         ):
             return RuleVerdict.COMPUTE
         if self.mask is not None:
             if self.mask[at]:
                 return RuleVerdict.COMPUTE
-            if limits.static:
+            if self.is_static:
                 return RuleVerdict.SKIP
-        if 0 <= limits.max_cached_steps <= len(record.skipped):
+        if 0 <= config.max_cached_steps <= len(record.skipped):
             return RuleVerdict.COMPUTE
-        if 0 <= limits.max_continuous_cached_steps <= record.streak:
+        if 0 <= config.max_continuous_cached_steps <= record.streak:
             return RuleVerdict.COMPUTE
-        if limits.threshold <= 0:
+        if self.threshold <= 0:
             return RuleVerdict.COMPUTE
-        return RuleVerdict.SKIP if limits.threshold >= ALWAYS and self._active_budget is None else RuleVerdict.MEASURE
+        return RuleVerdict.SKIP if self.threshold >= ALWAYS and self._active_budget is None else RuleVerdict.MEASURE
 
     def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
         """Whether a step of this difference is left out; the threshold is that of the limits, or another one."""
-        limit = self.limits.threshold if threshold is None else threshold
+        limit = self.threshold if threshold is None else threshold
         within = self._active_budget is None or record.spent + difference < self._active_budget
         return within and (difference < limit or limit >= ALWAYS)
 
@@ -106,7 +94,7 @@ class SkipRules:
             record.differences[step] = difference
         if not skipped:
             record.computed, record.streak = step, 0
-            if self.limits.budget_resets:
+            if self.config.accumulated_resets:
                 record.spent = 0.0
             return
         record.skipped.append(step)
@@ -114,9 +102,20 @@ class SkipRules:
         record.spent += difference or 0.0
 
     @property
+    def threshold(self) -> float:
+        """A step whose difference is less may be left out."""
+        hidden = self.config.l1_hidden_states_diff_threshold
+        return self.config.residual_diff_threshold if hidden is None else hidden
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the mask alone decides."""
+        return self.config.steps_computation_policy == "static"
+
+    @property
     def never_skips(self) -> bool:
         """Whether nothing is ever left out."""
-        return self.limits.threshold <= 0 and (self.mask is None or not self.limits.static)
+        return self.threshold <= 0 and (self.mask is None or not self.is_static)
 
     def can_skip_any(self, steps: int) -> bool:
         """Whether any of so many steps could be left out, whatever the differences."""
@@ -129,12 +128,12 @@ class SkipRules:
 
     @property
     def _active_budget(self) -> float | None:
-        budget = self.limits.budget
+        budget = self.config.max_accumulated_residual_diff_threshold
         return budget if budget is not None and budget > 0 else None
 
     def _count_warmup_steps(self, start: int) -> int:
         """Steps of the warmup that begins at `start`; it ends where a mask first allows to leave a step out."""
-        warmup = self.limits.max_warmup_steps
+        warmup = self.config.max_warmup_steps
         if self.mask is None or 0 not in self.mask[start:]:
             return warmup
         return min(warmup, self.mask.index(0, start) - start)

@@ -25,21 +25,9 @@ from ditile.plan.flags import define_option, format_flag
 from ditile.plan.plan import AXES, Plan
 
 QUANTIZE_TYPES = (
-    "float8",
-    "float8_weight_only",
-    "int8",
-    "int8_weight_only",
-    "int4",
-    "int4_weight_only",
-    "int4_w4a4",
-    "bitsandbytes_4bit",
-    "fp8_w8a8_dq",
-    "fp8_w8a16_wo",
-    "int8_w8a8_dq",
-    "int8_w8a16_wo",
-    "int4_w4a8_dq",
-    "int4_w4a16_wo",
-    "int4_w4a4_dq",
+    *("float8", "float8_weight_only", "int8", "int8_weight_only", "int4", "int4_weight_only", "int4_w4a4"),
+    *("bitsandbytes_4bit", "fp8_w8a8_dq", "fp8_w8a16_wo", "int8_w8a8_dq", "int8_w8a16_wo"),
+    *("int4_w4a8_dq", "int4_w4a16_wo", "int4_w4a4_dq"),
 )
 """What --quantize-type takes; whether it runs here is known when weights are there."""
 

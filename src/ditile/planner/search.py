@@ -348,7 +348,7 @@ def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: fl
         if verdict is RuleVerdict.MEASURE:
             if hit_rate is None:
                 raise PlanError(
-                    f"a threshold of {rules.limits.threshold:g} decides by what it measures; say which share of those "
+                    f"a threshold of {rules.threshold:g} decides by what it measures; say which share of those "
                     "steps it is expected to leave out, such as --hit-rate 0.5"
                 )
             hits += hit_rate
