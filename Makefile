@@ -1,11 +1,12 @@
-# make demo | test | check | docs: each makes .venv first, and makes it anew when the versions in it would change.
+# make demo | test | test-fast | benchmarks-check | check | docs: each makes .venv first, and makes it anew when the
+# versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
 
-.PHONY: demo test check docs environment
+.PHONY: demo test test-fast benchmarks-check check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
@@ -15,6 +16,14 @@ demo: environment
 test: environment
 	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone'
 	$(RUN) -m pytest -m alone
+
+# What to run while working: tests/fast.txt names them, a file or a test a line.
+test-fast: environment
+	$(RUN) -m pytest -n 3 --dist worksteal @tests/fast.txt
+
+# What docs/benchmarks say, and the commands that make them.
+benchmarks-check: environment
+	$(RUN) -m pytest benchmarks/tests
 
 check: environment
 	scripts/check

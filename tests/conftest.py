@@ -1,5 +1,6 @@
 """Fixtures of every test. Tests never use the network, assert the ages of keys, and use one torch thread."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ import torch
 from tests.pool import Pool
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through again by the garbage collector: half a million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -63,17 +63,16 @@ def test_ranks_skip_what_one_process_skips(pool: Pool, name: str, plan: str, con
     remembered was added to other tokens than it belongs to."""
     if (name, type(config)) == ("flux2", DBCacheConfig):  # its first block changes by more than itself in every step
         config = config.reset(**STATIC)
-    best: tuple[float, Any] = (0.0, None)
-    for threshold in (0.005, 0.01, 0.015, 0.02, 0.03, 0.045, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95):
+    static = config.steps_computation_policy == "static"
+    for threshold in (0.06, 0.2, 0.03, 0.1, 0.015, 0.45, 0.3, 0.6, 0.8, 0.15, 0.045, 0.02, 0.01, 0.005, 0.95):
         chosen = config.reset(residual_diff_threshold=threshold)
-        latents, skipped, found = draw(name, chosen, None)
-        static = config.steps_computation_policy == "static"
-        margin = min((abs(d - threshold) / threshold for d in found), default=float(static))
-        mixed = any(steps for _, steps in skipped) and (static or any(d > threshold for d in found))
-        if mixed and margin > best[0]:
-            best = (margin, (chosen, latents, skipped))
-    assert best[0] > 1e-4, f"no threshold tells the steps of {name} apart"
-    chosen, wanted, expected = best[1]
+        wanted, expected, differences = draw(name, chosen, None)
+        margin = min((abs(d - threshold) / threshold for d in differences), default=float(static))
+        mixed = any(steps for _, steps in expected) and (static or any(d > threshold for d in differences))
+        if mixed and margin > 1e-3:
+            break
+    else:
+        pytest.fail(f"no threshold tells the steps of {name} apart")
     for rank, (latents, skipped, _) in enumerate(
         pool.run(draw, Plan.parse(plan).world, name, chosen, Plan.parse(plan))
     ):

@@ -71,15 +71,13 @@ def draw(name: str, threshold: float, world: int) -> tuple[Tensor, list[dict[str
 def test_ranks_equal_the_simulation(pool: Pool, name: str) -> None:
     """Latents and left out patches are the simulation's. A failure means that patches were decided on together, or by
     two stages differently; that a residual was another patch's; or that keys of a left out patch were renewed."""
-    best: tuple[float, Any] = (0.0, None)
-    for threshold in (0.3, 0.4, 0.55, 0.7, 0.9) if CASES[name].first else (0.05, 0.1, 0.15, 0.2, 0.3):
+    for threshold in (0.55, 0.4, 0.7, 0.3, 0.9) if CASES[name].first else (0.15, 0.1, 0.2, 0.05, 0.3):
         wanted, cache = simulated(name, threshold)
         margin = min((abs(d - threshold) for d in cache.differences), default=0.0)
-        mixed = any(cache.skipped.values()) and any(d > threshold for d in cache.differences)
-        if mixed and margin > best[0]:
-            best = (margin, (threshold, wanted, cache))
-    assert best[0] > 1e-4, f"no threshold: {[simulated(name, 0.5)[1].differences]}"
-    threshold, wanted, cache = best[1]
+        if any(cache.skipped.values()) and any(d > threshold for d in cache.differences) and margin > 1e-3:
+            break
+    else:
+        pytest.fail(f"no threshold tells the steps apart: {cache.differences}")
     [world] = CASES[name].case.ranks
     seen = set()
     for rank, (latents, [report]) in enumerate(pool.run(draw, world, name, threshold, world)):

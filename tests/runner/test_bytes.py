@@ -56,8 +56,10 @@ def counted(name: str, ranks: int, images: int) -> list[tuple[dict[str, int], di
     return actual
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "images"), [*((name, 1) for name in JOBS), ("sd3.5 medium", 2)])
+@pytest.mark.parametrize(
+    ("name", "images", "ranks"),
+    [*((name, 1, 2) for name in JOBS), ("sd3.5 medium", 2, 2), ("flux true cfg", 1, 4), ("sd3.5 medium", 1, 4)],
+)
 def test_counted_is_the_formula(pool: Pool, name: str, images: int, ranks: int) -> None:
     """A failure means that text, padding or a whole image travels again, or shapes are agreed by messages."""
     for rank, of_plans in enumerate(pool.run(counted, ranks, name, ranks, images)):

@@ -59,6 +59,7 @@ HYBRIDS = [
     Hybrid("flux", "pipefusion=2 patches=3 ring=2", "callback"),
     Hybrid("flux", "pipefusion=2 patches=3 ulysses=2 warmup=0", "lora"),
     Hybrid("flux embedded guidance", "pipefusion=2 patches=1 ulysses=2", "two images"),
+    Hybrid("sd3.5 medium", "pipefusion=2 patches=3 ulysses=3 warmup=0", "large"),
     Hybrid("pixart sigma", "pipefusion=2 patches=4 ring=2 warmup=0", "lora"),
     Hybrid("pixart alpha", "pipefusion=2 patches=3 ring=2 stage_blocks=3,1"),
     Hybrid("sd3", "pipefusion=2 patches=3 ulysses=2", "image"),

@@ -55,7 +55,8 @@ def test_two_ranks(pool: Pool, name: str) -> None:
     """A failure in one family means that its table puts a token where it is not; in all, that an exchange is wrong."""
     plans = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "async_ulysses": True}, {"distrifusion": 2, "warmup": 99}]
     plans += [{"tensor": 2}, {"tensor": 2, "split_scheme": "sequence"}]
-    check(pool, name, 2, plans)
+    # Of one family the blocks are the same: the other ways to call it meet one axis of tokens and one of weights.
+    check(pool, name, 2, plans if name in ("flux true cfg", "pixart sigma", "sd3.5 medium") else plans[::4])
 
 
 @pytest.mark.parametrize(
@@ -155,38 +156,3 @@ def test_fused_projections_cannot_travel_apart(pool: Pool) -> None:
     """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
     for message in pool.run(fused_projections, 2):
         assert "unfuse_qkv_projections" in message and "\n" not in message
-
-
-def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
-    pipe = MAKE[name]()
-    found = []
-    for plan in plans:
-        with divided(pipe, **plan) as runner:
-            found.append(run(runner, name, **call))
-    return found
-
-
-@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
-def test_stale_keys_and_shared_tokens(pool: Pool, name: str) -> None:
-    """PipeFusion's stale schedule with its tokens shared out too is the stale schedule alone, uneven patches included.
-
-    A failure means that the K/V of a patch are kept elsewhere than those of the synchronous step (rank-major against
-    patch-major), or that the ranks of a stage do not all hold the whole previous step.
-    """
-    call = {"height": 40, "width": 56, "max_sequence_length": 7}
-    base = {"pipefusion": 2, "patches": 3}
-    alone = pool.run(stale, 2, name, [base, base | {"warmup": 0}], call)[0]
-    exact = pool.run(stale, 1, name, [{}], call)[0][0]
-    others: list[dict[str, Any]] = [
-        {"ulysses": 3},
-        {"ring": 2},
-        {"tensor": 2},
-        {"tensor": 2, "split_scheme": "sequence"},
-    ]
-    for also in others:
-        plans = [base | also, base | also | {"warmup": 0}]
-        ranks = 2 * also.get("ulysses", 1) * also.get("ring", 1) * also.get("tensor", 1)
-        for rank, found in enumerate(pool.run(stale, ranks, name, plans, call)):
-            for got, wanted, plan in zip(found, alone, plans, strict=True):
-                close(got, wanted, f"{name} {plan} rank {rank}")
-    assert float((alone[0] - exact).abs().max() / exact.abs().max()) > 100 * TOLERANCE
