@@ -71,7 +71,9 @@ PLANS = [
     "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4", "cfg=2 pipefusion=2 patches=4",
     "pipefusion=2 tensor=2 patches=2",
 ]  # fmt: skip
-OF_TWO_STREAMS = ["ulysses=2", "tensor=2 split_scheme=sequence", "pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2"]
+OF_TWO_STREAMS = (
+    "ulysses=2", "tensor=2 split_scheme=sequence", "pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2",
+)  # fmt: skip
 """What blocks of text and image, and blocks of both in one, hold in another way than PixArt's."""
 
 

@@ -122,9 +122,7 @@ def test_every_way_to_call(pool: Pool, name: str) -> None:
     pool.run(like_plain, 2, name, exact, calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup"), [("flux", 0), ("flux", 1), ("pixart sigma", 1), ("sd3.5 medium", 0)]
-)
+@pytest.mark.parametrize(("name", "warmup"), [("flux", 0), ("flux", 1), ("pixart sigma", 1), ("sd3.5 medium", 0)])
 def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: int) -> None:
     """With stale keys. A failure means that keys or constants of an earlier picture reach a later one."""
     calls = [{}, {"prompt": "a blue square"}, {"num_inference_steps": 3, **SMALL}, VARIETY[0], VARIETY[3], {}]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+from ditile.plan import cost
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.pool import Pool
@@ -186,30 +187,47 @@ def expected(job: Job, plan: Plan, number: int) -> tuple[dict[str, int], dict[st
     return dict(rank.bytes), dict(rank.calls)
 
 
-def counted(name: str, plans: list[str], split: tuple[int, int]) -> list[tuple[dict[str, int], dict[str, int]]]:
+class Counted(NamedTuple):
+    """What a rank counted under a plan, and what the package's formulas say of it."""
+
+    sent: dict[str, int]
+    messages: dict[str, int]
+    key_bytes: int
+    sent_by_formula: dict[str, int]
+    key_bytes_by_formula: int
+
+
+def count_plans(name: str, plans: list[str], split: tuple[int, int]) -> list[Counted]:
     """On a rank: bytes and messages by kind, of each plan."""
-    pipe, found = MAKE[name](), []
+    pipe, counted = MAKE[name](), []
     for text in plans:
         plan = Plan.parse(text).to_dict()
         if plan["pipefusion"] == 2:
             plan["stage_blocks"] = split
         with divided(pipe, **plan) as runner:
             run(runner, name, **SIZE)
-            traffic = runner.mesh.traffic
-            found.append(tuple({k: n for k, n in t.items() if k != "control"} for t in (traffic.bytes, traffic.calls)))
-    return found
+            job, rank, traffic = runner.job(), runner.mesh.rank, runner.mesh.traffic
+            assert job is not None and runner.report is not None
+            sent, messages = ({k: n for k, n in t.items() if k != "control"} for t in (traffic.bytes, traffic.calls))
+            formulas = cost.count_traffic_bytes(job, rank), cost.count_key_store_bytes(job, rank)
+            counted.append(Counted(sent, messages, runner.report.key_bytes, *formulas))
+    return counted
 
 
-@pytest.mark.parametrize("ranks", PLANS)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, ranks) for name in JOBS for ranks in (2, 3, 4)), ("sd3.5 medium", 8)]
+)
 def test_every_rank_sends_what_it_must(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that padding, dummies or stale keys travel, that keys are exchanged again for every patch, or
-    that something is agreed by messages.
+    that something is agreed by messages; of the formulas, that tables promise something else.
     """
     job = JOBS[name]
-    for rank, of_plans in enumerate(pool.run(counted, ranks, name, PLANS[ranks], job.stages)):
-        for plan, found in zip(PLANS[ranks], of_plans, strict=True):
-            assert found == expected(job, Plan.parse(plan), rank), f"{name}, {plan}, rank {rank}"
+    for rank, of_plans in enumerate(pool.run(count_plans, ranks, name, PLANS[ranks], job.stages)):
+        for plan, counted in zip(PLANS[ranks], of_plans, strict=True):
+            where = f"{name}, {plan}, rank {rank}"
+            assert (counted.sent, counted.messages) == expected(job, Plan.parse(plan), rank), where
+            assert {k: n for k, n in counted.sent.items() if n} == counted.sent_by_formula, where
+            assert counted.key_bytes == counted.key_bytes_by_formula, where
 
 
 P, H, LAYERS = ROWS * COLUMNS, tiny.WIDTH, 4
