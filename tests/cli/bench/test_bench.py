@@ -11,9 +11,9 @@ import pytest
 
 from ditile.cli.bench import runs, sweeps
 from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
+from ditile.cli.bench.command import load_prediction_profile, predict_cells
 from ditile.cli.bench.figures import describe_row_method, name_plan_methods, tabulate_warmups
 from ditile.cli.bench.options import SWEEPS, Comparison, Workload
-from ditile.cli.bench.predict import load_prediction_profile, predict_cells
 from ditile.cli.bench.random_models import RandomModel
 from ditile.cli.bench.session import BenchTask, _count_session_runs, compute_exposed_shares, rotate_cells
 from ditile.cli.bench.subjects import create_bench_subject

@@ -15,8 +15,7 @@ from ditile.cli.bench.across import RANKS, measure_across_link
 from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile.cli.bench.links import check_namespace_rights
 from ditile.cli.bench.options import Comparison, Workload
-from ditile.cli.bench.predict import load_prediction_profile, predict_cells
-from ditile.cli.bench.runs import Row
+from ditile.cli.bench.runs import Prediction, Row
 from ditile.cli.bench.session import BenchTask, run_session
 from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
 from ditile.cli.bench.worlds import list_allowed_cores
@@ -26,8 +25,14 @@ from ditile.distributed.launch import launch
 from ditile.errors import ModelError, PlanError
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.answer import load_machine_profile
 from ditile.planner.calibrate import LIMIT
+from ditile.planner.memory import count_rank_memory
+from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
+from ditile.planner.question import PlanQuestion
+from ditile.planner.search import make_pricer, predict_skipped_steps
 from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"
@@ -252,3 +257,50 @@ def _list_unfit_plans(
 def _check_matplotlib(compared: Comparison) -> None:
     if not compared.no_figures and find_spec("matplotlib") is None:
         raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")
+
+
+def load_prediction_profile(compared: Comparison) -> Profile | None:
+    """The machine that is predicted for; None where none was named, and this one was never calibrated.
+
+    Raises:
+        PlanError, ModelError: if it is not known, or a file is no profile.
+    """
+    if compared.hardware is None and compared.profile is None and not env.find_profile_path().exists():
+        return None
+    return load_machine_profile(PlanQuestion(hardware=compared.hardware, profile=compared.profile))
+
+
+def predict_cells(
+    subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None], profile: Profile
+) -> dict[BenchCell, Prediction]:
+    """What is known of cells before they run. A cache that decides by what it measures cannot be foretold."""
+    return {
+        cell: _predict_cell(
+            subject, cell, replace(job, shape=replace(job.shape, element_size=profile.element_size)), profile
+        )
+        for cell, job in jobs.items()
+        if job is not None
+    }
+
+
+def _predict_cell(subject: BenchSubject, cell: BenchCell, job: PlannedCall, profile: Profile) -> Prediction:
+    # A link joins two hosts of one rank each.
+    machines, host = (hardware.add_interlink(profile, cell.link), 1) if cell.link else (profile, None)
+    pricer = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), machines, host)
+    left = _predict_cache_skips(cell, job)
+    seconds = None if left is None else pricer.price_call(job, left).latency_s
+    if cell.cache or cell.plan == ONE_RANK:
+        return Prediction(seconds, None)
+    ranks = (
+        count_rank_memory(subject.planner_subject, job, profile, rank, pricer.text_tokens)
+        for rank in range(job.plan.world)
+    )
+    return Prediction(seconds, max(rank.denoising_peak for rank in ranks))
+
+
+def _predict_cache_skips(cell: BenchCell, job: PlannedCall) -> CacheSkips | None:
+    """What a cell's cache leaves out; None if only a run can tell."""
+    try:
+        return predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
+    except PlanError:
+        return None

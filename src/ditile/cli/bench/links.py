@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a link of a chosen bandwidth. Linux, needs root and iproute2.
 
-with two_hosts("100mbit") as hosts:
+with create_two_hosts("100mbit") as hosts:
     subprocess.run([*hosts[0].prefix, "ping", "-c1", hosts[1].address])
 """
 
@@ -46,32 +46,19 @@ def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
         hosts = []
         for k in (0, 1):
             space = f"ditile-{os.getpid()}-{k}"
-            _run_network_command("ip", "netns", "add", space)
-            stack.callback(_run_network_command, "ip", "netns", "delete", space)
+            _run_network_command(f"ip netns add {space}")
+            stack.callback(_run_network_command, f"ip netns delete {space}")
             hosts.append(Host(("ip", "netns", "exec", space), f"10.77.0.{k + 1}", f"ditile{k}"))
-        ends = [(host.interface, host.prefix[-1]) for host in hosts]
-        _run_network_command(
-            "ip",
-            "link",
-            "add",
-            ends[0][0],
-            "netns",
-            ends[0][1],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            ends[1][0],
-            "netns",
-            ends[1][1],
-        )
+        here, there = (f"{host.interface} netns {host.prefix[-1]}" for host in hosts)
+        _run_network_command(f"ip link add {here} type veth peer name {there}")
         for host in hosts:
-            _run_network_command(*host.prefix, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)
-            for interface in ("lo", host.interface):
-                _run_network_command(*host.prefix, "ip", "link", "set", interface, "up")
+            within, interface = " ".join(host.prefix), host.interface
+            _run_network_command(f"{within} ip address add {host.address}/24 dev {interface}")
+            for name in ("lo", interface):
+                _run_network_command(f"{within} ip link set {name} up")
             if rate is not None:
-                shape = ("rate", rate, "burst", str(burst), "latency", "100ms")
-                _run_network_command(*host.prefix, "tc", "qdisc", "add", "dev", host.interface, "root", "tbf", *shape)
+                shape = f"tbf rate {rate} burst {burst} latency 100ms"
+                _run_network_command(f"{within} tc qdisc add dev {interface} root {shape}")
         yield hosts[0], hosts[1]
 
 
@@ -97,7 +84,7 @@ def _compute_burst_bytes(rate: str | None) -> int:
     return 0 if rate is None else max(64 * 1024, 2 * parse_link_rate(rate) // 8 // _TIMER_HZ)
 
 
-def _run_network_command(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run_network_command(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PlanError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")
+        raise PlanError(f"{command} failed: {' '.join(done.stderr.split())}")

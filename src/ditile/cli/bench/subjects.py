@@ -1,10 +1,10 @@
-"""Subjects: what is measured. A stored model or one of random weights: what fits it, its pipeline, and the call."""
+"""What is measured: a stored model or one of random weights, with its pipeline and its call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,40 +23,6 @@ from ditile.runner.load import find_model_source, load, read_generation_options
 
 SIZE, STEPS = 512, 20
 """Of a random model, where nothing is said."""
-
-
-class BenchSubject(Protocol):
-    """What is measured."""
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-
-    def get_num_steps(self) -> int | None:
-        """Denoising steps, where they are known."""
-
-    def get_native_side(self) -> int | None:
-        """Pixels of a side of its own size, where they are known."""
-
-    @property
-    def planner_subject(self) -> Described:
-        """The model without its weights."""
-
-    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
-        """What of a call changes how long it takes."""
-
-    def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
-        """A cell as numbers; None where nothing is known of the model.
-
-        Raises:
-            DitileError: if the cell does not fit it.
-        """
-
-    def create_pipeline(self, plan: Plan | None) -> Any:
-        """The pipeline on the CPU: whole, or what this rank of a plan owns."""
-
-    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """The arguments of a call, for as many pictures as the cell has; made anew each time."""
 
 
 def create_bench_subject(work: Workload) -> BenchSubject:
@@ -80,26 +46,30 @@ class StoredSubject:
 
     @cached_property
     def planner_subject(self) -> Described:
-        """From its configs."""
+        """The model without its weights, from its configs."""
         return Described.from_configs(self.name, find_model_source(self.name))
 
     def get_num_steps(self) -> int | None:
-        """As asked for, or as the model has them beside it."""
+        """Denoising steps: as asked for, or as the model has them beside it."""
         return self.work.steps or read_generation_options(self.name).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
-        """The model's own height."""
+        """Pixels of a side of the model's own size, where it is known."""
         job = self.make_cost_job(BenchCell(ONE_RANK))
         return None if job is None else job.shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
-        """With the model's own options."""
+        """What of a call changes how long it takes, with the model's own options."""
         return build_dry_run_call(
             replace(self._make_generate_options(cell), num_images=cell.num_pictures), read_generation_options(self.name)
         )
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
-        """From the configs alone."""
+        """A cell as numbers, from the configs alone; None where nothing is known of the model.
+
+        Raises:
+            DitileError: if the cell does not fit the model.
+        """
         try:
             return build_subject_job(
                 self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
@@ -110,13 +80,13 @@ class StoredSubject:
             raise
 
     def create_pipeline(self, plan: Plan | None) -> Any:
-        """Its progress bar is off."""
+        """The pipeline on the CPU, without its progress bar: whole, or what this rank of a plan owns."""
         pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """With the model's own options."""
+        """The arguments of a call, for as many pictures as the cell has; made anew each time."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), read_generation_options(self.name))
         if cell.num_pictures > 1:
             call["num_images_per_prompt"] = cell.num_pictures
@@ -193,6 +163,10 @@ class RandomSubject:
 
     def _choose_height_and_width(self, cell: BenchCell) -> tuple[int, int]:
         return cell.height or SIZE, cell.width or SIZE
+
+
+BenchSubject: TypeAlias = StoredSubject | RandomSubject
+"""What is measured: both classes have the same methods."""
 
 
 def _choose_output_type(work: Workload) -> str:
