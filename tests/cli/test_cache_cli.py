@@ -133,13 +133,13 @@ def test_two_stages_and_a_file_of_prompts(capsys: pytest.CaptureFixture[str], mo
     Path("prompts.txt").write_text("a red circle\na blue square\n")
     words = ("--prompts-file", "prompts.txt", "--out-dir", "d", *CACHE, "--lora", str(loras / "one.safetensors"))
     words += ("--fuse-lora", "--pipefusion", "2", "--patches", "1")
-    done = ditile("generate", *words, "--model", model, "--threads", "1", "--json", "-")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    assert main.main(["generate", *words, "--model", model, "--threads", "1", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
     assert [entry["stage"] for entry in facts["cache"]["contexts"]] == [0, 1]
     for entry in facts["cache"]["contexts"]:
         assert entry["cached_steps"] == [[2, 3], [2, 3]] and entry["steps"] == 8
-    assert "stage 1, " in done.stderr and "4 of 8 steps cached whole, 40% of blocks saved" in done.stderr
+    assert "stage 1, " in err and "4 of 8 steps cached whole, 40% of blocks saved" in err
     assert drawn(capsys, model, *words, "--seed", "0")["skipped"] == 2, "the same settings, the same pictures"
     words = ("--prompts-file", "prompts.txt", "--out-dir", "d", "--seed", "0")
     assert drawn(capsys, model, *words, *CACHE)["skipped"] == 0

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ditile.cli import files, generate, main
 from tests import tiny
-from tests.cli.test_cli import ditile, opened
+from tests.cli.test_cli import opened
 
 FILE = """# shapes
 a red circle
@@ -75,9 +75,7 @@ def test_other_settings_are_other_pictures(capsys: pytest.CaptureFixture[str]) -
 
 def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> None:
     """Stages that wait for each other between prompts too; the summary is the only thing on the standard output."""
-    done = ditile("generate", *WORDS, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two", "--json", "-")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    facts = made(capsys, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two")
     assert facts["images"] == [f"two/{k:04}.png" for k in range(3)] and len(facts["bytes_sent"]) == 2
     made(capsys, "--out-dir", "one")
     for k in range(3):

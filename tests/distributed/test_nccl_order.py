@@ -71,7 +71,7 @@ def in_both_orders(name: str, plan: str, call: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(("name", "plan", "call"), ROWS, ids=[f"{name} {plan}" for name, plan, _ in ROWS])
 def test_plans_keep_the_order(pool: Pool, name: str, plan: str, call: dict[str, Any]) -> None:
-    done = pool.run(in_both_orders, Plan.parse(plan).world, name, plan, call, timeout=60)
+    done = pool.run(in_both_orders, Plan.parse(plan).world, name, plan, call)
     assert all(map(all, done)), "nothing was put in order"
 
 

@@ -60,18 +60,21 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         DitileError: if something does not fit; nothing was measured or written then.
     """
     silence_libraries()
-    _check_matplotlib(compared)
+    if not compared.no_figures and find_spec("matplotlib") is None:
+        raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")
     subject, place, profile = create_bench_subject(work), env.read_torchrun_place(), load_prediction_profile(compared)
     ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
     wanted = {
-        name: _place_cells_on_links(compared, cells)
+        name: [cell._replace(link=rate) for rate in compared.link_rates or [""] for cell in cells]
         for name, cells in _list_cells_by_sweep(compared, work, subject, ranks).items()
     }
     cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
     every = dict.fromkeys([*cells, *(cell.one_rank_baseline for cell in cells)])
-    jobs = {cell: subject.make_cost_job(cell) for cell in every}  # says no before anything is started
+    # What does not fit says so here, before anything is started.
+    jobs = {cell: subject.make_cost_job(cell) for cell in every}
     most = _count_ranks_to_start(cells, compared)
-    task = _build_bench_task(compared, replace(work, threads=_choose_threads_per_rank(work, most)), subject, jobs)
+    threads = work.threads or max(1, cpus.count_usable_cores() // most)  # the cores are shared out by default
+    task = _build_bench_task(compared, replace(work, threads=threads), subject, jobs)
     predictions = {} if profile is None else predict_cells(subject, jobs, profile)
     if place is None or place.rank == 0:
         done = runs.count_runs_by_key(runs.read_runs(compared.out))
@@ -87,10 +90,11 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
 def _collect_remarks(task: BenchTask, left_out: Sequence[str], profile: Profile | None) -> list[str]:
     remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
     remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
-    if task.todo and (task.load or 0.0) > cpus.count_usable_cores() / 2:
+    cores = cpus.count_usable_cores()
+    if task.todo and (task.load or 0.0) > cores / 2:
         remarks.append(
-            f"this machine was busy before (load {task.load:.1f} on {cpus.count_usable_cores()} cores): if others did that and "
-            "went on, two ranks got more of it than one, and rounds differ; measure again when it is quiet"
+            f"this machine was busy before (load {task.load:.1f} on {cores} cores): if others did and went on, two "
+            "ranks got more of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
 
@@ -122,13 +126,9 @@ def _write_results(
 def _describe_remeasurements(rows: Sequence[Row]) -> list[str]:
     """What `--remeasure` came to."""
     watched = [row for row in rows if "again" in row]
-    if not watched:
-        return []
     again, disturbed = (sum(row[name] for row in watched) for name in ("again", "disturbed"))
-    return [
-        f"{disturbed} runs ended on cores that others slowed by more than {LIMIT - 1:.0%}; "
-        f"{again} more had, and were made again"
-    ]
+    slower = f"{disturbed} runs ended on cores that others slowed by more than {LIMIT - 1:.0%}"
+    return [f"{slower}; {again} more had, and were made again"] if watched else []
 
 
 def _list_cells_by_sweep(
@@ -163,11 +163,6 @@ def _choose_sweep_sizes(
     return [(k * side, k * side) for k in (1, 2, 4)]
 
 
-def _place_cells_on_links(compared: Comparison, cells: Sequence[BenchCell]) -> list[BenchCell]:
-    """The cells on each link."""
-    return [cell._replace(link=rate) for rate in compared.link_rates or [""] for cell in cells]
-
-
 def _count_ranks_to_start(cells: Sequence[BenchCell], compared: Comparison) -> int:
     """Ranks that must be started."""
     most, place = max(group_cells_by_world(cells)), env.read_torchrun_place()
@@ -176,8 +171,8 @@ def _count_ranks_to_start(cells: Sequence[BenchCell], compared: Comparison) -> i
             raise PlanError("--links make hosts of their own on this machine; start ditile bench without torchrun")
         if others := [cell for cell in cells if cell.num_ranks != RANKS]:
             raise PlanError(
-                f"links join two hosts of one rank each, and {others[0].display_label!r} needs {others[0].num_ranks} rank(s); give "
-                "plans of 2"
+                f"links join two hosts of one rank each, and {others[0].display_label!r} needs {others[0].num_ranks} "
+                "rank(s); give plans of 2"
             )
         check_namespace_rights()
     if place is not None and most > place.world:
@@ -210,11 +205,6 @@ def _build_bench_task(
         load=turns.read_load_average(),
         remeasure=compared.remeasure,
     )
-
-
-def _choose_threads_per_rank(work: Workload, most: int) -> int:
-    """Of each rank: by default the cores are shared out."""
-    return work.threads or max(1, cpus.count_usable_cores() // most)
 
 
 def _run_sessions(task: BenchTask, most: int) -> None:
@@ -252,11 +242,6 @@ def _list_unfit_plans(
         for plan in sweeps.list_sweep_plans(name, RANKS if name == "links" else ranks, fits)
     ]
     return [str(plan) for plan in dict.fromkeys(every) if str(plan) not in there and plan.world > 1]
-
-
-def _check_matplotlib(compared: Comparison) -> None:
-    if not compared.no_figures and find_spec("matplotlib") is None:
-        raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")
 
 
 def load_prediction_profile(compared: Comparison) -> Profile | None:

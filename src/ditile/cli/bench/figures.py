@@ -1,11 +1,9 @@
 """The figures of `ditile bench`, as PNG and SVG: those of the PipeFusion paper (arXiv 2405.14430, figures 5 to 12).
 
-    draw({"methods": rows, "patches": rows}, Path("folder"))
+    draw_sweep_figures({"methods": rows, "patches": rows}, Path("folder"))
 
-A whisker is from the fastest counted round to the slowest; a diamond is what was predicted of the denoising loop, the
-dark part of a bar.
-
-What rows of `ditile bench` are called in figures: methods by their names, sizes and machines on one line.
+A whisker is from the fastest counted round to the slowest. A diamond is what was predicted of the denoising loop,
+which is the dark part of a bar. Methods have their papers' names.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def draw_memory_bars(rows: Sequence[Row]) -> Any:
     """Peak bytes of the rank that holds most, in parts."""
     some = [row for row in rows if row.get("memory")]
     figure, axes = _create_bar_axes(len(some))
-    unit, size = _choose_byte_unit(max(row["peak_memory_bytes"] for row in some))
+    unit, size = ("GB", 1e9) if max(row["peak_memory_bytes"] for row in some) >= 1e9 else ("MB", 1e6)
     present = [part for part in PARTS if any(rank[part[0]] for row in some for rank in row["memory"])]
     for place, row in enumerate(some):
         most, left = max(row["memory"], key=lambda rank: sum(rank.values())), 0.0
@@ -151,29 +149,23 @@ def draw_scalability_lines(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     worlds = sorted({row["world"] for row in rows} | {1})
     axes.plot(worlds, worlds, color="#999999", ls=":", lw=1, label="as many times as ranks")
-    lines = _group_points_by_method(rows, lambda row: row["world"])
-    for index, (name, points) in enumerate(lines.items()):
+    for index, (name, points) in enumerate(_group_points_by_method(rows, lambda row: row["world"]).items()):
         _plot_line_with_range(axes, index, name, [(1, 1.0, 1.0, 1.0), *points])
-    axes.set_xticks(worlds, [str(world) for world in worlds])
-    axes.set_xlabel("ranks")
-    return _finish_speedup_axes(figure, axes, rows)
+    return _finish_speedup_figure(figure, rows, "ranks", {world: str(world) for world in worlds})
 
 
 def draw_link_lines(rows: Sequence[Row]) -> Any:
     """Speed-up over the bandwidth between two hosts."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     plans = [row for row in rows if row["link"]]
-    for index, (name, points) in enumerate(
-        _group_points_by_method(plans, lambda row: parse_link_rate(row["link"]) / 1e6).items()
-    ):
+    lines = _group_points_by_method(plans, lambda row: parse_link_rate(row["link"]) / 1e6)
+    for index, (name, points) in enumerate(lines.items()):
         _plot_line_with_range(axes, index, name, points)
-    rates = sorted({parse_link_rate(row["link"]) / 1e6 for row in plans})
     axes.axhline(1, color="#999999", ls=":", lw=1, label="one rank")
     axes.set_xscale("log")
-    axes.set_xticks(rates, [f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates])
-    axes.minorticks_off()
-    axes.set_xlabel("link between two hosts")
-    return _finish_speedup_axes(figure, axes, rows)
+    rates = sorted({parse_link_rate(row["link"]) / 1e6 for row in plans})
+    ticks = {rate: f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates}
+    return _finish_speedup_figure(figure, rows, "link between two hosts", ticks)
 
 
 def draw_patch_count_lines(rows: Sequence[Row]) -> Any:
@@ -181,8 +173,13 @@ def draw_patch_count_lines(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(figsize=(WIDTH, 3.2))
     plans = sorted((row for row in rows if row["plan"] != ONE_RANK), key=_parse_num_patches)
     x = [_parse_num_patches(row) for row in plans]
-    _plot_seconds_lines(axes, x, plans)
-    _plot_one_rank_line(axes, rows)
+    points = [(m, row["median_s"], row["lowest_s"], row["highest_s"]) for m, row in zip(x, plans, strict=True)]
+    _plot_line_with_range(axes, 0, "whole call", points)
+    loops = [row["loop_s"] for row in plans]
+    axes.plot(x, loops, color=COLOURS[0], marker="o", mfc="w", ms=4.5, lw=1.2, ls="-.", label="denoising loop")
+    _plot_predicted_loops(axes, plans, x)
+    for one in (row for row in rows if row["plan"] == ONE_RANK):
+        axes.axhline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [f"{m}\n{row['ratio']:.2f}x" for m, row in zip(x, plans, strict=True)])
     axes.minorticks_off()
@@ -206,7 +203,7 @@ def draw_resolution_panels(rows: Sequence[Row]) -> Any:
     left.plot([r["height"] for r in ones], [r["median_s"] for r in ones], color="#333333", ls="--", marker="x", ms=4)
     for index, (name, points) in enumerate(lines.items()):
         _plot_line_with_range(right, index, name, points)
-        mine = [row for row in rows if _name_row_method(row) == name]
+        mine = [row for row in rows if describe_row_method(row, patches=False) == name]
         _plot_line_with_range(
             left, index, name, sorted((r["height"], r["median_s"], r["lowest_s"], r["highest_s"]) for r in mine)
         )
@@ -278,10 +275,6 @@ def _create_bar_axes(count: int) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _name_row_method(row: Row) -> str:
-    return describe_row_method(row, patches=False)
-
-
 def _group_points_by_method(
     rows: Sequence[Row], x: Callable[[Row], float]
 ) -> dict[str, list[tuple[float, float, float, float]]]:
@@ -290,7 +283,7 @@ def _group_points_by_method(
     for row in rows:
         if row["plan"] != ONE_RANK:
             point = (x(row), row["ratio"], row["ratio_lowest"], row["ratio_highest"])
-            points_by_method.setdefault(_name_row_method(row), []).append(point)
+            points_by_method.setdefault(describe_row_method(row, patches=False), []).append(point)
     return {name: sorted(points) for name, points in points_by_method.items()}
 
 
@@ -303,19 +296,6 @@ def _plot_line_with_range(
     axes.errorbar(x, y, yerr=spread, color=colour, marker=MARKERS[index % 8], ms=4.5, lw=1.5, capsize=2, label=name)
 
 
-def _plot_seconds_lines(axes: Any, x: Sequence[int], rows: Sequence[Row]) -> None:
-    middle = [row["median_s"] for row in rows]
-    spread = [[row["median_s"] - row["lowest_s"] for row in rows], [row["highest_s"] - row["median_s"] for row in rows]]
-    axes.errorbar(x, middle, yerr=spread, color=COLOURS[0], marker="o", ms=4.5, lw=1.5, capsize=2, label="whole call")
-    loops = [row["loop_s"] for row in rows]
-    axes.plot(x, loops, color=COLOURS[0], marker="o", mfc="w", ms=4.5, lw=1.2, ls="-.", label="denoising loop")
-    predicted_points = [
-        (m, row["predicted_loop_s"]) for m, row in zip(x, rows, strict=True) if "predicted_loop_s" in row
-    ]
-    if predicted_points:
-        axes.plot(*zip(*predicted_points, strict=True), **DIAMOND)
-
-
 def _label_plan_rows(rows: Sequence[Row], several: bool) -> list[str]:
     """The methods; a cache by itself below the plan that it is with."""
     labels, above = [], None
@@ -326,18 +306,20 @@ def _label_plan_rows(rows: Sequence[Row], several: bool) -> list[str]:
     return labels
 
 
-def _plot_predicted_loops(axes: Any, rows: Sequence[Row]) -> None:
-    points = [(row["predicted_loop_s"], place) for place, row in enumerate(rows) if "predicted_loop_s" in row]
+def _plot_predicted_loops(axes: Any, rows: Sequence[Row], x: Sequence[int] | None = None) -> None:
+    """Diamonds: over x, or on the bars of the rows where there is none."""
+    places = range(len(rows)) if x is None else x
+    points = [(m, row["predicted_loop_s"]) for m, row in zip(places, rows, strict=True) if "predicted_loop_s" in row]
     if points:
-        axes.plot(*zip(*points, strict=True), **DIAMOND)
+        along, upwards = zip(*points, strict=True)
+        axes.plot(*((upwards, along) if x is None else (along, upwards)), **DIAMOND)
 
 
-def _plot_one_rank_line(axes: Any, rows: Sequence[Row]) -> None:
-    for one in (row for row in rows if row["plan"] == ONE_RANK):
-        axes.axhline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")
-
-
-def _finish_speedup_axes(figure: Any, axes: Any, rows: Sequence[Row]) -> Any:
+def _finish_speedup_figure(figure: Any, rows: Sequence[Row], label: str, ticks: Mapping[float, str]) -> Any:
+    (axes,) = figure.axes
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.set_xlabel(label)
     axes.set_ylabel("speed-up over one rank (times)")
     axes.set_ylim(0)
     axes.grid(axis="y")
@@ -363,10 +345,6 @@ def _place_legend_below(axes: Any, columns: int = 3, below: float = -0.48) -> No
 
 def _parse_num_patches(row: Row) -> int:
     return Plan.parse(row["plan"]).num_patches
-
-
-def _choose_byte_unit(largest: float) -> tuple[str, float]:
-    return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
 
 
 def set_logarithmic_scale(axes: Any) -> None:

@@ -124,21 +124,18 @@ def write_bench_rows(folder: str, bench_rows: Sequence[Row]) -> Path:
 def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
     timed = [run for run in runs if "seconds" in run]
     seconds = [run["seconds"] for run in timed]
-    row: Row = (
-        {"key": key}
-        | json.loads(key)
-        | {
-            "world": timed[-1]["world"],
-            "rounds": len(timed),
-            "when": timed[-1]["when"],
-            "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
-            "seconds": seconds,
-            "median_s": statistics.median(seconds),
-            "lowest_s": min(seconds),
-            "highest_s": max(seconds),
-            "loop_s": statistics.median(run["loop"] for run in timed),
-        }
-    )
+    row: Row = {"key": key} | json.loads(key)
+    row |= {
+        "world": timed[-1]["world"],
+        "rounds": len(timed),
+        "when": timed[-1]["when"],
+        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
+        "seconds": seconds,
+        "median_s": statistics.median(seconds),
+        "lowest_s": min(seconds),
+        "highest_s": max(seconds),
+        "loop_s": statistics.median(run["loop"] for run in timed),
+    }
     watched = [run for run in timed if "again" in run]
     if watched:
         row["again"] = sum(run["again"] for run in watched)
@@ -156,11 +153,13 @@ def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
 
 def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
     """What only a plan has: ratios to one rank within rounds, bytes, exposed communication."""
-    pictures = BenchCell(row["plan"]).num_pictures
+    pictures, last = BenchCell(row["plan"]).num_pictures, timed[-1]
     ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
-    ranks = len(timed[-1]["exposed"])
-    shares = [[run["exposed"][rank] for run in timed] for rank in range(ranks)]
-    kinds = dict.fromkeys(kind for of_rank in shares for one in of_rank for kind in one["kinds"])
+    of_ranks = [[run["exposed"][rank] for run in timed] for rank in range(len(last["exposed"]))]
+    shares, warmups = (
+        [statistics.median(run[name] for run in of_rank) for of_rank in of_ranks] for name in ("share", "warmup")
+    )
+    kinds = dict.fromkeys(kind for of_rank in of_ranks for run in of_rank for kind in run["kinds"])
     alone = estimate_undisturbed_seconds([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
     least = row.get("undisturbed_s")
     quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
@@ -171,15 +170,15 @@ def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
         "ratio": statistics.median(ratios),
         "ratio_lowest": min(ratios),
         "ratio_highest": max(ratios),
-        "bound": timed[-1].get("bound"),
-        "steps_run": timed[-1]["steps"],
-        "bytes_sent": timed[-1]["bytes_sent"],
-        "exposed": _compute_mean([_median_of_field(of_rank, "share") for of_rank in shares]),
-        "exposed_warmup": _compute_mean([_median_of_field(of_rank, "warmup") for of_rank in shares]),
-        "exposed_of_rank": [_median_of_field(of_rank, "share") for of_rank in shares],
+        "bound": last.get("bound"),
+        "steps_run": last["steps"],
+        "bytes_sent": last["bytes_sent"],
+        "exposed": statistics.fmean(shares),
+        "exposed_warmup": statistics.fmean(warmups),
+        "exposed_of_rank": shares,
         "exposed_kinds": {
-            kind: _compute_mean(
-                [statistics.median(one["kinds"].get(kind, 0.0) for one in of_rank) for of_rank in shares]
+            kind: statistics.fmean(
+                statistics.median(run["kinds"].get(kind, 0.0) for run in of_rank) for of_rank in of_ranks
             )
             for kind in kinds
         },
@@ -203,11 +202,3 @@ def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | No
         return None
     ranks = zip(*known, strict=True)
     return max(math.fsum(min(times) for times in zip(*of_rank, strict=True)) for of_rank in ranks)
-
-
-def _median_of_field(runs: Sequence[Mapping[str, float]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
-
-
-def _compute_mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

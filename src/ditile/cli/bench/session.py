@@ -216,12 +216,8 @@ class _WorldBenchmark:
                 report = None if runner is None else runner.report
                 keys, cache = (report.key_bytes, report.cache_bytes) if report is not None else (0, 0)
                 parameters = count_weight_bytes(self.whole if runner is None else runner.pipe)
-                bytes_by_use = {
-                    "parameters": parameters,
-                    "keys": keys,
-                    "cache": cache,
-                    "activations": max(0, peak - keys - cache),
-                }
+                bytes_by_use = {"parameters": parameters, "keys": keys, "cache": cache}
+                bytes_by_use["activations"] = max(0, peak - keys - cache)
         self.advance(1)
         return [one for one in gather_json(bytes_by_use, dist.group.WORLD) if one is not None]
 
