@@ -1,4 +1,4 @@
-"""Settings of caches that are measured, each one line of text (`ditile.cache.config_text`), for our engine and cache-dit."""
+"""Settings of caches that are measured, each a line of text (`cache.config_text`), for our engine and cache-dit."""
 
 from __future__ import annotations
 

@@ -181,8 +181,9 @@ def make_traffic_table(job: TrafficJob, counted: Mapping[int, list[list[TrafficC
             place = sum(n >= other.least for other in METHODS[:index])
             sent = [of_methods[place] for of_methods in of_ranks]
             most, beside = max(sent), max(rank.beside for rank in sent)
+            by_formula = method.bytes_by_formula(job, n) / 1000
             lines.append(
-                f"| {method.name} | {n} | {method.paper} | {method.formula} | {method.bytes_by_formula(job, n) / 1000:.1f} | "
+                f"| {method.name} | {n} | {method.paper} | {method.formula} | {by_formula:.1f} | "
                 f"{most.bytes / 1000:.1f} | {most.calls} | {beside / 1000:.1f} |"
             )
     return lines

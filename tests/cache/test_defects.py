@@ -19,7 +19,7 @@
 | tokens padded to the degree, and the padding attended to | test_tokens: any_number (140 tokens, 3 and 8 ranks) |
 | SD3.5's dual attention crashes when ranks share the tokens | test_tokens and test_hybrids, sd3.5 medium |
 | tensor x Ulysses gives another picture | test_tokens: any_number; test_hybrids |
-| tensor parallelism is accepted, and does nothing | traffic/test_tensor_bytes; traffic/test_table |
+| tensor parallelism is accepted, and does nothing | test_tensor_bytes; benchmarks/tests/test_traffic |
 | every replica draws the same image under data parallelism | test_batch: no_two_images_are_alike |
 | group norms of the divided VAE take each rank's own statistics | test_vae: statistics_are_of_the_whole_picture |
 """

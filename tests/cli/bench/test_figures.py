@@ -12,15 +12,10 @@ from matplotlib import pyplot as plt
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from benchmarks import plots
-from benchmarks.cache_settings import OURS, THEIRS
 from ditile.cli.bench import figures, runs, sweeps
 from ditile.cli.bench.cells import ONE_RANK
-from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
-from ditile.cli.evaluate.store import summarize_settings
 from tests.cli.bench.test_bench import JOB, all_fit
 from tests.cli.bench.test_bench import run as ran
-from tests.cli.evaluate.test_evaluate import row as drawn
 
 RATES = ("100mbit", "1gbit", "10gbit")
 SIDES = (256, 512, 1024, 2048)
@@ -139,46 +134,3 @@ def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
             assert "<svg" in file.read_text("utf-8")
     one = [row for row in rows_of("scaling") if row["plan"] == ONE_RANK]
     assert one and figures.draw_sweep_figures({sweep: one}, tmp_path) == [], "one rank alone is no comparison"
-
-
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that `plots` saves, which it closes."""
-    found: list[Any] = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save_figure", lambda figure, out: (found.append(figure), save(figure, out)))
-    return found
-
-
-def test_quality_over_latency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figure of `ditile evaluate`. A failure means an evaluation of hours without its picture."""
-    found, settings = (
-        kept(monkeypatch),
-        [EvaluationSetting("pipefusion=2", "none"), EvaluationSetting("ulysses=2", "F=1"), ORIGINAL],
-    )
-    pictures = {(s, 0): drawn(s, 0, 1.0 + k, 30.0 + 35 * k) for k, s in enumerate(settings)}
-    about = {"model": "shapes-flux", "captions": {"count": 1}, "measured": {"machine": "a processor"}}
-    plots.tradeoff(about | {"settings": summarize_settings(pictures, settings, 1)}, tmp_path / "pareto.png")
-    (axes,) = found[0].axes
-    assert "% of the original" in axes.get_xlabel() and axes.get_ylabel().endswith("(dB)")
-    assert_apart(found[0])
-    with Image.open(tmp_path / "pareto.png") as image:
-        assert image.width > 900
-
-
-def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel for each number of steps, with both engines. A failure means that a page of the docs has no figure."""
-    found, lines = kept(monkeypatch), []
-    for (steps, engine), k in itertools.product(itertools.product((20, 28), (OURS, THEIRS)), range(3)):
-        seconds = {f"{name}_s": 4.0 / (1 + k) for name in ("cpu", "wall")} | {"outside_cpu_s": 0.1}
-        plain = {f"plain_{name}_s": 4.0 for name in ("cpu", "wall")} | {"plain_outside_cpu_s": 0.1}
-        quality = {"psnr": 40.0 - k, "ssim": 0.9, "all_right": 1, "steps_left_out": 1, "blocks_left_out": 0.5}
-        about = {"model": "shapes-flux", "steps": steps, "engine": engine, "setting": f"R={k}"}
-        lines.append(runs.json.dumps(about | seconds | plain | quality))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    plots.draw_pareto_panels([tmp_path / "rows.jsonl"], tmp_path / "curves.png")
-    for axes in found[0].axes:
-        assert axes.get_xlabel() == "speed-up over no cache (times, whole picture)" and "(dB)" in axes.get_ylabel()
-        assert {text.get_text() for text in axes.get_legend().get_texts()} == {OURS, THEIRS}
-    assert len(found[0].axes) == 2
-    assert_apart(found[0])
-    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "curves.png", "curves.svg"}
