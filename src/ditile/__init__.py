@@ -1,6 +1,6 @@
-"""ditile: diffusion transformers over many devices, unchanged to the eye.
+"""ditile: diffusion transformers over many devices, with pictures that look the same.
 
-Importing this package does not import torch: what needs it is loaded when it is first asked for.
+Importing this package does not import torch: names that need it are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Two functions share their module's name. Python binds a submodule to its package when it is first imported, which is
-# here, and these lines then bind the function: whoever imports the module later finds the function in its place.
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError
 from ditile.plan.plan import Plan

@@ -26,15 +26,8 @@ PLAN = ["--pipefusion", "2", "--steps", "500", "--threads", "1", "--height", "64
 def drawing(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process], Path]]:
     """A run of two ranks that is in its denoising loop: the command, its ranks in order, its standard error."""
     said = folder / "said.txt"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "ditile",
-        "generate",
-        "a red ring at the top on a white background",
-    ]
+    prompt = "a red ring at the top on a white background"
+    command = [sys.executable, "-W", "ignore", "-m", "ditile", "generate", prompt]
     with said.open("wb") as errors:
         run = subprocess.Popen(
             [*command, *PLAN, "--out", str(folder / "x.png")],

@@ -61,14 +61,8 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 def place(number: float) -> tuple[Any, ...]:
     rank, total = dist.get_rank(), torch.tensor([number])
     dist.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    return (
-        rank,
-        total.item(),
-        dist.get_backend(),
-        torch.get_num_threads(),
-        [os.environ[name] for name in names],
-    )
+    variables = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")]
+    return rank, total.item(), dist.get_backend(), torch.get_num_threads(), variables
 
 
 def test_results_come_in_rank_order() -> None:
@@ -97,10 +91,8 @@ def echo(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def test_large_values_travel_both_ways() -> None:
     """Tens of MB per rank, far more than a pipe holds; nothing may block and nothing may change."""
-    tensor, array = (
-        torch.randn(2000, 2000),
-        np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8),
-    )
+    tensor = torch.randn(2000, 2000)
+    array = np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8)
     image = Image.fromarray(array)
     for rank, result in enumerate(launch(echo, 2, ((tensor, array, [image, image]),))):
         assert torch.equal(result[0], tensor)

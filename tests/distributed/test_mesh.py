@@ -299,10 +299,10 @@ def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """A failure means that --stall-timeout is no word to them: they wait 10 minutes, or end before a slow one comes."""
-    told: list[datetime.timedelta] = []
+    timeouts_seen: list[datetime.timedelta] = []
 
     def refused(url: str, timeout: datetime.timedelta) -> None:
-        told.append(timeout)
+        timeouts_seen.append(timeout)
         raise RuntimeError("refused")
 
     monkeypatch.chdir(tmp_path)
@@ -310,7 +310,7 @@ def test_ranks_of_torchrun_wait_for_each_other_as_long_as_they_were_told(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main([*words, "--model", "shapes-pixart", "--threads", "1", "--stall-timeout", "90"]) != 0
-    assert told == [datetime.timedelta(seconds=90)]
+    assert timeouts_seen == [datetime.timedelta(seconds=90)]
 
 
 def timeouts() -> list[datetime.timedelta]:
@@ -320,9 +320,9 @@ def timeouts() -> list[datetime.timedelta]:
     made = [mesh["cfg"].group, mesh["ulysses"].group, mesh.image.group, mesh.control, mesh.everyone]
     made.append(make_subgroup("decisions", ("cfg",), plan, mesh, backend="gloo"))
     every: list[Any] = [dist.group.WORLD, *made]
-    found = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in every]
     mesh.close_groups()
-    return found
+    return limits
 
 
 def test_groups_wait_as_long_as_that_of_all_ranks(pool: Pool) -> None:

@@ -80,11 +80,11 @@ def cross(ordered: bool) -> float:
     with in_order(eager=False) if ordered else nullcontext():
         group, rank = dist.group.WORLD, dist.get_rank()
         assert group is not None
-        wire, number = PeerChannel(group, 1 - rank, "test", Traffic()), torch.full((1,), float(rank))
-        wire.post_receive(None, (1,), number)
-        got = None if rank == 0 else wire.receive_message(None)
-        wire.send_tensor(number)
-        return float(wire.receive_message(None) if got is None else got)
+        channel, number = PeerChannel(group, 1 - rank, "test", Traffic()), torch.full((1,), float(rank))
+        channel.post_receive(None, (1,), number)
+        received = None if rank == 0 else channel.receive_message(None)
+        channel.send_tensor(number)
+        return float(channel.receive_message(None) if received is None else received)
 
 
 def test_a_hang_is_found(pool: Pool) -> None:

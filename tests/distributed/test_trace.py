@@ -144,6 +144,6 @@ def test_chrome_by_hand(tmp_path: Path) -> None:
     """Seconds of a clock that began at any time become microseconds from the first event."""
     events = [[TraceEvent("compute", 0, None, 0, 5.0, 5.5)], [TraceEvent("receive", 1, 2, 1, 5.25, 5.25)]]
     write_chrome_trace(tmp_path / "trace.json", events)
-    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"]
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in written if e["ph"] == "X"]
     assert slices == [("compute", 0, 0.0, 5e5), ("receive p2", 1, 2.5e5, 0.0)]

@@ -47,11 +47,11 @@ else:
 
 def hosts_left() -> list[str]:
     """The namespaces and interfaces of this process that are there."""
-    found = []
+    left: list[str] = []
     for what in (("netns", "list"), ("-brief", "link")):
         lines = subprocess.run(["ip", *what], capture_output=True, text=True, check=True).stdout.splitlines()
-        found += [line for line in lines if line.startswith((f"ditile-{os.getpid()}-", "ditile0", "ditile1"))]
-    return found
+        left += [line for line in lines if line.startswith((f"ditile-{os.getpid()}-", "ditile0", "ditile1"))]
+    return left
 
 
 @pytest.fixture(autouse=True)

@@ -148,45 +148,42 @@ class Plan:
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
                 self._check_stage_values(name, getattr(self, name))
-        self._check_combinations()
+        for contradiction in self._iter_contradictions():
+            raise PlanError(contradiction)
 
-    def _check_combinations(self) -> None:
-        """Raises `PlanError` for fields that exclude each other."""
+    def _iter_contradictions(self) -> Iterator[str]:
+        """A line for fields that exclude each other, with what would work."""
+        degree, stages = self.distrifusion, self.pipefusion
         if self.cfg > 2:
-            raise PlanError(f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once")
-        if self.distrifusion > 1 and self.pipefusion > 1:
-            raise PlanError(
-                f"distrifusion={self.distrifusion} and pipefusion={self.pipefusion} spend the same staleness; set one "
-                "of them to 1, and use ulysses or tensor for the other ranks"
+            yield f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once"
+        if degree > 1 and stages > 1:
+            yield (
+                f"distrifusion={degree} and pipefusion={stages} spend the same staleness; set one of them to 1, and "
+                "use ulysses or tensor for the other ranks"
             )
-        if self.distrifusion > 1 and self.ring > 1:
-            raise PlanError(
-                f"distrifusion={self.distrifusion} takes the place of ring={self.ring}; use ulysses beside it"
-            )
-        if self.distrifusion > 1 and self.patches is not None:
-            raise PlanError(f"patches={self.patches}: distrifusion has one patch per rank; leave patches out")
+        if degree > 1 and self.ring > 1:
+            yield f"distrifusion={degree} takes the place of ring={self.ring}; use ulysses beside it"
+        if degree > 1 and self.patches is not None:
+            yield f"patches={self.patches}: distrifusion has one patch per rank; leave patches out"
         if self.async_ulysses and self.ulysses == 1:
-            raise PlanError("async_ulysses needs an exchange to hide; use it with ulysses=2 or more")
-        if self.warmup_mode != "serial" and self.pipefusion == 1:
-            raise PlanError(
-                f"warmup_mode={self.warmup_mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
-            )
-        others = [name for name in ("ring", "ulysses", "tensor") if getattr(self, name) > 1]
+            yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
+        mode = f"warmup_mode={self.warmup_mode}"
+        if self.warmup_mode != "serial" and stages == 1:
+            yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
+        others = [f"{name}={getattr(self, name)}" for name in ("ring", "ulysses", "tensor") if getattr(self, name) > 1]
         if self.warmup_mode in ("sequence", "separate") and others:
-            raise PlanError(
-                f"warmup_mode={self.warmup_mode} shares out tokens over the stages, and {others[0]}="
-                f"{getattr(self, others[0])} shares out tokens or weights already; use pipelined or serial"
+            yield (
+                f"{mode} shares out tokens over the stages, and {others[0]} shares out tokens or weights already; use "
+                "pipelined or serial"
             )
         if self.warmup_ranks is not None and self.warmup_mode != "separate":
-            raise PlanError(f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out")
-        if self.warmup_ranks is not None and self.warmup_ranks > self.pipefusion:
-            raise PlanError(
-                f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={self.pipefusion}; try 1 to {self.pipefusion}"
-            )
+            yield f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out"
+        if self.warmup_ranks is not None and self.warmup_ranks > stages:
+            yield f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={stages}; try 1 to {stages}"
         if self.vae_block_size is not None and self.vae != "rows":
-            raise PlanError(f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out")
+            yield f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out"
         if self.stage_blocks is not None and self.stage_weights is not None:
-            raise PlanError(
+            yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
                 f"{_format_plan_value(self.stage_weights)} too; give one of them"
             )
@@ -391,25 +388,21 @@ def _format_plan_value(value: Any) -> str:
 
 
 def _check_blocks(plan: Plan, facts: Facts) -> Iterator[str]:
-    blocks, model = facts.blocks, facts.model
-    if blocks is None:
-        return
-    if plan.pipefusion > blocks:
-        yield f"pipefusion={plan.pipefusion} exceeds the {blocks} blocks of {model}; try 1 to {blocks}"
-    elif plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks:
+    blocks, model, n = facts.blocks, facts.model, plan.pipefusion
+    if blocks is not None and n > blocks:
+        yield f"pipefusion={n} exceeds the {blocks} blocks of {model}; try 1 to {blocks}"
+    elif blocks is not None and plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks:
         yield (
             f"stage_blocks={_format_plan_value(plan.stage_blocks)} has {sum(plan.stage_blocks)} blocks and {model} has "
-            f"{blocks}; give {plan.pipefusion} numbers that add up to {blocks}"
+            f"{blocks}; give {n} numbers that add up to {blocks}"
         )
 
 
 def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
     heads, model = facts.heads, facts.model
-    if heads is None:
-        return
-    if heads % plan.tensor:
+    if heads is not None and heads % plan.tensor:
         yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {format_divisors(heads)}"
-    elif plan.uaa is False and (own_heads := heads // plan.tensor) % plan.ulysses:
+    elif heads is not None and plan.uaa is False and (own_heads := heads // plan.tensor) % plan.ulysses:
         of_each = f"{own_heads} heads" + (f" of each of tensor={plan.tensor}" if plan.tensor > 1 else "")
         yield (
             f"ulysses={plan.ulysses} does not divide the {of_each} of {model} and uaa is off; try "
@@ -421,18 +414,13 @@ def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
     rows = facts.rows
     if rows is None:
         return
+    of_image, hint = f"the {rows} token rows of this image", f"1 to {rows}, or a taller image"
     if plan.distrifusion > rows:
-        yield (
-            f"distrifusion={plan.distrifusion} exceeds the {rows} token rows of this image, a patch for each rank; "
-            f"try 1 to {rows}, or a taller image"
-        )
+        yield f"distrifusion={plan.distrifusion} exceeds {of_image}, a patch for each rank; try {hint}"
     if plan.patches is not None and plan.patches > rows:
-        yield f"patches={plan.patches} exceeds the {rows} token rows of this image; try 1 to {rows}, or a taller image"
+        yield f"patches={plan.patches} exceeds {of_image}; try {hint}"
     elif plan.num_patches > rows and (facts.blocks is None or plan.pipefusion <= facts.blocks):
-        yield (
-            f"pipefusion={plan.pipefusion} makes as many patches, more than the {rows} token rows of this image; try "
-            f"patches=1 to {rows}, or a taller image"
-        )
+        yield f"pipefusion={plan.pipefusion} makes as many patches, more than {of_image}; try patches={hint}"
 
 
 def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
