@@ -1,4 +1,4 @@
-"""Caches and torch.compile: a block is one graph whatever is left out, and the slots around it are in none."""
+"""Caches and torch.compile: a block is one graph whatever is left out, and the hooks around it are in none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST = 6
 def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) -> None:
     """The picture is that of the cache alone, steps were left out, and the second picture makes no graph.
 
-    A failure of equality means that dynamo traced a slot, so that what it decided once was taken for ever; of the
+    A failure of equality means that dynamo traced a hook, so that what it decided once was taken for ever; of the
     second picture, that a step, patch or decision was guarded.
     """
     name = "pixart sigma" if way == "in place" else "flux"

@@ -1,4 +1,4 @@
-"""Caches where tokens are split as a table says: the slots lie inside the splits, and ranks decide on all tokens."""
+"""Caches where tokens are split as a table says: the hooks lie inside the splits, and ranks decide on all tokens."""
 
 from __future__ import annotations
 

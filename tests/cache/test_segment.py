@@ -49,10 +49,10 @@ class Operators(TorchDispatchMode):
 def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> None:
     """A failure means that every block waits for the GPU, as a copy from pageable memory does: 57 a step in FLUX."""
     blocks = [Block() for _ in range(BLOCKS)]
-    slots = [CacheHook(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
-    for slot in slots:
-        slot.install_hook()
-    segment = Segment(slots, Residuals(lambda stream: Reuse()))
+    hooks = [CacheHook(k, block, Flow(text=None)) for k, block in enumerate(blocks)]
+    for hook in hooks:
+        hook.install_hook()
+    segment = Segment(hooks, Residuals(lambda stream: Reuse()))
     units = split_into_units(2 * IMAGES, IMAGES, "image")
     tokens, temb = torch.zeros(2 * IMAGES, 4, 8, device=device), torch.ones(2 * IMAGES, device=device)
 

@@ -50,7 +50,8 @@ class LoopClock:
         self._seen: Generation | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
-        """Nothing is left out where a crew computes a step, a batch comes in pieces, or patches lie interleaved."""
+        """None, and no block is left out, in three cases: the stages share a synchronous step, a batch comes in
+        micro-batches, or patches lie interleaved."""
         now = self._current()
         if now is not self._seen:
             self._seen = now
@@ -72,7 +73,7 @@ class LoopClock:
         )
 
     def end_model_call(self, model: object) -> None:
-        """The runner counts the calls."""
+        """Does nothing: the runner counts the calls."""
 
     def end_generation(self) -> None:
         """The loop is over."""
@@ -90,7 +91,7 @@ class AgreementGroups:
     """CPU groups of the ranks that decide together.
 
     Attributes:
-        by_rows: ranks of a stage, where branches of guidance share a batch.
+        by_batch: ranks of a stage, where branches of guidance share a batch.
         by_calls: those of them that compute the same calls.
         stages: along pipefusion.
         starts: the same for activations, for probes longer than a stage.
@@ -151,23 +152,23 @@ class StageAgreement:
                 self._behind = PeerChannel(groups.stages, mesh.stage_index + 1, TRAFFIC_KIND, mesh.traffic)
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Every rank adds the same numbers up in the same order."""
+        """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
         group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
         return gather_numbers(sums.double(), group, self._mesh.traffic, TRAFFIC_KIND).sum(dim=0)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """To the next stage."""
+        """Sends a decision to the next stage."""
         if self._behind is not None:
             self._behind.send_tensor(torch.tensor(list(skips), dtype=torch.uint8))
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """From the stage before."""
+        """Waits for a decision of the stage before."""
         assert self._front is not None
         self._front.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
         return [bool(skip) for skip in self._front.receive_message(None)]
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """To the stage that decides."""
+        """Sends the tokens that come into the first block to the stage that decides."""
         step = self._current().micro_step.step
         if step != self._step:
             self._step = step
@@ -176,7 +177,7 @@ class StageAgreement:
         self._get_start_channel(self._stages[to]).send_tensor(tokens)
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """From the stage that has the first block."""
+        """Waits for those tokens, from the stage that has the first block."""
         channel = self._get_start_channel(self._stages[of])
         channel.post_receive(None, like.shape, like)
         return channel.receive_message(None)
@@ -196,7 +197,7 @@ class StageAgreement:
         self._current().memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
     def close_channels(self, *, clean: bool) -> None:
-        """The call is over."""
+        """The call is over: sends what is left, or after an error gives messages up."""
         channels = [
             channel for channel in (self._behind, self._front, *self._start_channels.values()) if channel is not None
         ]

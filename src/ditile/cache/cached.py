@@ -29,7 +29,7 @@ LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
 
 _CACHE_ATTRIBUTE = "_cached_by_ditile"
-"""The attribute of a transformer that holds its `Cached`."""
+"""The attribute of a transformer that holds its `TransformerCache`."""
 
 
 class IdleCacheWarning(UserWarning):
@@ -54,33 +54,33 @@ class SingleRankAgreement:
     owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """They are all there are."""
+        """The sums as they are: this rank has all."""
         return sums
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """To nobody."""
+        """Does nothing: there is no other rank."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """There is no stage in front."""
+        """Raises `StateError`: there is no stage in front."""
         raise StateError("a cache waits for a decision that nobody takes")
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """The probe is here."""
+        """Does nothing: this rank has the whole probe."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """The probe is here."""
+        """Raises `StateError`: this rank has the whole probe."""
         raise StateError("a cache waits for tokens that nobody gives")
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Nobody remembers anything of them."""
+        """Does nothing: one rank keeps no stale keys."""
 
 
 class TransformerCache:
-    """One transformer.
+    """The cache of one transformer.
 
     Args:
         transformer: whose blocks they are.
-        slots: around all blocks of all contexts.
+        hooks: around all blocks of all contexts.
         contexts: (settings) -> what is decided apart.
         config: the settings.
 
@@ -110,7 +110,7 @@ class TransformerCache:
         self._labels = ExitStack()
 
     def install_hooks(self, clock: CacheClock, compiler: Callable[[], CompileFunction | None] = lambda: None) -> None:
-        """Lays the slots around the blocks.
+        """Installs the hooks around the blocks.
 
         Args:
             clock: says where the pipeline is.
@@ -162,17 +162,18 @@ class TransformerCache:
         self._own_clock.restart_clock(steps, separate_cfg=self._config.enable_separate_cfg)
 
     def update_compilation(self) -> None:
-        """Blocks may have been compiled since the slots were laid around them; before anything else is."""
+        """Blocks may have been compiled since the hooks were installed; this comes first in a generation."""
         compile_ = self._compiler()
         for hook in self._hooks:
             hook.update_compilation(compile_)
 
     @contextmanager
     def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
-        """Somebody else says where the pipeline is, and which ranks decide."""
+        """Takes the clock and the agreement of a runner, for the length of a call."""
         own_agreement = self._agreement
         self._own_clock.stop_watching()
-        self.reports, self.kept_bytes = [], 0  # a replica without an image has nothing to say
+        # A replica without an image has nothing to say.
+        self.reports, self.kept_bytes = [], 0
         self._clock, self._agreement = clock, agreement
         try:
             yield
@@ -188,7 +189,8 @@ class TransformerCache:
             self.update_compilation()
         self.reports, self.kept_bytes = [], 0
         self._loop_step, self._step = -1, -1
-        could = [context for context in self.contexts if context.idle is None]  # of others enable_cache has warned
+        # `enable_cache` has warned of the others.
+        could = [context for context in self.contexts if context.idle is None]
         for reason in filter(None, dict.fromkeys(explain_idle_steps(context.config, steps) for context in could)):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         pairs = ((context, context.build_chain(steps, self._agreement)) for context in self.contexts)
@@ -216,7 +218,7 @@ class TransformerCache:
     def _track_label(
         self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
     ) -> Iterator[None]:
-        """diffusers' `cache_context`, with somebody listening."""
+        """diffusers' `cache_context`, whose label is kept for the clock."""
         before, self.label = self.label, name
         try:
             with stock(name, **where):
@@ -237,7 +239,8 @@ class TransformerCache:
         try:
             result = forward(*args, **kwargs)
         except BaseException:
-            self._own_clock.end_generation()  # there is no more of this picture
+            # There is no more of this picture.
+            self._own_clock.end_generation()
             raise
         clock.end_model_call(self)
         return result

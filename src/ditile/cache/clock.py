@@ -27,8 +27,8 @@ class SchedulerClock:
 
     Args:
         pipe: the pipeline; the scheduler is the one that it has at the time.
-        begun: called when a generation begins, with its steps.
-        ended: called when it is over, or was left by an error.
+        on_begin: called when a generation begins, with its steps.
+        on_end: called when it is over, or was left by an error.
     """
 
     def __init__(self, pipe: Any, on_begin: Callable[[int], None], on_end: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class SchedulerClock:
         return CallPosition(self._step, branch, images=self._images)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """It returns."""
+        """The call of the model returns."""
         if self._live:
             self._calls[model] = self._calls.get(model, 0) + 1
 
@@ -164,7 +164,8 @@ class SchedulerClock:
     def _handle_scheduler_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._live and self._calls:
             self._check_thread()
-        self._presets |= self._depth > 0 and not self._timed  # a pipeline whose timesteps were set before its call
+        # A pipeline whose timesteps were set before its call.
+        self._presets |= self._depth > 0 and not self._timed
         result = stock(*args, **kwargs)
         if not self._live or not self._calls:
             return result
@@ -174,7 +175,7 @@ class SchedulerClock:
         return result
 
     def _advance_step(self) -> None:
-        """A step is over."""
+        """A step is over; after the last one the generation is over too."""
         self._step += 1
         self._calls.clear()
         self._labels.clear()
@@ -196,8 +197,8 @@ class CallClock:
     """The clock of a transformer without a pipeline: each step has so many calls.
 
     Args:
-        begun, ended: as in `SchedulerClock`.
-        steps: of every picture; None waits to be told.
+        on_begin, on_end: as in `SchedulerClock`.
+        steps: of every picture; None waits for `restart_clock`.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
     """
 
@@ -220,7 +221,7 @@ class CallClock:
             self._of_step = 2 if separate_cfg else 1
 
     def start_watching(self) -> None:
-        """Nothing."""
+        """Does nothing: there is no pipeline to watch."""
 
     def stop_watching(self) -> None:
         """Forgets the generation."""
@@ -246,7 +247,7 @@ class CallClock:
         return CallPosition(self._count // self._of_step, self._count % self._of_step)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """It returns."""
+        """The call of the model returns."""
         self._count += 1
         if self._steps is not None and self._count >= self._steps * self._of_step:
             self.end_generation()

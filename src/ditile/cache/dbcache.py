@@ -26,7 +26,7 @@ class DBCache:
     """The blocks of one chain.
 
     Args:
-        slots: the blocks, in order.
+        hooks: around the blocks, in order.
         judge: decides.
         residuals: makes a memory for a segment.
         first, last: F and B.
@@ -91,7 +91,7 @@ class DBCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes that are kept."""
         return self.judge.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
 
     def _decide_at_first_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ class DBPrune:
     """The blocks of one chain.
 
     Args:
-        hooks: the blocks, in order.
+        hooks: around the blocks, in order.
         judge: makes what decides on a block.
         residuals: makes a memory for a block.
         first, last: F and B.
@@ -91,7 +91,7 @@ class DBPrune:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes that are kept."""
         return sum(
             prunable.judge.memory_bytes + prunable.segment.residuals.memory_bytes for prunable in self._all.values()
         )

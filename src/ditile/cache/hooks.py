@@ -1,7 +1,7 @@
-"""Slots: a cache's place around the blocks of a transformer, on the instances, until it is taken away.
+"""Hooks of a cache around the blocks of a transformer, on the instances, until they are removed.
 
-A slot overrides `forward` of one block. While nothing is to be done at a block, which is nearly always, it costs one
-attribute and one call. What was installed later (offloading hooks, a runner's seats) lies around it and stays.
+A hook overrides `forward` of one block. While nothing is to be done at a block, which is nearly always, it costs one
+attribute and one call. What was installed later (offloading hooks, those of a runner) lies around it and stays.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ditile.hooks.overrides import find_forward_attribute, locate_override
 from ditile.plan.spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a block, or does not: (slot, positional arguments, named arguments) -> what the block returns."""
+"""Runs a block, or does not: (hook, positional arguments, named arguments) -> what the block returns."""
 
 
 class CacheHook:
-    """One block.
+    """The hook of one block.
 
     Args:
         index: its place in the chain.
@@ -53,7 +53,7 @@ class CacheHook:
         self._stock: Any = None
 
     def install_hook(self, compile_: CompileFunction | None = None) -> None:
-        """Lays the slot around the block, where its compiled call is if it has one.
+        """Installs the hook around the block, where its compiled call is if it has one.
 
         Args:
             compile_: compiles the block's forward, where the block was not compiled by itself.
@@ -86,7 +86,7 @@ class CacheHook:
             self._is_compiled = compile_ is not None
 
     def remove_hook(self) -> None:
-        """Takes it away; where something else lies around it by now, it stays and does nothing."""
+        """Removes the hook; where something else lies around it by now, it stays and does nothing."""
         self.handle = None
         name = self._find_hook_attribute() if self._name else None
         if name is None:
@@ -105,7 +105,7 @@ class CacheHook:
         )
 
     def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
-        """For who compiles what lies in the block: the slot is not to be traced."""
+        """Compiles what lies in the block; the hook itself must not be traced."""
         self.install_hook(compile_)
         self._is_compiled = True
         return self._mine
@@ -123,7 +123,7 @@ class CacheHook:
         return TokenState(image.clone(), None if text is None else text.clone())
 
     def pass_tokens_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the block returns where it does nothing: `pack(read(..))`, in less time. It is a `Handle`."""
+        """What the block returns where it does nothing: `pack_tokens(read_tokens(..))`, in less time."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if not self._is_tuple:
             return image

@@ -1,11 +1,9 @@
 """The decision whether blocks are left out: for each image with all its rows of a call, and each patch of it.
 
 What is compared is a probe, such as what the first blocks add to the tokens (arXiv 2411.19108 calls this first-block
-caching): with that of the last step that was computed, never with that of one that was left out.
-
-How much a probe changed since its last computed step: the mean absolute difference over the mean absolute value.
-
-It is kept as two sums, so that ranks that share out tokens, heads or guidance add theirs up before they divide.
+caching): with that of the last step that was computed, never with that of one that was left out. The difference is the
+mean absolute difference over the mean absolute value. It is measured as two sums, so that ranks that share out tokens,
+heads or guidance add theirs up before they divide.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def split_into_units(batch_size: int, images: int | None, couple: str) -> list[U
     """The units of a call: an image's rows, one in each branch of guidance; or single rows; or the batch.
 
     Args:
-        rows: of the call. Branches of guidance come one after the other, as diffusers has them.
+        batch_size: rows of the call. Branches of guidance come one after the other, as diffusers has them.
         images: in the batch; where they are not known, or rows do not belong to them evenly, the batch is one unit.
         couple: "row", "image" or "batch".
     """
@@ -69,7 +67,7 @@ class CacheCall(NamedTuple):
         moment: where the pipeline is.
         step: steps since the blocks were first called, from 0.
         units: what is decided apart.
-        rows: in the batch.
+        batch_size: rows.
         kind: shapes and modes of all that the model was given.
     """
 
@@ -175,7 +173,7 @@ class SkipJudge:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes that are kept."""
         probes = [state.probe for state in self._states.values() if state.probe is not None]
         return sum(probe.numel() * probe.element_size() for probe in probes)
 
@@ -240,7 +238,8 @@ class SkipJudge:
             whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None) if unit.among > 1 else None
             for each in call.units:
                 new_state = self._states[call.make_unit_key(patch, each)] = UnitState()
-                if whole is not None and whole.probe is not None:  # the first step was computed as one unit
+                # The first step was computed as one unit.
+                if whole is not None and whole.probe is not None:
                     new_state.record.computed, new_state.probe = (
                         whole.record.computed,
                         whole.probe[each.batch_slice].clone(),

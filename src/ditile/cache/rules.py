@@ -27,7 +27,8 @@ class RuleVerdict(Enum):
 
     COMPUTE = "compute"
     SKIP = "skip"
-    MEASURE = "measure"  # it depends on the difference
+    # It depends on the difference.
+    MEASURE = "measure"
 
 
 @dataclass(slots=True)

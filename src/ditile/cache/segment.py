@@ -222,7 +222,7 @@ class Residuals:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes that are kept."""
         return sum(forecaster.memory_bytes for forecaster in self._forecasters.values())
 
     def _split_by_patch(self, stream: str, call: CacheCall, tokens: Tensor) -> list[tuple[int, Tensor]]:

@@ -116,7 +116,7 @@ class CacheOptions(Fields):
 
         Returns:
             cache_config, None where nothing is to be cached; and calibrator_config, quantize_config and
-            attention_backend where something says so. How ranks divide the work is in the plan: see `plan_values`.
+            attention_backend where something says so. Of how ranks divide the work see `collect_plan_values`.
 
         Raises:
             LoadError, ModelError: if the file, or a value, will not do.

@@ -74,8 +74,8 @@ def enable_cache(
     Args:
         pipe_or_adapter: a pipeline, a runner (before or after `parallelize` is the same), a transformer, or a
             `BlockAdapter` that says where blocks are. What has a cache gets the new one in its place.
-        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default `default_config` for the number of blocks; but no
-            cache at all where one of the next three arguments says what else is wanted.
+        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default that of `build_default_config`; but no cache
+            at all where one of the last three arguments says what else is wanted.
         calibrator_config: forecasts what was left out; None takes what was computed last.
         params_modifiers: what is different in some lists of blocks; with one for each they are decided on apart.
         parallelism_config: divides the pipeline over the ranks that are running; it is then called as ever, on every
@@ -264,7 +264,7 @@ def _install_caches(
     adapted: Sequence[TransformerBlockLists],
     config: DBCacheConfig | None,
 ) -> None:
-    """Seats the caches, with one clock for all of a pipeline."""
+    """Installs the caches, with one clock for all of a pipeline."""
 
     def begin_caches(steps: int) -> None:
         for each in made:
