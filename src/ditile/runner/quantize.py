@@ -122,7 +122,7 @@ def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizationWork:
-    """What is to be done to a model, all of it tried."""
+    """What will be done to a model; all of it was tried."""
 
     model: nn.Module
     name: str
@@ -134,7 +134,7 @@ class _QuantizationWork:
     def plan_quantization(
         cls, model: nn.Module, name: str, exclude: Sequence[str], scales: QuantizationScales
     ) -> _QuantizationWork:
-        """Says no to what cannot be done, before anything is."""
+        """Refuses what cannot be done, before anything is changed."""
         if name not in QUANT_TYPES:
             raise ModelError(f"quant_type={name!r} is not known; try {', '.join(QUANT_TYPES)}")
         if isinstance(exclude, str):
@@ -157,7 +157,7 @@ class _QuantizationWork:
         return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, WHY_FLOAT32))
 
     def quantize_layers(self) -> None:
-        """Does it, a layer at a time."""
+        """Quantizes the layers, one at a time."""
         before = count_parameter_bytes(self.model)
         for path in self.layers:
             layer = self.model.get_submodule(path)
@@ -188,8 +188,9 @@ def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, 
     own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
     plain = {path: layer for path, layer in own.items() if is_plain_parameter(layer.weight)}
     wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
+    # diffusers matches these names with parts of a path.
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    kept = [path for path in wanted if names & set(path.split("."))]  # as diffusers tells them
+    kept = [path for path in wanted if names & set(path.split("."))]
     quantizable = {path: layer for path, layer in wanted.items() if path not in kept}
     if not quantizable:
         raise ModelError(
@@ -203,7 +204,7 @@ def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, 
 def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: QuantizationScales
 ) -> None:
-    """Says no to what need not be tried."""
+    """Refuses what need not be tried."""
     package = "bitsandbytes" if name == "bitsandbytes_4bit" else "torchao"
     if name == "int4_w4a4":
         raise ModelError(
