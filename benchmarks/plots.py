@@ -24,10 +24,17 @@ from matplotlib import pyplot as plt
 from benchmarks.cache_quality import average_picture_rows, find_speed_quality_front, read_picture_rows
 from benchmarks.cache_settings import OURS, THEIRS
 from ditile.cli.bench.figures import set_logarithmic_scale
-from ditile.cli.evaluate.plots import COLOURS, MARKERS, _save_figure, tradeoff
+from ditile.cli.evaluate.figures import COLOURS, MARKERS, draw_tradeoff
 from ditile.plan.schedule import MicroStep, Schedule
 
 FRESH, STALE = "#4477aa", "#dddddd"
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """Writes a figure, and closes it."""
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def draw_gantt_chart(trace: Path, out: Path, steps: range) -> None:
@@ -47,7 +54,7 @@ def draw_gantt_chart(trace: Path, out: Path, steps: range) -> None:
         f"steps {steps.start} to {steps.stop - 1}: grey = whole synchronous step, colours = patches, hatched = waiting"
     )
     axes.set_title(title, fontsize=10)
-    _save_figure(figure, out)
+    save_figure(figure, out)
 
 
 def freshness(patches: int, out: Path) -> None:
@@ -62,7 +69,7 @@ def freshness(patches: int, out: Path) -> None:
             f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)",
             fontsize=9,
         )
-    _save_figure(figure, out)
+    save_figure(figure, out)
 
 
 def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
@@ -94,9 +101,9 @@ def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
         axes.set_ylabel("mean PSNR to the picture without a cache (dB)")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    _save_figure(figure, out)
+    save_figure(figure, out)
     if out.suffix != ".svg":
-        _save_figure(figure, out.with_suffix(".svg"))
+        save_figure(figure, out.with_suffix(".svg"))
 
 
 def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
@@ -117,7 +124,7 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
         axes.set_title(title, fontsize=9.5)
         axes.grid(alpha=0.3, which="both")
         axes.legend(frameon=False, fontsize=8)
-    _save_figure(figure, out)
+    save_figure(figure, out)
 
 
 def main() -> None:
@@ -139,7 +146,7 @@ def main() -> None:
     points.add_argument("out", type=Path)
     given = parser.parse_args()
     if given.kind == "tradeoff":
-        tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
+        draw_tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
     elif given.kind == "pareto":
         draw_pareto_panels(given.files, given.out)
     elif given.kind == "freshness":

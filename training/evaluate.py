@@ -17,8 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image as Pillow
 
-from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, score_pictures
-from ditile.cli.evaluate.scenes import Image
+from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
 GUIDANCE = {"PixArtSigmaPipeline": "guidance_scale", "FluxPipeline": "true_cfg_scale"}

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from ditile.cli.evaluate.scenes import (
+from ditile.cli.evaluate.caption_check import (
     BACKGROUNDS,
     COLORS,
     PLACES,

@@ -16,8 +16,8 @@ from tests.cli.bench.test_figures import assert_apart
 
 def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A panel for each number of steps, with both engines. A failure means that a page of the docs has no figure."""
-    figures, lines, save = list[Any](), list[str](), plots._save_figure
-    monkeypatch.setattr(plots, "_save_figure", lambda figure, out: (figures.append(figure), save(figure, out)))
+    figures, lines, save = list[Any](), list[str](), plots.save_figure
+    monkeypatch.setattr(plots, "save_figure", lambda figure, out: (figures.append(figure), save(figure, out)))
     for (steps, engine), k in itertools.product(itertools.product((20, 28), (OURS, THEIRS)), range(3)):
         seconds = {f"{name}_s": 4.0 / (1 + k) for name in ("cpu", "wall")} | {"outside_cpu_s": 0.1}
         plain = {f"plain_{name}_s": 4.0 for name in ("cpu", "wall")} | {"plain_outside_cpu_s": 0.1}

@@ -161,9 +161,10 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
 def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     """A failure would mean that image k of several is not the image of its seed."""
     from ditile.cli.options import GenerateOptions
+    from ditile.cli.pipelines import convert_to_image_to_image
 
     Image.new("RGB", (32, 32), "red").save("in.png")
-    pipe = generate.image_to_image(getattr(tiny, family)())
+    pipe = convert_to_image_to_image(getattr(tiny, family)())
     wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
     both = pipe(**call, **generate._build_object_arguments(wanted, [5, 6]), output_type="np").images

@@ -23,8 +23,7 @@ from ditile.cli.pipelines import (
     convert_value_errors,
     find_pipeline_class,
 )
-from ditile.cli.prompts import PromptLine, describe_request
-from ditile.cli.prompts import list_prompt_lines as all_lines
+from ditile.cli.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.distributed import env
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import join_torchrun
@@ -66,17 +65,7 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         texts = _build_png_texts(wanted, plan, cache, call)
         for k, (image, path) in enumerate(zip(call_result.result.images, files, strict=True)):
             _write_picture(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
-        return Outcome(
-            plan=str(plan),
-            model=wanted.model,
-            seed=seed,
-            images=files,
-            reports=call_result.reports,
-            settings=cache.describe_settings(),
-            left_out=summarize_cache_reports([call_result.saved]),
-            totals=call_result.totals,
-            tracks_memory=cache.track_memory,
-        )
+        return build_outcome(wanted, plan, cache, [call_result], seed=seed, images=files)
 
 
 def draw_prompt_lines(
@@ -90,8 +79,8 @@ def draw_prompt_lines(
     """Makes the pictures of some lines, as many at once as there are replicas. Rank 0 returns the outcome, others None.
 
     Args:
-        wanted, run, plan, cache: as in `draw`.
-        todo: the lines; rank 0's count.
+        wanted, run, plan, cache: as in `draw_pictures`.
+        missing_lines: the lines to draw; those of rank 0 are drawn on every rank.
         total: lines of the file.
 
     Raises:
@@ -121,29 +110,34 @@ def draw_prompt_lines(
                 advance(len(lines))
         if run.trace is not None and missing_lines:
             runner.write_trace(run.trace)
-    return build_lines_outcome(wanted, run, plan, cache, len(missing_lines), call_results) if first else None
+    if not first:
+        return None
+    files, seed = [line.path for line in list_prompt_lines(wanted, run)], wanted.seed or 0
+    skipped = len(files) - len(missing_lines)
+    return build_outcome(wanted, plan, cache, call_results, seed=seed, images=files, skipped=skipped)
 
 
-def build_lines_outcome(
+def build_outcome(
     wanted: GenerateOptions,
-    run: RunOptions,
     plan: Plan,
     cache: CacheOptions,
-    num_pictures_made: int,
     call_results: Sequence[RunnerCallResult],
+    *,
+    seed: int,
+    images: list[str],
+    skipped: int = 0,
 ) -> Outcome:
-    """The outcome of a file of prompts of which some pictures were made now."""
-    files = [line.path for line in all_lines(wanted, run)]
+    """The outcome of some calls; of the images, `skipped` were there before."""
     return Outcome(
         plan=str(plan),
         model=wanted.model,
-        seed=wanted.seed or 0,
-        images=files,
+        seed=seed,
+        images=images,
         reports=sum_reports([call_result.reports for call_result in call_results]),
-        skipped=len(files) - num_pictures_made,
+        skipped=skipped,
         settings=cache.describe_settings(),
         left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
-        totals=[t for call_result in call_results for t in call_result.totals],
+        totals=[total for call_result in call_results for total in call_result.totals],
         tracks_memory=cache.track_memory,
     )
 
@@ -320,7 +314,7 @@ def _flag_of_argument(argument: str) -> str:
 
 
 def _check_picture_size(pipe: Any, call: dict[str, Any]) -> None:
-    """Where there is a `ModelSpec`, which knows a token's side; other pipelines check themselves: see `refusals`."""
+    """Where a `ModelSpec` knows a token's side; other pipelines check themselves (`convert_value_errors`)."""
     from ditile.models.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)

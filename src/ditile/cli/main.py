@@ -260,9 +260,10 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
             all_lines, prompts.describe_request(wanted, run, plan, cache, read_generation_options(wanted.model))
         )
         if not missing_lines and env.read_torchrun_place() is None:
-            from ditile.cli.generate import build_lines_outcome
+            from ditile.cli.generate import build_outcome
 
-            return build_lines_outcome(wanted, run, plan, cache, 0, [])
+            images = [line.path for line in all_lines]
+            return build_outcome(wanted, plan, cache, [], seed=wanted.seed or 0, images=images, skipped=len(images))
     outcome: Outcome | None = _run_on_ranks(
         _draw_prompt_lines, plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
     )

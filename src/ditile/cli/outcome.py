@@ -32,7 +32,7 @@ class Outcome:
         skipped: how many were there before.
         reports: of all calls together; empty if there was none to make.
         settings: of what was left out or changed; empty for a plain run.
-        left_out: see `left_out`.
+        left_out: what caches left out; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
         tracks_memory: whether to say what was held.
     """

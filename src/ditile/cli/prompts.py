@@ -54,7 +54,7 @@ def list_prompt_lines(wanted: GenerateOptions, run: RunOptions) -> list[PromptLi
     """A line for every prompt of the file; without a seed the first is 0, so that the same command resumes.
 
     Raises:
-        ModelError: as `read`.
+        ModelError: as `read_prompts`.
     """
     assert wanted.prompts_file is not None
     prompts, seed = read_prompts(wanted.prompts_file), wanted.seed or 0

@@ -52,7 +52,7 @@ ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 
 """By how much of the largest value an exact plan may differ: sums in another order, grown over the steps."""
 
 PipelineFactory = Callable[[Plan | None], Any]
-"""See `prove`."""
+"""See `run_plan_checks`."""
 ArgumentsFactory = Callable[[Any], dict[str, Any]]
 
 

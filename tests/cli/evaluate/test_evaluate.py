@@ -17,7 +17,7 @@ from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.evaluate import scores
 from ditile.cli.evaluate.captions import Caption, load_captions
-from ditile.cli.evaluate.contact_sheet import draw_contact_sheet, make_difference_image
+from ditile.cli.evaluate.figures import draw_contact_sheet, make_difference_image
 from ditile.cli.evaluate.metrics import load_available_metrics, resize_picture
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
 from ditile.cli.evaluate.scores import MetricPanel, find_reference_pictures

@@ -6,8 +6,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, judge_picture, score_pictures
-from ditile.cli.evaluate.scenes import Scene, parse_caption
+from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Scene, judge_picture, parse_caption, score_pictures
 from training.scenes import describe_scene, is_held_out, name_thing, render_scene, sample_scene
 
 SIZES = ((128, 128), (128, 192), (192, 128), (256, 256))

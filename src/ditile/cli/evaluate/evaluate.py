@@ -25,10 +25,12 @@ from ditile.cli.bench.turns import read_load_average
 from ditile.cli.dry_run import build_dry_run_job
 from ditile.cli.evaluate.captions import Caption, load_captions
 from ditile.cli.evaluate.draw import CaptionTurn, EvaluationTask, draw_session
+from ditile.cli.evaluate.figures import ROWS, draw_contact_sheet, draw_tradeoff
 from ditile.cli.evaluate.metrics import check_torchmetrics
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions, SessionOptions
 from ditile.cli.evaluate.scores import Judgement, MetricPanel
 from ditile.cli.evaluate.store import (
+    JOB_FILE,
     EvaluationFolder,
     PictureKey,
     PictureRow,
@@ -37,6 +39,7 @@ from ditile.cli.evaluate.store import (
 )
 from ditile.cli.generate import build_dry_run_call, silence_libraries
 from ditile.distributed import cpus, env
+from ditile.distributed.console import is_writing_process
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import leave_process_group
 from ditile.errors import ModelError
@@ -75,7 +78,7 @@ def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: Sessio
     job, store = _build_job_record(wanted, session, threads), EvaluationFolder(Path(session.out))
     rows: dict[PictureKey, PictureRow] = {}
     panel = None
-    if _is_first_rank():
+    if is_writing_process():
         store.check_same_job(job)
         rows = store.read_rows_on_disk(captions, wanted.seed)
         panel = MetricPanel.from_options(judge, wanted.model, captions)
@@ -83,7 +86,7 @@ def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: Sessio
         turns = _list_missing_turns(task, captions, settings, rows)
         if turns or env.read_torchrun_place() is not None:
             _run_session_task(task, turns)
-        rows = store.read_rows_on_disk(captions, wanted.seed) if _is_first_rank() else {}
+        rows = store.read_rows_on_disk(captions, wanted.seed) if is_writing_process() else {}
     if env.read_torchrun_place() is not None:
         leave_process_group()
     if panel is None:
@@ -173,23 +176,17 @@ def _list_session_tasks(
     threads: int,
 ) -> list[EvaluationTask]:
     """The sessions in their order. Settings of one process go with those of the most ranks, or are the first by far."""
-
-    def build_session_task(world: int, plans: Iterable[str], original: bool, title: str) -> EvaluationTask:
-        return EvaluationTask(wanted, session, job, world, tuple(plans), original, threads, title)
-
     plans = list(dict.fromkeys(setting.plan for setting in settings if not setting.has_original_plan))
     world = {plan: Plan.parse(plan).world for plan in plans}
+    groups: list[tuple[int, list[str], bool, str]] = [(1, [], True, "one process")]
     if session.one_at_a_time:
-        return [
-            build_session_task(1, (), True, "one process"),
-            *(build_session_task(world[plan], [plan], False, plan) for plan in plans),
-        ]
-    worlds = sorted({*world.values()}, reverse=True) or [1]
+        groups += [(world[plan], [plan], False, plan) for plan in plans]
+    elif plans:
+        worlds = sorted({*world.values()}, reverse=True)
+        groups = [(n, [plan for plan in plans if world[plan] == n], True, f"{n} rank(s)") for n in worlds]
     return [
-        build_session_task(
-            n, [plan for plan in plans if world[plan] == n], True, f"{n} rank(s)" if n > 1 else "one process"
-        )
-        for n in worlds
+        EvaluationTask(wanted, session, job, n, tuple(of_group), original, threads, "one process" if n == 1 else title)
+        for n, of_group, original, title in groups
     ]
 
 
@@ -243,7 +240,7 @@ def _judge_and_write(
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
     evaluation = {
         "model": wanted.model,
-        "job": _read_job_file(store),
+        "job": json.loads((store.out / JOB_FILE).read_text("utf-8")),
         "captions": {
             "source": wanted.captions,
             "count": count,
@@ -265,9 +262,7 @@ def _judge_and_write(
     files.write_json_file(store.out / FILE, evaluation)
     _write_contact_sheet(store, settings, captions, rows)
     if figure:
-        from ditile.cli.evaluate.plots import tradeoff
-
-        tradeoff(evaluation, store.out / PARETO_FILE)
+        draw_tradeoff(evaluation, store.out / PARETO_FILE)
     return evaluation
 
 
@@ -277,8 +272,6 @@ def _write_contact_sheet(
     captions: Sequence[Caption],
     rows: dict[PictureKey, PictureRow],
 ) -> None:
-    from ditile.cli.evaluate.contact_sheet import ROWS, draw_contact_sheet
-
     columns = [
         (
             setting,
@@ -287,12 +280,6 @@ def _write_contact_sheet(
         for setting in settings
     ]
     draw_contact_sheet(columns, [caption.text for caption in captions][:ROWS]).save(store.out / CONTACT_SHEET_FILE)
-
-
-def _read_job_file(store: EvaluationFolder) -> Any:
-    from ditile.cli.evaluate.store import JOB_FILE
-
-    return json.loads((store.out / JOB_FILE).read_text("utf-8"))
 
 
 def _describe_machine() -> dict[str, Any]:
@@ -306,9 +293,3 @@ def _describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
     }
-
-
-def _is_first_rank() -> bool:
-    """Whether this process writes."""
-    place = env.read_torchrun_place()
-    return place is None or place.rank == 0

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ditile.cli.evaluate.caption_check import judge_picture
-from ditile.cli.evaluate.scenes import parse_caption
+from ditile.cli.evaluate.caption_check import judge_picture, parse_caption
 from ditile.errors import ModelError
 from ditile.runner.load import list_bundled_models
 

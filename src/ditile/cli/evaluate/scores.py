@@ -207,7 +207,7 @@ def read_picture(path: Path) -> Picture:
 def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
     """The reference pictures and which these are: those that the captions describe if all are there, else the folder's.
 
-    The folder has some (`Judge` checks that).
+    The folder has some (`JudgeOptions` checks that).
     """
     if folder is None:
         return [], ""

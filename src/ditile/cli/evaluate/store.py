@@ -3,7 +3,7 @@
     job.json          what all pictures have in common; another job is refused
     pictures.jsonl    a line for each picture: setting, caption, seed, seconds, scores
     pictures/         the pictures, a folder for each setting
-    evaluation.json   the means (`summed_up`), which `ditile generate --min-psnr` reads
+    evaluation.json   the means (`summarize_settings`), which `ditile generate --min-psnr` reads
 
 A picture is there if its row and its file are, and is not drawn again.
 """

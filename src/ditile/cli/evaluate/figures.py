@@ -1,12 +1,11 @@
-"""A sheet of pictures side by side: a column for each setting, a row for each caption, differences below the pictures.
-
-A difference map is the mean over the colours of how far a picture is from the original's, amplified, on black.
-"""
+"""The figures of an evaluation: pictures side by side, and what plans and caches gain over what they do to pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -14,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.scores import read_picture
+from ditile.cli.evaluate.store import select_pareto_front
 
 ROWS = 8
 """Captions that are shown."""
@@ -22,12 +22,16 @@ AMPLIFIED = 4
 LEAST, MOST = 144, 256  # pixels of the longer side of a picture on the sheet
 GAP, TEXT, LINE = 10, 13, 17
 INK, FAINT, PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
+MARKERS = "osD^vP*XhdHp<>8"
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
 SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 """A setting; for each caption its file, and its PSNR in dB."""
 
 
 def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
-    """The whole sheet.
+    """A sheet with a column for each setting, a row for each caption, and differences below the pictures.
+
+    A difference map is the mean over the colours of how far a picture is from the original's, amplified, on black.
 
     Args:
         columns: the original first.
@@ -102,3 +106,59 @@ def _wrap_text_lines(
                 line = line[fits:]
         lines.append(line)
     return lines
+
+
+def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
+    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
+    through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = evaluation["settings"]
+    plans, caches = (list(dict.fromkeys(row[name] for row in rows)) for name in ("plan", "cache"))
+    finite = [row["psnr"] for row in rows if row["psnr"] < 100]
+    low, high = (min(finite), max(finite)) if finite else (30.0, 40.0)
+    room = max(2.0, 0.15 * (high - low))
+    top = high + 2 * room
+    figure, axes = plt.subplots(figsize=(9.6, 5))
+
+    def locate_row(row: Mapping[str, Any]) -> tuple[float, float]:
+        return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
+
+    axes.plot(*zip(*map(locate_row, select_pareto_front(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
+    for row in rows:
+        x, y = locate_row(row)
+        colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
+        spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
+        axes.errorbar(
+            x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
+        )
+    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--")
+    axes.set_ylim(low - room, top + 0.8 * room)
+    ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
+    axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time of a picture, % of the original pipeline's (median; bars: lowest and highest)")
+    axes.set_ylabel("mean PSNR to the original's picture (dB)")
+    count = evaluation["captions"]["count"]
+    axes.set_title(f"{evaluation['model']}, {count} caption(s), {evaluation['measured']['machine']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    _add_legend(axes, plans, caches)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def _add_legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
+    """Colours and markers, beside the figure."""
+    from matplotlib.patches import Patch
+
+    plan_names = ["one process" if plan == ORIGINAL.plan else textwrap.fill(plan, 34) for plan in plans]
+    cache_names = ["no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34) for cache in caches]
+    shown = [Patch(color=COLOURS[k % 8], label=name) for k, name in enumerate(plan_names)]
+    for k, name in enumerate(cache_names):
+        shown += axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=name)
+    axes.legend(handles=shown, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
