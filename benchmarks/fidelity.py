@@ -78,7 +78,7 @@ class OwnPatchOnly(StaleKeys):
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends to what is fresh in this very call."""
-        return self._kernel(q, k, v, scale=extra.scale)
+        return self.kernel(q, k, v, scale=extra.scale)
 
 
 def draw_all_captions(

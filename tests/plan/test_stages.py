@@ -14,7 +14,7 @@ from benchmarks.blocks import measure
 from ditile import Plan
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
-from ditile.parallel.pipefusion.block_costs import BlockCosts, count_block_costs, divide_blocks
+from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
 from ditile.plan.stages import compute_stage_loads, cut_stages
 from tests import tiny
 
@@ -114,7 +114,7 @@ def test_real_flux_over_eight_is_balanced(real_flux: TransformerHooks) -> None:
 
     A failure means that the slowest stage holds up all others by more than 5 %.
     """
-    costs = count_block_costs(real_flux, 8, 256)
+    costs = CostModel.from_model_hooks(real_flux).count_costs(8, 256)
     assert imbalance(costs, divide_blocks(real_flux, Plan(pipefusion=8))) < 1.05
     by_number = cut_stages([1.0] * 57, 8)
     assert imbalance(costs, by_number) > 1.15
@@ -127,10 +127,10 @@ def test_counted_by_hand(real_flux: TransformerHooks) -> None:
     """
     width, tokens = 3072, 4096 + 512
     attention = 2 * width * tokens**2
-    costs = count_block_costs(real_flux, 1, 1)
+    costs = CostModel.from_model_hooks(real_flux).count_costs(1, 1)
     assert costs.blocks[0] == costs.blocks[-1] == 12 * width**2 * tokens + attention
     assert costs.first == costs.last == 64 * width * 4096
-    costs = count_block_costs(real_flux, 8, 256)
+    costs = CostModel.from_model_hooks(real_flux).count_costs(8, 256)
     assert costs.blocks[0] == pytest.approx(12 * width**2 * (4096 + 512 + 7 * 256) + attention, rel=0.04)
     assert costs.blocks[-1] == pytest.approx(12 * width**2 * tokens + attention, rel=0.02)
 
@@ -144,16 +144,18 @@ def test_placeholders_of_blocks_count_too() -> None:
     hooks.empty_other_blocks(whole[1], keep=False)
     assert divide_blocks(hooks, plan) == whole
     of_whole = TransformerHooks(tiny.flux().transformer, hooks.spec)
-    assert count_block_costs(hooks, 2, 32) == count_block_costs(of_whole, 2, 32)
+    assert CostModel.from_model_hooks(hooks).count_costs(2, 32) == CostModel.from_model_hooks(of_whole).count_costs(
+        2, 32
+    )
 
 
 def test_what_is_remembered_costs_nothing() -> None:
     """PixArt's keys of the text are constant, its last block is as the others; SD3's last block has less text."""
     pixart, sd3 = tiny.pixart().transformer, tiny.sd3(dual=()).transformer
-    costs = count_block_costs(TransformerHooks(pixart, registry.require_model_spec(pixart)), 1, 1)
+    costs = CostModel.from_model_hooks(TransformerHooks(pixart, registry.require_model_spec(pixart))).count_costs(1, 1)
     tokens, width = 16 * 16, tiny.WIDTH
     assert set(costs.blocks) == {14 * width**2 * tokens + 2 * width * tokens**2}
-    costs = count_block_costs(TransformerHooks(sd3, registry.require_model_spec(sd3)), 1, 1)
+    costs = CostModel.from_model_hooks(TransformerHooks(sd3, registry.require_model_spec(sd3))).count_costs(1, 1)
     assert costs.blocks[0] == costs.blocks[1] > costs.blocks[-1]
 
 

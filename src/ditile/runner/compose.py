@@ -36,7 +36,7 @@ from ditile.parallel.attention.core import (
 )
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel
 from ditile.parallel.batch.denoise import DataCfgBatch
-from ditile.parallel.batch.split import count_images
+from ditile.parallel.batch.shares import count_images
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks

@@ -60,7 +60,7 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     q = torch.randn(BATCH, LENGTH, heads, SIZE, generator=random)
     k, v = torch.randn(2, BATCH, LENGTH, groups, SIZE, generator=random)
     mine = slice(runs[own][0].start, runs[own][0].stop)
-    found = []
+    results = []
     for kind in MASKS:
         whole = mask_of(kind, heads)
         core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
@@ -68,13 +68,13 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         own_qkv = (q[:, mine], k[:, mine], v[:, mine])
         got = core.attend_to_tokens(tokens, *own_qkv, mask=mask, scale=0.3)
         wanted = NATIVE(q, k, v, mask=None if whole is None else normalize_key_mask(whole, BATCH), scale=0.3)
-        found.append((got, wanted[:, mine]))
+        results.append((got, wanted[:, mine]))
         sent = dict(mesh.traffic.calls)
         assert torch.equal(core.attend_to_tokens(tokens, *own_qkv, mask=whole, scale=0.3), got), (
             "one of all keys is cut"
         )
         assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"
-    return found
+    return results
 
 
 def gathered(mesh: Any) -> GatheredKeyMaskSource:
@@ -86,8 +86,10 @@ def gathered(mesh: Any) -> GatheredKeyMaskSource:
 def test_heads_and_masks(pool: Pool, plan: dict[str, int], heads: int, groups: int) -> None:
     """A failure means that a query head meets the keys of another group, that a mask lies on other keys than its own,
     or that a block without a key that is attended to poisons the others."""
-    for rank, found in enumerate(pool.run(attended, plan.get("ulysses", 1) * plan.get("ring", 1), plan, heads, groups)):
-        for kind, (got, wanted) in zip(MASKS, found, strict=True):
+    for rank, results in enumerate(
+        pool.run(attended, plan.get("ulysses", 1) * plan.get("ring", 1), plan, heads, groups)
+    ):
+        for kind, (got, wanted) in zip(MASKS, results, strict=True):
             close(got, wanted, f"{plan} {heads}/{groups} heads, mask {kind}, rank {rank}")
 
 
@@ -126,7 +128,7 @@ def test_masks_of_other_keys(keys: int) -> None:
 
 
 def masked_words(plans: list[dict[str, int]]) -> None:
-    """FLUX told to leave out half of its 12 words, in a picture of 48 tokens."""
+    """FLUX that leaves out half of its 12 text tokens, in a picture of 48 tokens."""
     mask = torch.ones(1, 1, 1, 60, dtype=torch.bool)
     mask[..., 6:12] = False
     pipe, call = MAKE["flux"](), {"joint_attention_kwargs": {"attention_mask": mask}}
@@ -146,7 +148,7 @@ def test_a_mask_of_the_whole_sequence(pool: Pool, plans: list[dict[str, int]]) -
 
 
 def test_stale_keys_take_no_mask() -> None:
-    """A failure means that PipeFusion attends to what it was told not to."""
+    """A failure means that PipeFusion attends to keys that are masked."""
     refuse_key_masks(AttentionOptions(), "blocks.0.attn")
     with pytest.raises(ModelError, match=r"blocks\.0\.attn masks keys"):
         refuse_key_masks(AttentionOptions(KeyPaddingMask((torch.ones(1, 1, 1, 5, dtype=torch.bool),))), "blocks.0.attn")

@@ -21,8 +21,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
 from ditile.hooks.batch_rows import slice_batch_arguments
-from ditile.parallel.batch.data import ReplicaImages
-from ditile.parallel.batch.split import BatchSlice
+from ditile.parallel.batch.shares import BatchSlice, ReplicaImages
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
@@ -48,7 +47,7 @@ def close(got: Any, wanted: Any, what: Any, tolerance: float = TOLERANCE) -> Non
 
 def pictures(name: str, jobs: list[Job], ancestral: bool = False) -> list[tuple[Any, Any]]:
     """On a rank: what the plain pipeline draws, and what it draws under a plan, with the random state that is left."""
-    pipe, found = made(name), []
+    pipe, results = made(name), []
     for plan, call in jobs:
         if ancestral:
             pipe.scheduler = EulerAncestralDiscreteScheduler(beta_end=0.004)
@@ -56,9 +55,9 @@ def pictures(name: str, jobs: list[Job], ancestral: bool = False) -> list[tuple[
         wanted = run(pipe, name, **call), torch.get_rng_state()
         torch.manual_seed(3 + dist.get_rank())
         with divided(pipe, **plan) as runner:
-            found.append((wanted, (run(runner, name, **call), torch.get_rng_state())))
+            results.append((wanted, (run(runner, name, **call), torch.get_rng_state())))
             assert str(runner).count("\n") > dist.get_world_size()
-    return found
+    return results
 
 
 def check(
@@ -123,11 +122,11 @@ def test_with_other_axes(pool: Pool, name: str) -> None:
 
 
 def stale(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    pipe, found = made(name), []
+    pipe, results = made(name), []
     for plan in plans:
         with divided(pipe, **plan) as runner:
-            found.append((run(runner, name, **call), runner.report.key_bytes if runner.report else 0))
-    return found
+            results.append((run(runner, name, **call), runner.report.key_bytes if runner.report else 0))
+    return results
 
 
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
@@ -142,14 +141,14 @@ def test_stale_keys(pool: Pool, name: str) -> None:
     alone = pool.run(stale, 2, name, base, FOUR)
     assert float((alone[0][0][0] - exact).abs().max() / exact.abs().max()) > 1e-3
     for axis in ("cfg", "data"):
-        for rank, found in enumerate(pool.run(stale, 4, name, [plan | {axis: 2} for plan in base], FOUR)):
-            for plan, (got, keys), (wanted, whole) in zip(base, found, alone[rank % 2], strict=True):
+        for rank, results in enumerate(pool.run(stale, 4, name, [plan | {axis: 2} for plan in base], FOUR)):
+            for plan, (got, keys), (wanted, whole) in zip(base, results, alone[rank % 2], strict=True):
                 close(got, wanted, f"{name} {plan} {axis} rank {rank}")
                 assert 2 * keys == whole, f"{name} {plan} {axis} rank {rank}: {keys} bytes of keys"
     idle = pool.run(stale, 4, name, [plan | {"data": 2} for plan in base], {})
     one = pool.run(stale, 2, name, base, {})[0]
-    for found in idle:
-        for (got, _), (wanted, _) in zip(found, one, strict=True):
+    for results in idle:
+        for (got, _), (wanted, _) in zip(results, one, strict=True):
             same(got, wanted, f"{name}, one image on two replicas")
 
 
@@ -270,10 +269,10 @@ def interrupted(rank: int) -> tuple[Tensor, list[int]]:
 def test_replicas_stop_together(pool: Pool) -> None:
     """The third replica has no images. A failure means that replicas meet after different steps, or never."""
     for rank in (0, 2):
-        found = pool.run(interrupted, 3, rank)
-        for picture, seen in found:
-            assert seen == found[0][1] and 4 <= len(seen) <= 6, seen
-            same(picture, found[0][0], "after an interrupt")
+        results = pool.run(interrupted, 3, rank)
+        for picture, seen in results:
+            assert seen == results[0][1] and 4 <= len(seen) <= 6, seen
+            same(picture, results[0][0], "after an interrupt")
 
 
 # Saying no

@@ -35,14 +35,14 @@ JOBS = {
 
 
 def counted(name: str, plans: list[dict[str, Any]]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    pipe, found = MAKE[name](), []
+    pipe, results = MAKE[name](), []
     for plan in plans:
         with divided(pipe, **plan) as runner:
             run(runner, name, num_images_per_prompt=IMAGES, **SIZE)
             assert runner.report is not None
             calls = {kind: count for kind, count in runner.mesh.traffic.calls.items() if kind != "control"}
-            found.append(({kind: size for kind, size in runner.report.sent.items() if kind != "control"}, calls))
-    return found
+            results.append(({kind: size for kind, size in runner.report.sent.items() if kind != "control"}, calls))
+    return results
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -51,34 +51,34 @@ def test_halves_send_their_own_predictions(pool: Pool, name: str) -> None:
     job, patches, warmup = JOBS[name], 3, 1
     steps = STEPS - job.by_calls
     size, latents = steps * IMAGES * job.prediction * FLOAT, IMAGES * LATENTS * FLOAT
-    for found in pool.run(counted, 2, name, [{"cfg": 2}]):
-        assert found == [({"cfg": size}, {"cfg": steps})]
+    for results in pool.run(counted, 2, name, [{"cfg": 2}]):
+        assert results == [({"cfg": size}, {"cfg": steps})]
     rows = STEPS + job.by_calls  # of each image: one branch, but for the first step of two calls
     activations = rows * IMAGES * (TOKENS + job.text) * tiny.WIDTH * FLOAT
     plan = {"cfg": 2, "pipefusion": 2, "patches": patches, "warmup": warmup}
-    for rank, found in enumerate(pool.run(counted, 4, name, [plan])):
+    for rank, results in enumerate(pool.run(counted, 4, name, [plan])):
         if rank % 2 == 0:
-            assert found == [({"activations": activations}, {"activations": rows * patches})]
+            assert results == [({"activations": activations}, {"activations": rows * patches})]
             continue
         messages = {"cfg": (warmup - job.by_calls) + (STEPS - warmup) * patches, "result": 1}
         messages["latents"] = (STEPS - 1) * patches
-        assert found == [({"cfg": size, "latents": (STEPS - 1) * latents, "result": latents}, messages)]
+        assert results == [({"cfg": size, "latents": (STEPS - 1) * latents, "result": latents}, messages)]
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_replicas_send_their_own_latents(pool: Pool, name: str) -> None:
     """A failure means that replicas exchange more than what they made, or stages send rows of other replicas."""
     for ranks in (2, 3):
-        for rank, found in enumerate(pool.run(counted, ranks, name, [{"data": ranks}])):
+        for rank, results in enumerate(pool.run(counted, ranks, name, [{"data": ranks}])):
             own = (IMAGES - rank + ranks - 1) // ranks
-            assert found == [({"data": (ranks - 1) * own * LATENTS * FLOAT}, {"data": 1})]
+            assert results == [({"data": (ranks - 1) * own * LATENTS * FLOAT}, {"data": 1})]
     plan = {"data": 2, "pipefusion": 2, "patches": 3}
-    for rank, found in enumerate(pool.run(counted, 4, name, [plan])):
+    for rank, results in enumerate(pool.run(counted, 4, name, [plan])):
         own = 2 - rank // 2
         if rank % 2 == 0:
             activations = 2 * STEPS * own * (TOKENS + JOBS[name].text) * tiny.WIDTH * FLOAT
-            assert [sent for sent, _ in found] == [{"activations": activations}]
+            assert [sent for sent, _ in results] == [{"activations": activations}]
             continue
         latents = own * LATENTS * FLOAT
         sent = {"latents": (STEPS - 1) * latents, "data": latents, "result": IMAGES * LATENTS * FLOAT}
-        assert [sent for sent, _ in found] == [sent]
+        assert [sent for sent, _ in results] == [sent]

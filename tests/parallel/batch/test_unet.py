@@ -144,8 +144,8 @@ class Fewer(Own):
         self.scheduler.set_timesteps(4)
         for i, t in enumerate(self.scheduler.timesteps):
             calls = 2 if i < 2 else {"fewer": 1, "more": 3}[way]
-            found = [self.unet(latents, t, text).sample for _ in range(calls)]
-            latents = self.scheduler.step(sum(found), t, latents).prev_sample
+            results = [self.unet(latents, t, text).sample for _ in range(calls)]
+            latents = self.scheduler.step(sum(results), t, latents).prev_sample
         return latents
 
 

@@ -89,15 +89,15 @@ class Attention:
         sizes = [text, image] if self.joint == "text_first" else [image, text]
         parts = list(zip(k.split(sizes, 1), v.split(sizes, 1), strict=True))
         words, (image_k, image_v) = parts if self.joint == "text_first" else reversed(parts)
-        found: dict[Segment, tuple[Tensor, Tensor]] = {}
+        results: dict[Segment, tuple[Tensor, Tensor]] = {}
         if text:
-            found[place.branch, None] = words
+            results[place.branch, None] = words
         if place.patch is not None:
-            found[place.branch, place.patch] = image_k, image_v
+            results[place.branch, place.patch] = image_k, image_v
         else:
             for patch, span in enumerate(place.spans):
-                found[place.branch, patch] = image_k[:, span], image_v[:, span]
-        return found
+                results[place.branch, patch] = image_k[:, span], image_v[:, span]
+        return results
 
     def zeros(self, k: Tensor, patch: int | None) -> tuple[Tensor, Tensor]:
         """Without warmup, the patches behind have left nothing yet in the first step."""

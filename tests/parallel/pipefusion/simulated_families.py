@@ -58,8 +58,8 @@ class Family:
 class PixArt(Family):
     def __init__(self, pipe: Any, call: dict[str, Any]) -> None:
         super().__init__(pipe, call)
-        found = pipe.encode_prompt(call["prompt"], True, max_sequence_length=call["max_sequence_length"])
-        words, mask, negative, negative_mask = found
+        results = pipe.encode_prompt(call["prompt"], True, max_sequence_length=call["max_sequence_length"])
+        words, mask, negative, negative_mask = results
         self.words = self.transformer.caption_projection(torch.cat([negative, words]))
         self.bias = (1 - torch.cat([negative_mask, mask]).to(words.dtype))[:, None] * -10000.0
 
@@ -91,8 +91,8 @@ class SD3(Family):
     def __init__(self, pipe: Any, call: dict[str, Any]) -> None:
         super().__init__(pipe, call)
         prompt, length = call["prompt"], call["max_sequence_length"]
-        found = pipe.encode_prompt(prompt, None, None, max_sequence_length=length)
-        words, negative, self.pooled = found[0], found[1], torch.cat([found[3], found[2]])
+        results = pipe.encode_prompt(prompt, None, None, max_sequence_length=length)
+        words, negative, self.pooled = results[0], results[1], torch.cat([results[3], results[2]])
         self.words = self.transformer.context_embedder(torch.cat([negative, words]))
         self.text = words.shape[1]
 
@@ -137,10 +137,10 @@ class Flux(Family):
             yield block.attn, JointAttention, "text_first"
 
     def predict(self, x: list[Tensor], t: Tensor, place: Place) -> Tensor:
-        found = []
+        results = []
         for place.branch, (words, pooled, _) in enumerate(self.prompts):
-            found.append(self.call_transformer(torch.cat(x, 1), t, place, words, pooled))
-        return found[0] if len(found) == 1 else self.guide(found[1], found[0])
+            results.append(self.call_transformer(torch.cat(x, 1), t, place, words, pooled))
+        return results[0] if len(results) == 1 else self.guide(results[1], results[0])
 
     def call_transformer(self, x: Tensor, t: Tensor, place: Place, words: Tensor, pooled: Tensor) -> Tensor:
         model = self.transformer

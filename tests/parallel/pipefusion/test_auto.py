@@ -26,13 +26,13 @@ NEVER, ALWAYS = 1e9, 1e-9  # as bounds: no change is as large, every change is
 def chosen(name: str, plans: list[dict[str, Any]]) -> list[tuple[Any, list[int]]]:
     """On a rank: the picture under each plan, and the steps that were synchronous; first without a plan."""
     pipe = MAKE[name]()
-    found = [(run(pipe, name, num_inference_steps=STEPS), list(range(STEPS)))]
+    results = [(run(pipe, name, num_inference_steps=STEPS), list(range(STEPS)))]
     for plan in plans:
         with divided(pipe, **plan) as runner:
             picture = run(runner, name, num_inference_steps=STEPS)
             assert runner.report is not None
-            found.append((picture, runner.report.synchronous))
-    return found
+            results.append((picture, runner.report.synchronous))
+    return results
 
 
 AUTO: dict[str, Any] = {"patches": 3, "warmup": "auto"}
@@ -115,15 +115,15 @@ def test_the_rule() -> None:
 def test_the_row_that_changes_most_counts() -> None:
     """Two rows of two branches; a second rank that saw one of them change. What is no number is a large one."""
     rows = [ChangeKey("keys", 0, branch, row) for branch in (0, 1) for row in (0, 1)]
-    drift = RelativeChange()
+    relative_change = RelativeChange()
     stale = torch.ones(2, 3, 1, 1)
-    drift.record_change(("keys", 0, 0), stale * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), stale)
-    drift.record_change(("keys", 1, 1), torch.full((1, 3, 1, 1), torch.nan), stale[:1])
-    numbers = drift.start_change_copy(rows).wait_for_changes()
+    relative_change.record_change(("keys", 0, 0), stale * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), stale)
+    relative_change.record_change(("keys", 1, 1), torch.full((1, 3, 1, 1), torch.nan), stale[:1])
+    numbers = relative_change.start_change_copy(rows).wait_for_changes()
     assert numbers == [0, 1, 500_000, 1, 0, 0, NOT_FINITE, 1]
     assert find_largest_change(numbers[:6]) == 0.5
     assert find_largest_change(numbers) == 1000
-    assert drift.start_change_copy(rows).wait_for_changes() == [0] * 8, "a step begins with nothing"
+    assert relative_change.start_change_copy(rows).wait_for_changes() == [0] * 8, "a step begins with nothing"
 
 
 class Late(ChangeCopy):
@@ -146,15 +146,15 @@ class LateDrift(RelativeChange):
 
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
-    votes = AdaptiveWarmup(Mesh(0, 1), LateDrift(), 0.6)
+    warmup = AdaptiveWarmup(Mesh(0, 1), LateDrift(), 0.6)
     now = Schedule(1, 2, 9, 3)
     generation = Generation(now.compute_key_ages, now.keeps_keys)
     for step in range(4):
-        votes.decide_synchronous_step(step)
-        late = votes._changes
+        warmup.decide_synchronous_step(step)
+        late = warmup._changes
         assert late is None or (isinstance(late, Late) and not late.waited)
-        votes.start_change_sum()
-        votes.start_change_sum()
+        warmup.start_change_sum()
+        warmup.start_change_sum()
         assert late is None or (isinstance(late, Late) and late.waited)
-        votes.record_step_changes(generation, 1)
-    assert votes._known == [0.25] and len(votes._change_sums) == 4
+        warmup.record_step_changes(generation, 1)
+    assert warmup._known == [0.25] and len(warmup._change_sums) == 4

@@ -41,8 +41,8 @@ def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) 
 def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
     """With stale keys too. A failure means that a stage reads keys of another age, or another patch's tokens."""
     plans = [{"warmup": w, "patches": m} for w, m in ((0, 3), (1, 7))]
-    found = equal_over_ranks(pool, (2, 3, 4) if name in ("flux", "pixart sigma") else (3,), name, plans, [SMALL])
-    for one, other in zip(found, found[1:], strict=False):
+    results = equal_over_ranks(pool, (2, 3, 4) if name in ("flux", "pixart sigma") else (3,), name, plans, [SMALL])
+    for one, other in zip(results, results[1:], strict=False):
         different(one, other, "patches or warmup had no effect")
 
 
@@ -98,15 +98,15 @@ VARIETY: list[dict[str, Any]] = [
 
 def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
     """Calls one runner again and again, each time otherwise, and twice in a row, and a fresh runner."""
-    pipe, found = MAKE[name](), []
+    pipe, results = MAKE[name](), []
     with divided(pipe, **plan) as runner:
         for call in calls:
-            found.append(run(runner, name, **call))
-            same(run(runner, name, **call), found[-1], f"second call {call}")
-    for call, wanted in zip(calls, found, strict=True):
+            results.append(run(runner, name, **call))
+            same(run(runner, name, **call), results[-1], f"second call {call}")
+    for call, wanted in zip(calls, results, strict=True):
         with divided(pipe, **plan) as runner:
             same(run(runner, name, **call), wanted, f"fresh runner {call}")
-    return found
+    return results
 
 
 @pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"])
@@ -127,8 +127,8 @@ def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: i
     """With stale keys. A failure means that keys or constants of an earlier picture reach a later one."""
     calls = [{}, {"prompt": "a blue square"}, {"num_inference_steps": 3, **SMALL}, VARIETY[0], VARIETY[3], {}]
     plan = {"pipefusion": 2, "patches": 3, "warmup": warmup}
-    for found in pool.run(unlike_before, 2, name, plan, calls):
-        same(found[0], found[-1], "the same prompt, with others in between")
+    for results in pool.run(unlike_before, 2, name, plan, calls):
+        same(results[0], results[-1], "the same prompt, with others in between")
 
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])

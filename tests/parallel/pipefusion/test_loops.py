@@ -148,14 +148,14 @@ def as_alone(make: Callable[[], Made], plans: list[dict[str, Any]]) -> None:
     pipe, call = make()
     tiny.quiet(pipe).to(torch.float64)
 
-    def drawn(pipe: Any) -> Any:
+    def picture(pipe: Any) -> Any:
         return pipe(**call, num_inference_steps=6, generator=torch.Generator().manual_seed(7), return_dict=False)[0]
 
-    wanted, alone = drawn(pipe), dist.get_world_size() == 1
+    wanted, alone = picture(pipe), dist.get_world_size() == 1
     for plan in plans:
         if (Plan(**plan).world == 1) == alone:
             with divided(pipe, **plan) as runner:
-                got = drawn(runner)
+                got = picture(runner)
                 same(got, wanted, plan) if alone else close(got, wanted, f"{plan} rank {dist.get_rank()}")
 
 

@@ -33,7 +33,7 @@ class Sent:
         self._log, self._name, self._received = log, name, received
         log.append(f"start {name}")
 
-    def wait(self) -> list[Tensor]:
+    def wait_for_tensors(self) -> list[Tensor]:
         self._log.append(f"wait {self._name}")
         return self._received
 

@@ -55,15 +55,15 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
             assert synchronous != list(range(len(synchronous))), "no step became synchronous again"
         patch.setattr(PeerChannel, "occupies_device", lambda self, device: True)
         fusion, count = runner._parts.pipefusion, 0
-        wires = [box.channel for box in (fusion._activations_in, fusion._latents_in) if box is not None]
+        channels = [box.channel for box in (fusion._activations_in, fusion._latents_in) if box is not None]
 
         def launch(*_: Any) -> None:
             nonlocal count
-            for wire in wires:
-                for k, receipt in enumerate(wire._posted):
+            for one in channels:
+                for k, receipt in enumerate(one._posted):
                     if not isinstance(receipt.work, Here):
                         receipt.work.wait()
-                        wire._posted[k] = receipt._replace(work=Here())
+                        one._posted[k] = receipt._replace(work=Here())
                         count += 1
 
         for module in pipe.transformer.modules():

@@ -82,9 +82,9 @@ def outcome(pipe: Any, name: str, generators: str, seed: int = 11) -> list[Any]:
     torch.manual_seed(seed)
     call = draw(name, generators)
     given = call["generator"]
-    found = [pipe(**call).images for _ in range(2)]
+    results = [pipe(**call).images for _ in range(2)]
     every = given if isinstance(given, list) else [given] if given is not None else []
-    return [*found, torch.get_rng_state(), *(one.get_state() for one in every)]
+    return [*results, torch.get_rng_state(), *(one.get_state() for one in every)]
 
 
 def as_plain(name: str, table: dict[str, Any], which: list[str], generators: str, patches: int) -> list[str]:

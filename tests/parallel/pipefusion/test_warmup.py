@@ -30,23 +30,23 @@ ODD = {"height": 40, "width": 56, "max_sequence_length": 7}
 def pictures(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Any]:
     """On a rank: the latents without a plan, then under each."""
     pipe = MAKE[name]()
-    found = [run(pipe, name, **call)]
+    results = [run(pipe, name, **call)]
     for plan in plans:
         with divided(pipe, **plan) as runner:
-            found.append(run(runner, name, **call))
-    return found
+            results.append(run(runner, name, **call))
+    return results
 
 
 def as_serial(pool: Pool, name: str, ranks: int, mode: dict[str, Any], *, exact: bool = False, **call: Any) -> None:
     """Some warmup, two steps of it, and nothing but warmup: the mode's pictures are those of serial warmup."""
     plans = [{"pipefusion": ranks, "patches": 3, "warmup": w} for w in (1, 2, 99)]
     both = [plan | also for plan in plans for also in ({}, mode)]
-    for rank, (plain, *found) in enumerate(pool.run(pictures, ranks, name, both, call)):
-        for plan, serial, got in zip(plans, found[::2], found[1::2], strict=True):
+    for rank, (plain, *results) in enumerate(pool.run(pictures, ranks, name, both, call)):
+        for plan, serial, got in zip(plans, results[::2], results[1::2], strict=True):
             what = f"{name} {plan} {mode} rank {rank}"
             same(got, serial, what) if exact else close(got, serial, what)
-        close(found[-1], plain, f"{name} all synchronous, rank {rank}")
-        assert float((found[0] - plain).abs().max() / plain.abs().max()) > 100 * TOLERANCE, "nothing was stale"
+        close(results[-1], plain, f"{name} all synchronous, rank {rank}")
+        assert float((results[0] - plain).abs().max() / plain.abs().max()) > 100 * TOLERANCE, "nothing was stale"
 
 
 PIPELINED = {"warmup_mode": "pipelined"}
@@ -139,14 +139,14 @@ def test_shared_tokens(pool: Pool, name: str) -> None:
 def test_without_patches(pool: Pool) -> None:
     """One patch: every step is synchronous, and no keys are kept. A failure means that somebody waits for them."""
     plans = [{"pipefusion": 2, "patches": 1} | mode for mode in (SEQUENCE, ALONE)]
-    for plain, *found in pool.run(pictures, 2, "flux", plans, {}):
-        for plan, got in zip(plans, found, strict=True):
+    for plain, *results in pool.run(pictures, 2, "flux", plans, {}):
+        for plan, got in zip(plans, results, strict=True):
             close(got, plain, plan)
 
 
 @pytest.mark.parametrize("mode", [SEQUENCE, PAIR])
 def test_callbacks_and_other_schedulers(pool: Pool, mode: dict[str, Any]) -> None:
-    """A callback that asks for the latents; a scheduler that scales its input. Members of a crew read both.
+    """A callback that asks for the latents; a scheduler that scales its input. Members of a warmup group read both.
 
     A failure means that a member computes on latents that its peers do not have.
     """
@@ -199,7 +199,7 @@ def weights(mode: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
 
 
 def test_who_holds_and_sends_what(pool: Pool) -> None:
-    """Lent weights are not kept, held ones are never sent; every stage keeps the keys of its own layers alone.
+    """Streamed weights are not kept, own ones are never sent; every stage keeps the keys of its own layers alone.
 
     A failure in the first means that `sequence` costs the memory that it is there to spare.
     """
@@ -207,8 +207,8 @@ def test_who_holds_and_sends_what(pool: Pool) -> None:
     share = serial[0][0]
     assert [blocks for blocks, _, _ in serial] == [blocks for blocks, _, _ in sequence] == [share, share]
     assert [blocks for blocks, _, _ in separate] == [2 * share, share]
-    for found in (sequence, separate):
-        assert [keys for _, keys, _ in found] == [keys for _, keys, _ in serial]
+    for results in (sequence, separate):
+        assert [keys for _, keys, _ in results] == [keys for _, keys, _ in serial]
     lent = [sent["weights"] for _, _, sent in sequence]
     assert lent[0] >= 2 * share * FLOAT and max(lent) < 1.1 * 2 * share * FLOAT, "two steps, to one other rank"
     assert "weights" not in separate[0][2]
@@ -268,8 +268,8 @@ def test_with_shared_batches(pool: Pool, name: str, mode: dict[str, Any]) -> Non
     """Halves of the guidance, then replicas of which one has no image. A failure means that they mix up their rows."""
     plans = [{"pipefusion": 2, "patches": 3, "warmup": 99, also: 2} | mode for also in ("cfg", "data")]
     plans.append({"pipefusion": 2, "patches": 3, "warmup": 2, "cfg": 2} | mode)
-    for rank, (plain, *found) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
-        for plan, got in zip(plans[:2], found, strict=False):
+    for rank, (plain, *results) in enumerate(pool.run(pictures, 4, name, plans, ODD)):
+        for plan, got in zip(plans[:2], results, strict=False):
             close(got, plain, f"{name} {plan} rank {rank}")
 
 

@@ -37,15 +37,15 @@ def pictures(pipe: Any, call: dict[str, Any], plans: list[dict[str, Any]], table
 
     def run(run_pipe: Any) -> Tensor:
         result = run_pipe(**call, generator=torch.Generator().manual_seed(3))
-        found: Tensor = result.frames if hasattr(result, "frames") else result.images
-        return found
+        results: Tensor = result.frames if hasattr(result, "frames") else result.images
+        return results
 
-    found = [run(pipe)]
+    results = [run(pipe)]
     for plan in plans:
         runner = parallelize(pipe, Plan(**plan), cp_plan=table)
-        found.append(run(runner))
+        results.append(run(runner))
         runner.restore()
-    return [*found, run(pipe)]
+    return [*results, run(pipe)]
 
 
 def bare(name: str, size: tuple[int, int, int], plans: list[dict[str, Any]]) -> list[Tensor]:
@@ -53,9 +53,9 @@ def bare(name: str, size: tuple[int, int, int], plans: list[dict[str, Any]]) -> 
 
 
 def check(answers: list[list[Tensor]], plans: list[dict[str, Any]], what: str) -> None:
-    for rank, (wanted, *found, after) in enumerate(answers):
+    for rank, (wanted, *results, after) in enumerate(answers):
         assert torch.equal(after, wanted), f"{what}: the model is another one than before"
-        for plan, got, first in zip(plans, found, answers[0][1:], strict=False):
+        for plan, got, first in zip(plans, results, answers[0][1:], strict=False):
             close(got, wanted, f"{what} {plan} rank {rank}")
             assert torch.equal(got, first), f"{what} {plan}: ranks 0 and {rank} differ"
 
@@ -125,8 +125,8 @@ class ThreeDimensions(AttnProcessor2_0):  # type: ignore[misc]
         q, k, v = (attn.head_to_batch_dim(x) for x in made)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         out = attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(out)))
-        found: Tensor = out / attn.rescale_output_factor
-        return found
+        results: Tensor = out / attn.rescale_output_factor
+        return results
 
 
 def three_dimensions() -> list[Tensor]:

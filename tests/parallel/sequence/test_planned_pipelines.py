@@ -68,8 +68,8 @@ def test_image_to_image(pool: Pool, name: str) -> None:
     wanted = pool.run(begun_with_a_picture, 1, name, 1)[0]
     different(wanted[1], wanted[0], "strength")
     for ranks in (2, 3):
-        for found in pool.run(begun_with_a_picture, ranks, name, ranks):
-            same(found, wanted, f"{name}, stale keys, {ranks} ranks")
+        for results in pool.run(begun_with_a_picture, ranks, name, ranks):
+            same(results, wanted, f"{name}, stale keys, {ranks} ranks")
 
 
 def stale_matters(name: str) -> None:
@@ -140,8 +140,8 @@ def own_model(name: str, ranks: int) -> Any:
 def test_a_model_of_a_user(pool: Pool, name: str) -> None:
     """A failure means that something is read off a class or a config instead of the model that is there."""
     wanted = pool.run(own_model, 1, name, 1)[0]
-    for found in pool.run(own_model, 3, name, 3):
-        same(found, wanted, f"{name}, stale keys")
+    for results in pool.run(own_model, 3, name, 3):
+        same(results, wanted, f"{name}, stale keys")
 
 
 def backends() -> None:

@@ -81,9 +81,9 @@ def _own(length: int, line: Axis) -> slice:
     return slice(mine.start, mine.stop)
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
+def error(results: Tensor, wanted: Tensor) -> float:
     """The largest difference, relative to the largest value."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((results - wanted).abs().max() / wanted.abs().max())
 
 
 def with_heads(family: str, heads: int = HEADS, **changes: Any) -> Any:

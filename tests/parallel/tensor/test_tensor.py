@@ -26,7 +26,7 @@ PIPES: dict[str, tuple[str, dict[str, Any]]] = {
 def divided_call(name: str) -> list[tuple[float, Tensor, bool]]:
     """Of each scheme: the error, the picture, and whether the undone model makes the plain picture."""
     family, call = PIPES[name]
-    pipe, found = tiny.FAMILIES[family](), []
+    pipe, pairs = tiny.FAMILIES[family](), []
 
     def run() -> Tensor:
         picture: Tensor = pipe(**tiny.arguments(family, **ODD | call)).images
@@ -36,8 +36,8 @@ def divided_call(name: str) -> list[tuple[float, Tensor, bool]]:
     for scheme in SCHEMES:
         with sharded(pipe.transformer, scheme):
             picture = run()
-        found.append((error(picture, plain), picture, torch.equal(run(), plain)))
-    return found
+        pairs.append((error(picture, plain), picture, torch.equal(run(), plain)))
+    return pairs
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -53,13 +53,13 @@ def test_a_pipeline_makes_the_plain_picture(pool: Pool, name: str, ranks: int) -
 
 
 def divided_forward(family: str, heads: int, changes: dict[str, Any]) -> list[tuple[float, Tensor]]:
-    transformer, call, found = with_heads(family, heads, **changes), inputs(family), []
+    transformer, call, pairs = with_heads(family, heads, **changes), inputs(family), []
     plain = forward(transformer, call)
     for scheme in SCHEMES:
         with sharded(transformer, scheme):
             out = forward(transformer, call)
-        found.append((error(out, plain), out))
-    return found
+        pairs.append((error(out, plain), out))
+    return pairs
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def test_a_transformer_predicts_the_same(
 
 
 def refused_and_half() -> tuple[list[str], torch.dtype, float]:
-    transformer, call, found = with_heads("pixart", 4), inputs("pixart"), []
+    transformer, call, pairs = with_heads("pixart", 4), inputs("pixart"), []
     with sharded(transformer, "sequence"):
         for wrong in (lambda: sharded(transformer, "row").__enter__(), _chunked(transformer, call)):
             with pytest.raises(StateError) as caught:
                 wrong()
-            found.append(str(caught.value))
+            pairs.append(str(caught.value))
     transformer.transformer_blocks[0].set_chunk_feed_forward(None)
     plain = forward(transformer, call)
     with sharded(transformer.to(torch.bfloat16), "sequence"):
         out = forward(transformer, _half(call))
-    return found, out.dtype, error(out.float(), plain)
+    return pairs, out.dtype, error(out.float(), plain)
 
 
 def _chunked(transformer: Any, call: dict[str, Any]) -> Any:
@@ -122,12 +122,12 @@ def cast_shares(family: str) -> list[float]:
         pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
         return pipe(**tiny.arguments(family)).images
 
-    plain, found = casting(tiny.FAMILIES[family]()), []
+    plain, pairs = casting(tiny.FAMILIES[family]()), []
     for scheme in SCHEMES:
         pipe = tiny.FAMILIES[family]()
         with sharded(pipe.transformer, scheme):
-            found.append(error(casting(pipe), plain))
-    return found
+            pairs.append(error(casting(pipe), plain))
+    return pairs
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3", "pixart"])

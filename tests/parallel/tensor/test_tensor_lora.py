@@ -39,7 +39,7 @@ def in_every_state(name: str, folder: Path) -> list[tuple[str, float]]:
         edit(plain, folder)
         wanted.append(forward(plain.transformer, call))
     assert error(wanted[1], wanted[0]) > 0.01, "these LoRAs do nothing"
-    found = []
+    results = []
     for scheme in SCHEMES:
         pipe = MAKE[name]()
         for edit in before:
@@ -47,11 +47,11 @@ def in_every_state(name: str, folder: Path) -> list[tuple[str, float]]:
         with sharded(pipe.transformer, scheme) as cut:
             for (state, edit), right in zip([("loaded", _nothing), *todo.items()], wanted[1:], strict=True):
                 edit(pipe, folder)
-                found.append((f"{scheme}, {state}", error(forward(pipe.transformer, call), right)))
+                results.append((f"{scheme}, {state}", error(forward(pipe.transformer, call), right)))
         for key, weight in pipe.transformer.state_dict().items():
             if key.rpartition(".")[0] in cut.cuts.styles:
                 assert torch.equal(weight, weights[key]), key
-    return found
+    return results
 
 
 def _nothing(*_: object) -> None:
@@ -69,7 +69,7 @@ def test_every_state_of_loras_is_the_plain_models(
 
 
 def refused(folder: Path) -> list[str]:
-    pipe, found = MAKE["flux"](), []
+    pipe, results = MAKE["flux"](), []
     load("one")(pipe, folder)
     with sharded(pipe.transformer, "row") as cut:
         cut.guard_pipeline_loaders(pipe)
@@ -82,10 +82,10 @@ def refused(folder: Path) -> list[str]:
         ):
             with pytest.raises(StateError) as caught:
                 wrong()
-            found.append(str(caught.value))
+            results.append(str(caught.value))
         pipe.unfuse_lora()
     load("two")(pipe, folder)
-    return found
+    return results
 
 
 def test_what_needs_whole_weights_is_refused(pool: Pool, tmp_path: Path) -> None:

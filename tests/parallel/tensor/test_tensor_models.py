@@ -93,8 +93,8 @@ def from_parts(family: str) -> tuple[float, float]:
 @pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
 def test_a_rank_reads_its_parts_into_a_model_that_was_cut_before(pool: Pool, family: str) -> None:
     """A failure: the loader would read other parts than the model keeps."""
-    for wrong, held in pool.run(from_parts, 3, family):
-        assert wrong < TOLERANCE and held < 0.75
+    for wrong, kept_bytes in pool.run(from_parts, 3, family):
+        assert wrong < TOLERANCE and kept_bytes < 0.75
 
 
 @pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
@@ -112,8 +112,8 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut
             if part is None:
                 seen += 1
                 continue
-            for piece in part.pieces:
-                seen.movedim(part.dim, 0)[piece] += 1
+            for micro_batch in part.pieces:
+                seen.movedim(part.dim, 0)[micro_batch] += 1
         assert torch.all(seen == (3 if part is None else 1)), name
     lists = tuple(require_model_spec(model).blocks)
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -61,17 +61,17 @@ def pictures(name: str, mode: str, ranks: int) -> tuple[dict[str, int], dict[str
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_are_the_plain_pipelines(pool: Pool, name: str, mode: str, ranks: int) -> None:
     """A failure means that a rank draws with other embeddings than the plain pipeline, or holds what it should not."""
-    found = pool.run(pictures, ranks, name, mode, ranks)
-    whole = found[0][0]
-    assert all(after == whole for _, _, after in found)
+    results = pool.run(pictures, ranks, name, mode, ranks)
+    whole = results[0][0]
+    assert all(after == whole for _, _, after in results)
     for part, everything in whole.items():
-        held = [here[part] for _, here, _ in found]
+        kept_bytes = [here[part] for _, here, _ in results]
         if mode == "first":
-            assert held == [everything] + [0] * (ranks - 1)
+            assert kept_bytes == [everything] + [0] * (ranks - 1)
         else:
-            after_layers = sum(held) - everything  # what every rank holds, as often as there are other ranks
+            after_layers = sum(kept_bytes) - everything  # what every rank holds, as often as there are other ranks
             assert 0 < after_layers <= (ranks - 1) * (2 * tiny.WIDTH + tiny.WIDTH**2), part
-            assert max(held) < everything, part
+            assert max(kept_bytes) < everything, part
 
 
 @pytest.mark.parametrize(("layers", "ranks", "wanted"), [(5, 3, [0, 1, 1, 2, 2]), (1, 3, [2]), (4, 2, [0, 0, 1, 1])])

@@ -26,19 +26,19 @@ def pictures(family: str, output: str) -> list[Any]:
     """The plain pipeline's, and those of each plan on this rank."""
     pipe = tiny.FAMILIES[family]()
     call = {"height": 40, "width": 24, "output_type": "np", "num_images_per_prompt": 2}
-    found = [pipe(**tiny.arguments(family, **call)).images]
+    results = [pipe(**tiny.arguments(family, **call)).images]
     for plan in PLANS:
         with divided(pipe, **plan) as runner:
             result = runner(**tiny.arguments(family, **call), output=output)
-            found.append(None if result is None else result.images)
-    return found
+            results.append(None if result is None else result.images)
+    return results
 
 
 @pytest.mark.parametrize("family", ["flux", "pixart", "sd3"])
 def test_rows_of_the_picture(pool: Pool, family: str) -> None:
     """Odd latent rows, two images. A failure means that the decode of a plan is not that of the pipeline."""
-    for plain, *found in pool.run(pictures, 2, family, "all"):
-        for plan, got in zip(PLANS, found, strict=True):
+    for plain, *results in pool.run(pictures, 2, family, "all"):
+        for plan, got in zip(PLANS, results, strict=True):
             assert np.abs(got - plain).max() < 1e-5, plan
 
 
@@ -51,16 +51,16 @@ def test_on_the_first_rank(pool: Pool) -> None:
 
 def block_sizes(plan: dict[str, Any]) -> set[int]:
     """Of the convolutions of one decode."""
-    pipe, found, pass_through = tiny.flux(), set(), Strip.begin_operation
+    pipe, results, pass_through = tiny.flux(), set(), Strip.begin_operation
 
     def noted(strip: Strip, window: RowWindow) -> Halo:
-        found.add(strip.block_size)
+        results.add(strip.block_size)
         return pass_through(strip, window)
 
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **plan) as runner:
         patch.setattr(Strip, "begin_operation", noted)
         runner(**tiny.arguments("flux", height=40, width=24, output_type="np"))
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -75,10 +75,10 @@ def from_picture() -> list[Any]:
     pipe.set_progress_bar_config(disable=True)
     image = Image.fromarray((np.arange(40 * 24 * 3).reshape(40, 24, 3) % 251).astype(np.uint8))
     call = {"height": 40, "width": 24, "image": image, "strength": 0.6, "output_type": "np"}
-    found = [pipe(**tiny.arguments("flux", **call)).images]
+    results = [pipe(**tiny.arguments("flux", **call)).images]
     with divided(pipe, pipefusion=2, warmup=99, vae="rows") as runner:
-        found.append(runner(**tiny.arguments("flux", **call)).images)
-    return found
+        results.append(runner(**tiny.arguments("flux", **call)).images)
+    return results
 
 
 def test_image_to_image(pool: Pool) -> None:

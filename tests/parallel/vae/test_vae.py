@@ -63,10 +63,10 @@ def axis() -> Axis:
     return Axis("image", ranks, dist.get_rank(), dist.group.WORLD if len(ranks) > 1 else None)
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def distance(results: torch.Tensor, wanted: torch.Tensor) -> float:
     """Relative to the largest value; shapes must agree."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    assert results.shape == wanted.shape and results.dtype == wanted.dtype
+    return float((results - wanted).abs().max() / wanted.abs().max())
 
 
 def inputs(vae: AutoencoderKL, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +80,7 @@ def inputs(vae: AutoencoderKL, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def compared(cases: list[Case]) -> list[list[float]]:
     """Distances of each case: of the decoded picture, and of mean and log-variance of the encoded one."""
-    found = []
+    results = []
     for case in cases:
         vae = autoencoder(case.layout)
         latents, picture = inputs(vae, case)
@@ -96,11 +96,11 @@ def compared(cases: list[Case]) -> list[list[float]]:
             )
             decoded[:, :, : own.start * scale] = 0
             decoded[:, :, own.stop * scale :] = 0
-        found.append([
+        results.append([
             distance(mine, decoded), distance(posterior.mean, encoded.mean),
             distance(posterior.logvar, encoded.logvar),
         ])  # fmt: skip
-    return found
+    return results
 
 
 CASES = [
@@ -135,7 +135,7 @@ def test_one_rank_with_blocks(pool: Pool) -> None:
 
 @torch.no_grad()
 def sliced_and_tiled() -> list[float]:
-    found = []
+    results = []
     for height, turn_on in ((9, "enable_slicing"), (50, "enable_tiling")):
         vae = autoencoder("pixart")
         vae.tile_sample_min_size, vae.tile_latent_min_size = 128, 16
@@ -143,8 +143,8 @@ def sliced_and_tiled() -> list[float]:
         getattr(vae, turn_on)()
         wanted = vae.decode(latents).sample
         with ParallelVAE(vae, axis(), Traffic()).install_forwards():
-            found.append(distance(vae.decode(latents).sample, wanted))
-    return found
+            results.append(distance(vae.decode(latents).sample, wanted))
+    return results
 
 
 def test_slicing_and_tiling_work_as_ever(pool: Pool) -> None:
@@ -163,14 +163,14 @@ def normed(height: int) -> list[float]:
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
     strip = Strip(axis(), Traffic(), None)
     own = strip.select_own_rows(x)
-    found = strip.gather_picture(normalize_strip(norm, own, strip))
+    results = strip.gather_picture(normalize_strip(norm, own, strip))
     parts = strip.start_strip_gather(
         normalize_strip(norm, own.flatten(2), strip).permute(2, 0, 1), units=6
     ).wait_for_tensors()
     tokens = torch.cat(parts)
     return [
-        distance(found, wanted), distance(tokens.permute(1, 2, 0).view(x.shape), wanted),
-        distance(found.double(), exact),
+        distance(results, wanted), distance(tokens.permute(1, 2, 0).view(x.shape), wanted),
+        distance(results.double(), exact),
     ]  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def test_averaged_variances_would_be_seen() -> None:
 @torch.no_grad()
 def halved() -> list[float]:
     """How far bf16 is from fp32: undivided and divided, decoding and encoding."""
-    vae, case, found = autoencoder("pixart"), Case("pixart"), []
+    vae, case, results = autoencoder("pixart"), Case("pixart"), []
     latents, picture = inputs(vae, case)
     wanted = [vae.decode(latents).sample, vae.encode(picture).latent_dist.mean]
     vae.bfloat16()
@@ -198,8 +198,8 @@ def halved() -> list[float]:
         with parallel:
             mine = [vae.decode(latents.bfloat16()).sample, vae.encode(picture.bfloat16()).latent_dist.mean]
         assert {tensor.dtype for tensor in mine} == {torch.bfloat16}
-        found += [distance(a.float(), b) for a, b in zip(mine, wanted, strict=True)]
-    return found
+        results += [distance(a.float(), b) for a, b in zip(mine, wanted, strict=True)]
+    return results
 
 
 def test_half_precision_is_no_worse(pool: Pool) -> None:

@@ -49,9 +49,9 @@ def wide() -> AutoencoderKL:
 
 
 @torch.no_grad()
-def held(block_size: int | None) -> list[tuple[int, int]]:
+def kept_bytes(block_size: int | None) -> list[tuple[int, int]]:
     """Peak and largest tensor: whole and divided, decoding and then encoding."""
-    vae, found = wide(), []
+    vae, results = wide(), []
     latents, picture = torch.randn(1, 16, 32, 8), torch.randn(1, 3, 256, 64)
     calls: list[Any] = [lambda: vae.decode(latents), lambda: vae.encode(picture)]
     for call in calls:
@@ -59,15 +59,15 @@ def held(block_size: int | None) -> list[tuple[int, int]]:
             call()
         with ParallelVAE(vae, axis(), Traffic(), block_size=block_size).install_forwards(), LiveBytes() as mine:
             call()
-        found += [(whole.peak, whole.largest), (mine.peak, mine.largest)]
-    return found
+        results += [(whole.peak, whole.largest), (mine.peak, mine.largest)]
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_activations_are_a_share(pool: Pool, ranks: int, block_size: int | None) -> None:
     """A failure means that some tensor is of the whole picture, or that strips are copied."""
-    for of_rank in pool.run(held, ranks, block_size):
+    for of_rank in pool.run(kept_bytes, ranks, block_size):
         for whole, mine in (of_rank[:2], of_rank[2:]):
             assert all(b <= a * (1 / ranks + 0.02) for a, b in zip(whole, mine, strict=True))
 
@@ -75,6 +75,6 @@ def test_activations_are_a_share(pool: Pool, ranks: int, block_size: int | None)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_lower_the_peak(pool: Pool, ranks: int) -> None:
     """A failure means that a normalized copy of the strip is held beside it, so that blocks save nothing."""
-    for whole, blocks in zip(pool.run(held, ranks, None), pool.run(held, ranks, 8), strict=True):
+    for whole, blocks in zip(pool.run(kept_bytes, ranks, None), pool.run(kept_bytes, ranks, 8), strict=True):
         for (strip, _), (block, _) in ((whole[1], blocks[1]), (whole[3], blocks[3])):
             assert block < 0.88 * strip

@@ -8,6 +8,7 @@ It gets them after projections, qk-norm and rope. Each part has a null object, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -76,14 +77,7 @@ class AttentionCore:
         return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
 
     def attend_to_tokens(
-        self,
-        tokens: LayerTokens,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
+        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """The same over tokens that are named.
 
@@ -156,13 +150,14 @@ class FreshKeys:
         return self._kernel(q, k, v, mask=extra.mask.ring_masks[0] if extra.mask else None, scale=extra.scale)
 
 
+@dataclass(frozen=True, slots=True)
 class StaleKeys:
     """PipeFusion: keys of a patch go over their stale selves in the layer's store; the patch attends to the whole.
 
     In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
     section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
 
-    Args:
+    Attributes:
         current: the generation under way.
         layer: the layer's name in the model.
         kernel: attends.
@@ -171,37 +166,31 @@ class StaleKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    def __init__(
-        self,
-        current: Callable[[], Generation],
-        layer: str,
-        kernel: AttentionKernel,
-        fresh: KeySource,
-        gather: KeyGather,
-        *,
-        check: AgeChecks | None,
-    ) -> None:
-        self._current, self._layer, self._kernel, self._fresh = current, layer, kernel, fresh
-        self._gather, self._check = gather, check
+    current: Callable[[], Generation]
+    layer: str
+    kernel: AttentionKernel
+    fresh: KeySource
+    gather: KeyGather
+    check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        now = self._current()
+        now = self.current()
         step, patch = now.micro_step
-        refuse_key_masks(extra, self._layer)
+        refuse_key_masks(extra, self.layer)
         if patch is None and not now.keeps_keys(step):
-            return self._fresh.attend_to_keys(q, k, v, tokens, extra)
-        store = now.memory.get_key_store(now.branch, self._layer, tokens.length, now.branch_layout.num_patches)
-        k, v = self._gather(k, v, tokens)
+            return self.fresh.attend_to_keys(q, k, v, tokens, extra)
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, now.branch_layout.num_patches)
+        k, v = self.gather(k, v, tokens)
         whole = store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
         store.mark_written(step, patch)
         if patch is None:
             # in the order in which they came: bit-identical to one process
-            return self._kernel(q, k, v, scale=extra.scale)
-        if self._check is not None:
-            where = f"{self._layer} at {now.micro_step} branch {now.branch}"
-            self._check.expect_ages(store, step, now.ages(now.micro_step), where)
-        return self._kernel(q, *whole, scale=extra.scale)
+            return self.kernel(q, k, v, scale=extra.scale)
+        if self.check is not None:
+            where = f"{self.layer} at {now.micro_step} branch {now.branch}"
+            self.check.expect_ages(store, step, now.ages(now.micro_step), where)
+        return self.kernel(q, *whole, scale=extra.scale)
 
 
 @lru_cache(maxsize=4096)

@@ -1,13 +1,12 @@
-"""Reaches attention that calls torch's scaled dot-product attention itself, as processors of the `Attention` class do.
+"""Reaches the attention of models whose processors stay as they are.
 
-The processors run as they are, norms, rope and all; only that one function goes to the core while the model's forward
-runs. A layer that computes attention in another way is found out and refused.
+Processors that go through diffusers' `dispatch_attention_fn`: diffusers passes `processor._parallel_config` verbatim to
+the backend named by `processor._attention_backend`. Ours is registered beside the stock ones and is named by no
+processor but those that hold an `AttentionCore`, so nothing process-wide changes: text encoders, VAE and other
+pipelines never reach it.
 
-Reaches the attention of families that go through diffusers' `dispatch_attention_fn`, without a processor of our own.
-
-diffusers passes `processor._parallel_config` verbatim to the backend named by `processor._attention_backend`. Ours is
-registered beside the stock ones and is named by no processor but those that hold an `AttentionCore`, so nothing
-process-wide changes: text encoders, VAE and other pipelines never reach it.
+Processors of the `Attention` class, which call torch's scaled dot-product attention themselves: that one function goes
+to the core while the model's forward runs. A layer that computes attention in another way is refused.
 """
 
 from __future__ import annotations
@@ -72,18 +71,12 @@ class AttentionRedirect(TorchFunctionMode):
 
 
 def install_redirect(stack: ExitStack, transformer: nn.Module, core: LayerAttention, busy: Callable[[], bool]) -> None:
-    """Redirects attention in a model's forward, and checks that every attention module was reached.
-
-    Args:
-        stack: undoes it.
-        transformer: the model.
-        core: attends.
-        busy: whether a core is at work, whose kernel means what it calls.
-    """
+    """Redirects attention in a model's forward until the stack is closed, and checks that every module was reached."""
     redirect = AttentionRedirect(core, busy)
     for name, module, processor in find_attention_processors(transformer):
         if not uses_dispatch(processor):
-            override_attribute(stack, module, "forward", _wrap_with_check(name, module, redirect))
+            checked = functools.partial(_forward_and_check, name, module, redirect, module.forward)
+            override_attribute(stack, module, "forward", checked)
     forward = transformer.forward
 
     def forward_with_redirect(*args: Any, **kwargs: Any) -> Any:
@@ -93,21 +86,18 @@ def install_redirect(stack: ExitStack, transformer: nn.Module, core: LayerAttent
     override_attribute(stack, transformer, "forward", forward_with_redirect)
 
 
-def _wrap_with_check(name: str, module: nn.Module, redirect: AttentionRedirect) -> Callable[..., Any]:
-    forward = module.forward
-
-    def forward_and_check(*args: Any, **kwargs: Any) -> Any:
-        before = redirect.calls
-        out = forward(*args, **kwargs)
-        if redirect.calls == before:
-            raise ModelError(
-                f"{name} ({type(module).__name__} with {type(getattr(module, 'processor', None)).__name__}) computes "
-                "attention without scaled_dot_product_attention, so its tokens cannot be shared out; run it with "
-                "ulysses=1 and ring=1"
-            )
-        return out
-
-    return forward_and_check
+def _forward_and_check(
+    name: str, module: nn.Module, redirect: AttentionRedirect, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    before = redirect.calls
+    out = forward(*args, **kwargs)
+    if redirect.calls == before:
+        raise ModelError(
+            f"{name} ({type(module).__name__} with {type(getattr(module, 'processor', None)).__name__}) computes "
+            "attention without scaled_dot_product_attention, so its tokens cannot be shared out; run it with ulysses=1 "
+            "and ring=1"
+        )
+    return out
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The Denoise seam: one call of the model, of whose rows this rank computes some.
 
-It lies around all else that is seated in the model. The pipeline gives and gets full-size tensors; the model sees the
+It lies around all other hooks of the model. The pipeline gives and gets full-size tensors; the model sees the
 rows of this replica's images and of this half's guidance branches.
 """
 
@@ -23,9 +23,16 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
-from ditile.parallel.batch.cfg import CfgExchange, Span, narrow_to_span
-from ditile.parallel.batch.data import Receivers, ReplicaImages
-from ditile.parallel.batch.split import BatchSlice, extract_prediction, replace_prediction
+from ditile.parallel.batch.shares import (
+    BatchSlice,
+    CfgExchange,
+    Receivers,
+    ReplicaImages,
+    Span,
+    extract_prediction,
+    narrow_to_span,
+    replace_prediction,
+)
 
 
 class DataCfgBatch:
@@ -43,10 +50,8 @@ class DataCfgBatch:
         self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, never: Sequence[str] = ()
     ) -> None:
         self._mesh, self._model, self._images, self._dim, self._never = mesh, model, images, latent_dim, never
-        self._data, self._cfg = (
-            ReplicaImages(mesh["data"], images, mesh.traffic),
-            CfgExchange(mesh["cfg"], mesh.traffic),
-        )
+        self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
+        self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
         self.begin_generation()
@@ -64,11 +69,9 @@ class DataCfgBatch:
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
     ) -> None:
-        """Seats the batch in the model, and the images in the decoder, until the stack is closed.
+        """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
 
         Args:
-            stack: undoes it.
-            pipe: the pipeline.
             current: the generation under way.
             first: whether rank 0 alone needs the pictures.
         """
@@ -125,10 +128,9 @@ class DataCfgBatch:
         if now.calls is not None and now.branch != now.calls:
             raise self._make_calls_error(now, now.branch)
         if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
-            has_nan = [torch.isnan(calls).any() for calls in self._predictions.values()]  # NaN of the model's own
-            self._hole = (
-                torch.isnan(self._data.view_own_images(prediction)).any() & ~torch.stack(has_nan).any()
-            )  # read at the end
+            # a NaN that the model itself did not make; the number is read at the end
+            has_nan = torch.stack([torch.isnan(calls).any() for calls in self._predictions.values()]).any()
+            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of the rows of `[images, ...]` that this rank is to get right."""
@@ -211,18 +213,15 @@ class DataCfgBatch:
     ) -> None:
         """Calls the model on some rows, and writes what it says into the full-size prediction."""
         now = self._current()
-        branch = now.branch
+        branch, size, select = now.branch, batch_slice.batch_size, batch_slice.select_batch
         named = {str(k): arg for k, arg in enumerate(args)}
         never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
-        split = slice_batch_arguments(named, batch_slice.batch_size, batch_slice.select_batch, never)
-        result = forward(
-            *split.values(),
-            **slice_batch_arguments(kwargs, batch_slice.batch_size, batch_slice.select_batch, self._never),
-        )
+        positional = slice_batch_arguments(named, size, select, never).values()
+        result = forward(*positional, **slice_batch_arguments(kwargs, size, select, self._never))
         self._results[branch] = result
         prediction = extract_prediction(result)
         self._agree_on_shape(prediction)
-        shape = (batch_slice.batch_size, *prediction.shape[1:])
+        shape = (size, *prediction.shape[1:])
         whole = self._predictions.get(branch)
         if whole is None or now.micro_step.patch is None or whole.shape != shape:
             whole = self._predictions[branch] = prediction.new_zeros(shape)  # the pipeline may have kept the last one
@@ -236,9 +235,8 @@ class DataCfgBatch:
         if now.micro_step.patch is None:
             self._predictions[branch] = torch.zeros_like(self._predictions[branch])
         if self._is_last:
-            narrow_to_span(
-                batch_slice.view_as_grid(self._predictions[branch])[0], self._find_fresh_span(now, branch)
-            ).fill_(torch.nan)
+            first_branch = batch_slice.view_as_grid(self._predictions[branch])[0]
+            narrow_to_span(first_branch, self._find_fresh_span(now, branch)).fill_(torch.nan)
         now.advance_branch()
 
     def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -262,6 +260,6 @@ class DataCfgBatch:
 
     def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(
-            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and {now.calls} "
-            "times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
+            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and "
+            f"{now.calls} times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
         )

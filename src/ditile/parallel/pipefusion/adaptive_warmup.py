@@ -1,9 +1,9 @@
-"""Votes: how much the step before changed latents and keys, on all ranks of an image, and what follows from it.
+"""Adaptive warmup: how much the step before changed latents and keys, on all ranks of an image, and what follows.
 
-Every rank casts its changes as a step begins, in one asynchronous sum over a CPU group, and reads the sums when the
+Every rank gives its changes as a step begins, in one asynchronous sum over a CPU group, and reads the sums when the
 next step begins, when they have long arrived. So a step that changed keys by too much makes the second step behind it
-synchronous, on all ranks alike. On a GPU that change is computed late: the vote is cast when the first micro-step has
-been given to the GPU, which is busy with it while the host waits for the number of the step before.
+synchronous, on all ranks alike. On a GPU that change is computed late: it is given when the first micro-step has been
+launched on the GPU, which is busy with it while the host waits for the number of the step before.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def should_resynchronise(changes: Sequence[float], bound: float) -> bool:
 
 
 class AdaptiveWarmup:
-    """The votes of one generation on this rank.
+    """The decisions of one generation on this rank.
 
     Args:
         mesh: the ranks of the image.
-        drift: measures changes.
+        relative_change: measures changes.
         bound: of the relative change; see `Plan.warmup_bound`.
     """
 
@@ -54,11 +54,11 @@ class AdaptiveWarmup:
         self._has_started_sum = True
 
     def decide_synchronous_step(self, step: int) -> bool:
-        """A step begins. Casts its vote, unless a number that belongs into it is still on a GPU.
+        """A step begins. Starts its sum, unless a number that belongs into it is still on a GPU.
 
         Returns:
             Whether the step is to be synchronous; the same on every rank. It means nothing before step 3: keys change
-            first in step 1, which votes in step 2.
+            first in step 1, whose sum starts in step 2.
         """
         self._has_started_sum = False
         if self._changes is None or self._changes.has_arrived:
@@ -68,7 +68,7 @@ class AdaptiveWarmup:
         return should_resynchronise(self._known, self._bound)
 
     def start_change_sum(self) -> None:
-        """Casts the vote of this step, once; at the latest when its first micro-step is under way."""
+        """Starts the sum of this step, once; at the latest when its first micro-step is under way."""
         if not self._has_started_sum:
             numbers = [0, 0] if self._changes is None else self._changes.wait_for_changes()
             self._change_sums.append(AsyncSum(self._mesh.control, numbers, self._mesh.traffic))
@@ -77,16 +77,12 @@ class AdaptiveWarmup:
     def record_step_changes(self, now: Generation, images: int) -> None:
         """A step ended: its changes leave the device. Latents have `images` rows."""
         if not self._change_keys:  # halves of the guidance may have more rows than others
-            everyone = gather_json([now.batch, now.calls or 1, images], self._mesh.control)
-            self._change_keys = list(
-                _list_change_keys(
-                    self._mesh["cfg"].num_ranks, *(max(of_rank) for of_rank in zip(*everyone, strict=True))
-                )
-            )
+            counts = zip(*gather_json([now.batch, now.calls or 1, images], self._mesh.control), strict=True)
+            self._change_keys = list(_list_change_keys(self._mesh["cfg"].num_ranks, *map(max, counts)))
         self._changes = self._relative_change.start_change_copy(self._change_keys)
 
     def wait_for_sums(self) -> None:
-        """Waits for the votes that nobody read."""
+        """Waits for the sums that nobody read."""
         for change_sum in self._change_sums:
             change_sum.wait_for_sums()
 

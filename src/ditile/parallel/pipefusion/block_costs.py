@@ -58,7 +58,7 @@ class CostModel:
     """What the costs of a model are counted from, whatever the plan.
 
     Attributes:
-        blocks: hollow ones are as the model's config has them.
+        blocks: placeholders are as the model's config has them.
         first, last: entries of the matrices that embed the latents, and of the head's.
         side: token rows, and tokens in each, of the picture that the model was made for.
         text: tokens of its text in joint attention.
@@ -78,14 +78,14 @@ class CostModel:
 
     @classmethod
     def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
-        """Of a model, which may be hollow."""
-        itemsize = min(_get_output_module(hooks).weight.dtype.itemsize, 4)
+        """Of a model, whose blocks may be placeholders."""
+        head: Any = hooks.transformer.get_submodule(hooks.spec.out)
+        itemsize = min(head.weight.dtype.itemsize, 4)
         if hooks.has_placeholders():
             hooks = TransformerHooks(build_meta_model(hooks.transformer), hooks.spec)
         spec, config = hooks.spec, dict(hooks.transformer.config)  # type: ignore[arg-type]
-        first, last = (
-            sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(name))) for name in (spec.image_tokens, spec.out)
-        )
+        ends = [hooks.transformer.get_submodule(name) for name in (spec.image_tokens, spec.out)]
+        first, last = (sum(_iterate_matrix_sizes(module)) for module in ends)
         return cls(
             blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain],
             first=first,
@@ -98,7 +98,12 @@ class CostModel:
         )
 
     def count_costs(self, patches: int, ridge: int) -> BlockCosts:
-        """As `counted` has them."""
+        """Multiplications of a step with one row of the batch, at the size and text that the model was made for.
+
+        Args:
+            patches: M.
+            ridge: tokens below which a linear layer gets no faster.
+        """
         layout = Layout.cut_into_patches(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
         dummies = DUMMY_TEXT if self.text else 0
         micros = [
@@ -120,33 +125,12 @@ class CostModel:
 
 
 def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | None = None) -> list[range]:
-    """The blocks of each stage under a plan; the same on every rank, whatever is hollow there.
-
-    Args:
-        seats: the blocks.
-        plan: the plan.
-        parts: of the seats, where they are known.
-    """
+    """The blocks of each stage under a plan; the same on every rank, whichever blocks are placeholders there."""
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
     cost_model = cost_model or CostModel.from_model_hooks(hooks)
     costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
     return cut_stages(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
-
-
-def count_block_costs(hooks: TransformerHooks, patches: int, ridge: int) -> BlockCosts:
-    """Multiplications of a step with one row of the batch, at the size and text that the model was made for.
-
-    Args:
-        seats: the blocks; hollow ones count as the model's config has them.
-        patches: M.
-        ridge: tokens below which a linear layer gets no faster.
-    """
-    return CostModel.from_model_hooks(hooks).count_costs(patches, ridge)
-
-
-def _get_output_module(hooks: TransformerHooks) -> Any:
-    return hooks.transformer.get_submodule(hooks.spec.out)
 
 
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:

@@ -1,9 +1,9 @@
 """PipeFusion: each rank owns a run of blocks, patches follow each other through them (arXiv 2405.14430, section 3.4).
 
-A stage receives at its first own block and hands over at the entry of the first block behind its run, never at the
-exit of its last: what the model's forward does between two blocks belongs to the stage before. Attention reads keys
-and values one step old where fresh ones are still to come (`attend.core`). Activations go stage to stage, stepped
-patches from the last stage to the first on a group of their own, and nothing blocks but the wait for a message.
+A stage receives at its first own block and sends at the entry of the first block behind its run, never at the exit of
+its last: what the model's forward does between two blocks belongs to the stage before. Attention reads keys and values
+one step old where fresh ones are still to come (attention/core.py). Activations go stage to stage, stepped patches from
+the last stage to the first on a group of their own, and nothing blocks but the wait for a message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
@@ -23,14 +24,14 @@ from ditile.hooks.block_hooks import TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.protocols import TokenStreams
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
-from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
+from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, write_tokens
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import Op, OpKind, Schedule
 
 
 class PipeFusion:
-    """One stage. The loop drives `begin`, `clear_step`, `take` and `give_back`; the seats drive the rest.
+    """One stage. The loop calls `begin_generation` to `send_stepped_patch`, the block hooks the rest.
 
     Args:
         mesh: the stage's place and groups.
@@ -39,7 +40,7 @@ class PipeFusion:
         joint: where the text lies in the sequence.
         trace: records each op.
         streams: what this rank has of its tokens between the Linears.
-        crew: computes the synchronous steps, where they are not computed stage after stage.
+        warmup_group: computes the synchronous steps, where they are not computed stage after stage.
 
     Attributes:
         broken: whether messages of a generation that failed are still under way.
@@ -61,33 +62,39 @@ class PipeFusion:
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, int] = {}
         self._dummies: dict[tuple[int, int], Tensor] = {}
-        self._activations_in = self._activations_out = self._latents_in = self._latents_out = None
+        self._activations_in: ReceivePrefetcher | None = None
+        self._activations_out: PeerChannel | None = None
+        self._latents_in: ReceivePrefetcher | None = None
+        self._latents_out: PeerChannel | None = None
         self.broken = False
         if mesh.latents is not None:
-            last = self.stages - 1
-            if self.stage > 0:
-                channel = PeerChannel(
-                    mesh.select_downstream_group(self.stage - 1), self.stage - 1, "activations", mesh.traffic
-                )
-                ahead = self._patches >= self.stages
-                self._activations_in = ReceivePrefetcher(
-                    channel, self._compute_activation_shape, self._can_post_activation, looks_ahead=ahead
-                )
-            if self.stage < last:
-                self._activations_out = PeerChannel(
-                    mesh.select_downstream_group(self.stage), self.stage + 1, "activations", mesh.traffic
-                )
-            if self.stage == 0:
-                channel = PeerChannel(mesh.latents, last, "latents", mesh.traffic)
-                ahead = self._patches > self.stages
-                self._latents_in = ReceivePrefetcher(
-                    channel, self._compute_latent_shape, self._can_post_latents, looks_ahead=ahead
-                )
-            if self.stage == last:
-                self._latents_out = PeerChannel(mesh.latents, 0, "latents", mesh.traffic)
+            self._open_channels(mesh, mesh.latents)
+
+    def _open_channels(self, mesh: Mesh, latents: dist.ProcessGroup) -> None:
+        last = self.stages - 1
+        if self.stage > 0:
+            group = mesh.select_downstream_group(self.stage - 1)
+            self._activations_in = ReceivePrefetcher(
+                PeerChannel(group, self.stage - 1, "activations", mesh.traffic),
+                self._compute_activation_shape,
+                self._can_post_activation,
+                looks_ahead=self._patches >= self.stages,
+            )
+        if self.stage < last:
+            group = mesh.select_downstream_group(self.stage)
+            self._activations_out = PeerChannel(group, self.stage + 1, "activations", mesh.traffic)
+        if self.stage == 0:
+            self._latents_in = ReceivePrefetcher(
+                PeerChannel(latents, last, "latents", mesh.traffic),
+                self._compute_latent_shape,
+                self._can_post_latents,
+                looks_ahead=self._patches > self.stages,
+            )
+        if self.stage == last:
+            self._latents_out = PeerChannel(latents, 0, "latents", mesh.traffic)
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every wire once, in one order for all stages: down the pipeline, then from the last to the first."""
+        """Uses every channel once, in one order for all stages: down the pipeline, then from the last to the first."""
         for endpoint in (self._activations_in, self._activations_out, self._latents_out, self._latents_in):
             if isinstance(endpoint, ReceivePrefetcher):
                 endpoint.channel.open_connection(device, sends=False)
@@ -116,19 +123,17 @@ class PipeFusion:
         self._latents: tuple[tuple[int, ...], int] | None = None
 
     def end_generation(self, *, clean: bool) -> None:
-        """The generation is over: what was sent is gone, or, after an error, abandoned in the wires for good."""
+        """The generation is over: what was sent is gone, or, after an error, abandoned in the channels for good."""
         self.broken = not clean and self._world > 1
-        for prefetcher in (self._activations_in, self._latents_in):
-            if prefetcher is not None:
-                prefetcher.clear_expectations()
-                if not clean:
-                    prefetcher.channel.abandon_messages()
-        for channel in (self._activations_out, self._latents_out):
-            if channel is not None:
-                if clean:
-                    channel.flush_sends()
-                else:
-                    channel.abandon_messages()
+        for prefetcher in filter(None, (self._activations_in, self._latents_in)):
+            prefetcher.clear_expectations()
+            if not clean:
+                prefetcher.channel.abandon_messages()
+        for channel in filter(None, (self._activations_out, self._latents_out)):
+            if clean:
+                channel.flush_sends()
+            else:
+                channel.abandon_messages()
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
@@ -141,9 +146,8 @@ class PipeFusion:
 
         What was sent two steps ago has arrived: the last step began with what came of it.
         """
-        for channel in (self._activations_out, self._latents_out):
-            if channel is not None:
-                channel.release_old_sends()
+        for channel in filter(None, (self._activations_out, self._latents_out)):
+            channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
         self.schedule = replace(schedule, batch=self.generation.batch)
@@ -158,7 +162,7 @@ class PipeFusion:
                 self._returned = sure
 
     def receive_stepped_patches(self, latents: Tensor, latent_dim: int, ops: list[Op], *, write: bool) -> None:
-        """Writes the stepped patches that `ops` take into the first stage's latents, or only drains them."""
+        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them."""
         self._latents = (tuple(latents.shape), latent_dim)
         for op in ops:
             assert self._latents_in is not None and op.patch is not None
@@ -173,16 +177,16 @@ class PipeFusion:
         assert self._latents_out is not None
         self._latents_out.send_tensor(patch)
 
-    # The seats
+    # The block hooks
 
     def begin_transformer_call(self, grid: Grid, batch_size: int) -> list[range]:
-        """The transformer is called on `rows` rows: the ops of this call are due.
+        """The transformer is called on a batch: the ops of this call are due.
 
         Returns:
-            The runs of rows that are computed one after the other.
+            The rows of each micro-batch, which are computed one after the other.
 
         Raises:
-            StateError: if there were other rows before: what stages send each other has those of the first step.
+            StateError: if the batch had another size before: what stages send each other has that of the first step.
         """
         now = self.generation
         if now.calls is None and now.branch == 0:
@@ -191,15 +195,15 @@ class PipeFusion:
         micro_batches = self.schedule.split_micro_batches(now.micro_step)
         if batch_size != now.batch and self.stages > 1:
             raise StateError(
-                f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other has "
-                "those of the first step; keep guidance on for the whole run, or use pipefusion=1"
+                f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
+                "has those of the first step; keep guidance on for the whole run, or use pipefusion=1"
             )
         self._grid = grid
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return micro_batches
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """The next run of rows of a call: its ops are due."""
+        """The next micro-batch of a call: its ops are due."""
         now = self.generation
         now.micro_batch, now.batch_range = micro_batch, self.schedule.split_micro_batches(now.micro_step)[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
@@ -208,9 +212,8 @@ class PipeFusion:
         """Slices before the first block, receives at the first own one, hands over behind the last own one."""
         if index == 0:
             state = self._enter_first_block(state)
-        if self._is_warmup_group_step():
-            assert self.warmup_group is not None
-            return self.warmup_group.run_block(index, block, state, self.generation)
+        if group := self._active_warmup_group:
+            return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
             state = self._receive_activations(state)
         elif index == self.owned.stop:
@@ -221,9 +224,8 @@ class PipeFusion:
         """The prediction, full-size: this patch fresh, the others as they were last. Zeros where nobody reads it."""
         now, layout = self.generation, self.generation.branch_layout
         shape = (x.shape[0], layout.image_tokens, width)
-        if self._is_warmup_group_step():
-            assert self.warmup_group is not None
-            prediction = self.warmup_group.compute_prediction(head, x, width, now, self._ops)
+        if group := self._active_warmup_group:
+            prediction = group.compute_prediction(head, x, width, now, self._ops)
             self._record_compute()
             return prediction
         if not self.is_last_stage:
@@ -233,23 +235,12 @@ class PipeFusion:
         if now.has_all_image_tokens:
             return fresh
         whole = now.memory.get_persistent_buffer(("prediction", now.branch, now.micro_batch), shape, fresh)
-        for part, rank_prediction in zip(
-            now.list_rank_parts(now.micro_step.patch), self._gather_prediction(fresh), strict=True
-        ):
-            at = 0
-            for run in part.image:
-                whole[:, run.start : run.stop] = rank_prediction[:, at : at + len(run)]
-                at += len(run)
-        return whole
-
-    def _gather_prediction(self, fresh: Tensor) -> list[Tensor]:
-        """The predictions of all ranks that share out the tokens."""
-        group = self._sequence.group
-        if group is None:
-            return [fresh]
-        parts = self.generation.list_rank_parts(self.generation.micro_step.patch)
+        parts = now.list_rank_parts(now.micro_step.patch)
         shapes = [(fresh.shape[0], part.image_tokens, fresh.shape[2]) for part in parts]
-        return start_gather(fresh, shapes, group, self._traffic, "prediction").wait_for_tensors()
+        gathered = start_gather(fresh, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
+        for part, rank_prediction in zip(parts, gathered, strict=True):
+            write_tokens(whole, rank_prediction, part.image)
+        return whole
 
     def end_transformer_call(self) -> None:
         """The transformer returns."""
@@ -263,10 +254,9 @@ class PipeFusion:
             self._plan.check(Facts(rows=self._grid.rows))
             now.layouts[now.branch] = Layout.cut_into_patches(self._grid, self._patches, length, self._joint)
         self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
-        if self._is_warmup_group_step():
-            assert self.warmup_group is not None
+        if group := self._active_warmup_group:
             self._start = self._trace.mark_point()
-            return self.warmup_group.enter_first_block(state, now, self._get_dummy_text(state))
+            return group.enter_first_block(state, now, self._get_dummy_text(state))
         if self.stage > 0 and now.micro_step.step == 0:
             self._expect_call_messages()
         part = now.get_own_part(now.micro_step.patch)
@@ -282,9 +272,10 @@ class PipeFusion:
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return TokenState(image[:, own].contiguous(), text)
 
-    def _is_warmup_group_step(self) -> bool:
-        """Whether a crew computes the micro-step at hand."""
-        return self.warmup_group is not None and self.generation.micro_step.patch is None
+    @property
+    def _active_warmup_group(self) -> WarmupGroup | None:
+        """The warmup group, if it computes the micro-step at hand."""
+        return self.warmup_group if self.generation.micro_step.patch is None else None
 
     def _expect_call_messages(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""
@@ -296,17 +287,14 @@ class PipeFusion:
         )
 
     def _receive_activations(self, state: TokenState) -> TokenState:
-        parts = []
+        parts: list[Tensor] = []
         for op in self._ops:
             if op.kind is OpKind.COMPUTE:
                 break
             assert self._activations_in is not None and op.patch is not None
             with self._trace.record_span("receive", op.step, op.patch, op.branch):
-                parts.append(
-                    self._activations_in.receive_message(
-                        MessageKey(op.step, op.patch, op.branch, op.micro_batch), state.image
-                    )
-                )
+                key = MessageKey(op.step, op.patch, op.branch, op.micro_batch)
+                parts.append(self._activations_in.receive_message(key, state.image))
         self._start = self._trace.mark_point()
         if not parts:
             return state

@@ -62,7 +62,7 @@ class Loop:
 
     Args:
         pipefusion: this rank's stage.
-        mesh: for the votes and the final broadcast.
+        mesh: for decisions and the final broadcast.
         plan: patches and warmup.
         split: how ranks share out the tokens.
         latent_dim: the dimension of the latents that patches cut.
@@ -177,36 +177,7 @@ class Loop:
 
         A pipeline that asks for the second one without having called the model only looks through them.
         """
-        schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
-        self._batch.begin_generation()
-        self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
-        generation = Generation(
-            schedule.compute_key_ages,
-            schedule.keeps_keys,
-            schedule.reads_stale_keys,
-            self._split,
-            self._mesh.sequence.index,
-            self._batch.select_branches,
-            GenerationMemory(self._relative_change),
-        )
-        warmup_group = self._pipefusion.warmup_group
-        if warmup_group is not None:
-            generation.warmup_split, generation.warmup_index = (
-                Split(warmup_group.size),
-                warmup_group.stage if warmup_group.is_member else 0,
-            )
-        self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
-        self._latents = self._copies = None
-        self._stop_flags: list[AsyncMax] = []
-        self._adaptive_warmup = (
-            None
-            if self._relative_change is None
-            else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
-        )
-        self._stop_wanted = False
-        self._synced = -1  # the last step after which every rank had the whole latents
-        self._pipefusion.begin_generation(schedule, generation)
-        self._callbacks.on_loop_begin(len(timesteps))
+        generation = self._begin_generation(timesteps)
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
@@ -224,11 +195,41 @@ class Loop:
             step += 1
         self._finish_generation(stopped=step < len(timesteps))
 
-    def _begin_step(self, step: int) -> None:
-        """Votes on stopping; the vote of the step before says whether the next step runs.
+    def _begin_generation(self, timesteps: tuple[Tensor, ...]) -> Generation:
+        schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
+        self._batch.begin_generation()
+        self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
+        generation = Generation(
+            schedule.compute_key_ages,
+            schedule.keeps_keys,
+            schedule.reads_stale_keys,
+            self._split,
+            self._mesh.sequence.index,
+            self._batch.select_branches,
+            GenerationMemory(self._relative_change),
+        )
+        warmup_group = self._pipefusion.warmup_group
+        if warmup_group is not None:
+            generation.warmup_split = Split(warmup_group.size)
+            generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
+        self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
+        self._latents = self._copies = None
+        self._stop_flags: list[AsyncMax] = []
+        self._adaptive_warmup = (
+            None
+            if self._relative_change is None
+            else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
+        )
+        self._stop_wanted = False
+        self._synced = -1  # the last step after which every rank had the whole latents
+        self._pipefusion.begin_generation(schedule, generation)
+        self._callbacks.on_loop_begin(len(timesteps))
+        return generation
 
-        With warmup=auto the ranks of an image vote on changes too: that of the step before says whether this step is
-        synchronous.
+    def _begin_step(self, step: int) -> None:
+        """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
+
+        With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
         """
         assert self._generation is not None
         self._stop_flags.append(AsyncMax(self._stop_group, int(self._stop_wanted), self._mesh.traffic))
@@ -267,11 +268,8 @@ class Loop:
         if not ops:
             return
         assert self._latents is not None
-        own, write, warmup_group = (
-            self._batch.view_own_images(self._latents),
-            self._synced != micro.step - 1,
-            self._pipefusion.warmup_group,
-        )
+        own, warmup_group = self._batch.view_own_images(self._latents), self._pipefusion.warmup_group
+        write = self._synced != micro.step - 1
         takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
         if takes:
             self._pipefusion.receive_stepped_patches(own, self._dim, takes, write=write)

@@ -2,9 +2,7 @@
 
 A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
 is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
-draws.
-
-Timesteps that a pipeline iterates, or takes a part of, and that yield micro-steps.
+draws. `StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ class MessageKey(NamedTuple):
 
 
 class ReceivePrefetcher:
-    """A wire whose receives are posted ahead, in the order in which the schedule expects them.
+    """A channel whose receives are posted ahead, in the order in which the schedule expects them.
 
     Args:
-        wire: carries the messages.
+        channel: carries the messages.
         shape: of a message; None if it is not known yet.
-        is_free: whether all work of this rank that a message depends on was launched.
+        can_post: whether all work of this rank that a message depends on was launched.
         looks_ahead: whether any may be posted ahead where receives occupy the device.
     """
 

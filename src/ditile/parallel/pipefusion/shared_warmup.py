@@ -1,14 +1,15 @@
-"""The crew: the first stages, which compute a synchronous step together instead of one after the other.
+"""The warmup group: the first stages, which compute a synchronous step together instead of one after the other.
 
-Each has a share of the tokens and computes all blocks on it, gathering keys and values layer by layer. In `sequence`
-warmup all stages are the crew, and blocks are lent (`blocks.lending`); in `separate` warmup a few stages hold all of
-them. Predictions go to the last stage, which steps the scheduler as ever; keys and values go to the stages that own
-their layers, so that an asynchronous step finds what a serial step would have left.
+Each has a share of the tokens and computes all blocks on it, gathering keys and values layer by layer. With
+warmup_mode=sequence all stages are members, and weights are streamed (weight_streaming.py); with warmup_mode=separate
+a few stages are, and hold all blocks. Predictions go to the last stage, which steps the scheduler as ever; keys and
+values go to the stages that own their layers, so that an asynchronous step finds what a serial step would have left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
 
 
 class WarmupGroup:
-    """One stage's part in the steps that a crew computes.
+    """One stage's part in the steps that the warmup group computes.
 
     Args:
         mesh: the stage's place and groups.
-        seats: the blocks.
+        hooks: the blocks.
         stages: which stage owns which.
-        size: R: stages 0 to R - 1 are the crew.
-        lender: brings the weights of other stages; None where the crew holds them.
+        size: stages 0 to `size` - 1 are the members.
+        weight_stream: brings the weights of other stages; None where each member holds all.
     """
 
     def __init__(
@@ -47,12 +48,8 @@ class WarmupGroup:
     ) -> None:
         group = mesh["pipefusion"].group
         assert group is not None and mesh.latents is not None
-        self.size, self.stage, self.is_member, self.weight_stream = (
-            size,
-            mesh.stage_index,
-            mesh.stage_index < size,
-            weight_stream,
-        )
+        self.size, self.stage, self.weight_stream = size, mesh.stage_index, weight_stream
+        self.is_member = self.stage < size
         self._group, self._traffic, self._hooks, self._owned = group, mesh.traffic, hooks, stages[mesh.stage_index]
         self._owners = {
             hook.name: owner for owner, blocks in enumerate(stages) for hook in hooks.chain[blocks.start : blocks.stop]
@@ -73,7 +70,7 @@ class WarmupGroup:
         }
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every wire once, in one order for all stages."""
+        """Uses every channel once, in one order for all stages: else two of them would wait for each other."""
         for way in self._order:
             if way in self._channels:
                 self._channels[way].open_connection(device, sends=way[0] == self.stage)
@@ -146,17 +143,16 @@ class WarmupGroup:
         )
         parts = now.list_rank_parts(None)
         if fresh is not None and self.stage == self.last:
-            _write_tokens(whole, fresh, parts[self.stage].image)
+            write_tokens(whole, fresh, parts[self.stage].image)
         for op in ops:
             if op.kind is OpKind.SEND_PREDICTION:
                 assert fresh is not None
                 self._channels[self.stage, self.last, PREDICTION].send_tensor(fresh)
             elif op.kind is OpKind.RECEIVE_PREDICTION:
                 assert op.peer is not None
-                shape = (x.shape[0], parts[op.peer].image_tokens, width)
-                _write_tokens(
-                    whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, x), parts[op.peer].image
-                )
+                part = parts[op.peer]
+                shape = (x.shape[0], part.image_tokens, width)
+                write_tokens(whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, x), part.image)
         return whole
 
     # Keys and values
@@ -206,43 +202,34 @@ class WarmupGroup:
         return channel.receive_message(way)
 
 
+@dataclass(frozen=True, slots=True)
 class WarmupGroupKeys:
-    """Whose keys a layer attends to: in a crew's step those of its members, in any other as without a crew.
+    """Whose keys a layer attends to: in a step of the warmup group those of its members, else those of `others`.
 
-    Args:
+    Attributes:
         current: the generation under way.
         layer: the layer's name in the model.
-        crew: gathers and keeps.
+        warmup_group: gathers and keeps.
         kernel: attends.
-        others: attends in steps that no crew computes.
+        others: attends in all other steps.
     """
 
-    def __init__(
-        self,
-        current: Callable[[], Generation],
-        layer: str,
-        warmup_group: WarmupGroup,
-        kernel: AttentionKernel,
-        others: KeySource,
-    ) -> None:
-        self._current, self._layer, self._warmup_group, self._kernel, self._others = (
-            current,
-            layer,
-            warmup_group,
-            kernel,
-            others,
-        )
+    current: Callable[[], Generation]
+    layer: str
+    warmup_group: WarmupGroup
+    kernel: AttentionKernel
+    others: KeySource
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        now = self._current()
+        now = self.current()
         if now.micro_step.patch is not None:
-            return self._others.attend_to_keys(q, k, v, tokens, extra)
-        refuse_key_masks(extra, self._layer)
-        k, v = self._warmup_group.gather_keys(k, v, tokens)
+            return self.others.attend_to_keys(q, k, v, tokens, extra)
+        refuse_key_masks(extra, self.layer)
+        k, v = self.warmup_group.gather_keys(k, v, tokens)
         if now.keeps_keys(now.micro_step.step):
-            self._warmup_group.store_or_send_keys(self._layer, k, v, tokens, now)
-        return self._kernel(q, k, v, scale=extra.scale)
+            self.warmup_group.store_or_send_keys(self.layer, k, v, tokens, now)
+        return self.kernel(q, k, v, scale=extra.scale)
 
 
 def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
@@ -251,7 +238,7 @@ def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Gene
     store.mark_written(now.micro_step.step)
 
 
-def _write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
+def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
     """Writes tokens where they belong."""
     at = 0
     for run in runs:

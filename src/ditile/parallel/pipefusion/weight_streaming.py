@@ -1,8 +1,8 @@
-"""Lending: the weights of a block travel from the stage that owns it to all others, just before they compute it.
+"""Weight streaming: the weights of a block go from the stage that owns it to all others, just before they compute it.
 
-In `sequence` warmup every rank computes all blocks on its share of the tokens. Block by block, `AHEAD` of the one that
-is computed, the owner broadcasts its weights into buffers that are used again and again: no rank ever holds more than
-its own blocks and `AHEAD + 1` others.
+With warmup_mode=sequence every rank computes all blocks on its share of the tokens. Block by block, `BLOCKS_AHEAD` of
+the one that is computed, the owner broadcasts its weights into buffers that are used again and again: no rank ever
+holds more than its own blocks and `BLOCKS_AHEAD + 1` others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FlatTensorSpec(NamedTuple):
 
 
 class StreamedBlock:
-    """Stands for a block of another stage: its structure on the meta device, and whatever weights are lent to it."""
+    """A block of another stage: its structure on the meta device, and the weights that have just arrived."""
 
     def __init__(self, block: nn.Module, weights: Callable[[], dict[str, Tensor]]) -> None:
         self.block, self._weights = block, weights
@@ -53,15 +53,15 @@ class StreamedBlock:
 
 
 class WeightStream:
-    """Lends and borrows the weights of blocks along a line of stages.
+    """Sends and receives the weights of blocks along the stages of a pipeline.
 
     Args:
-        seats: the blocks of the model; at least those of this stage have their weights.
+        hooks: the blocks of the model; at least those of this stage have their weights.
         stages: which stage owns which.
         mesh: this stage's place and groups; all ranks must come here.
 
     Attributes:
-        stand_ins: by block, for all that this stage does not own.
+        streamed_blocks: by block, what runs in place of all that this stage does not own.
 
     Raises:
         ModelError: if the model is quantized, or a block is not what its config says, and was not loaded here.
@@ -69,7 +69,8 @@ class WeightStream:
 
     def __init__(self, hooks: TransformerHooks, stages: Sequence[range], mesh: Mesh) -> None:
         group = mesh["pipefusion"].group
-        assert group is not None  # a plan with one stage has no crew
+        # a plan with one stage has no warmup group
+        assert group is not None
         self._stage, self._group, self._traffic = mesh.stage_index, group, mesh.traffic
         self._blocks = [hook.block for hook in hooks.chain]
         self._names = [hook.name for hook in hooks.chain]
@@ -78,33 +79,28 @@ class WeightStream:
             raise ModelError(
                 "warmup_mode=sequence lends plain weights, and this model is quantized; use another warmup_mode"
             )
-        self._entries = _gather_block_specs(
-            [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]], stages, mesh
-        )
-        chain = (
-            TransformerHooks(build_meta_model(hooks.transformer), hooks.spec).chain
-            if hooks.has_placeholders()
-            else hooks.chain
-        )
+        own = [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]]
+        self._entries = _gather_block_specs(own, stages, mesh)
+        if hooks.has_placeholders():
+            hooks = TransformerHooks(build_meta_model(hooks.transformer), hooks.spec)
         self._buffers: list[Tensor] = []
         self._pending_broadcasts: dict[int, PendingMessages] = {}
         self._current_weights: dict[int, dict[str, Tensor]] = {}
         self.streamed_blocks = {
             hook.index: StreamedBlock(_copy_to_meta(hook.block), functools.partial(self._get_block_weights, hook.index))
-            for hook in chain
+            for hook in hooks.chain
             if self._owners[hook.index] != mesh.stage_index
         }
         for index, streamed_block in self.streamed_blocks.items():
-            if _list_names_and_shapes(_lay_out_tensors(streamed_block.block)) != _list_names_and_shapes(
-                self._entries[index]
-            ):
+            own_entries = _lay_out_tensors(streamed_block.block)
+            if [entry[:2] for entry in own_entries] != [entry[:2] for entry in self._entries[index]]:
                 raise ModelError(
                     f"{self._names[index]} has other weights on the stage that owns it than here or in the model's "
                     "config, so warmup_mode=sequence cannot lend them; use another warmup_mode"
                 )
 
     def explain_refusal(self) -> str | None:
-        """Why a block of this stage cannot be lent, or None: LoRA layers, hooks, or other weights than at first."""
+        """Why a block of this stage cannot be sent, or None: LoRA layers, hooks, or other weights than at first."""
         for index, block in enumerate(self._blocks):
             if self._owners[index] != self._stage:
                 continue
@@ -174,18 +170,11 @@ def _gather_block_specs(
     """The entries of every block, from the stages that own them."""
     mine = [[(*entry[:2], str(entry.dtype).removeprefix("torch."), *entry[3:]) for entry in block] for block in own]
     everyone = dict(gather_json([mesh.stage_index, mine], mesh.everyone))
-    block_specs = [block for stage in range(len(stages)) for block in everyone[stage]]
     return [
-        [
-            FlatTensorSpec(name, tuple(shape), getattr(torch, dtype), start, stop)
-            for name, shape, dtype, start, stop in block
-        ]
-        for block in block_specs
+        [FlatTensorSpec(name, tuple(shape), getattr(torch, dtype), *span) for name, shape, dtype, *span in block]
+        for stage in range(len(stages))
+        for block in everyone[stage]
     ]
-
-
-def _list_names_and_shapes(entries: Sequence[FlatTensorSpec]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(entry.name, entry.shape) for entry in entries]
 
 
 def _list_block_tensors(block: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""The seats of models that have a table of splits in place of a `ModelSpec`: their blocks run as they are.
+"""The hooks of models that have a table of splits in place of a `ModelSpec`: their blocks run as they are.
 
-Attention under a table: which tokens q and k are of follows from their number, and that says what to do.
+In attention the number of tokens of q and k says which tokens they are, and that says what to do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
 from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, TransformerHooks
 from ditile.hooks.compile import CompileFunction, bypass_all_compiled
-from ditile.hooks.generation import Generation, LayerTokens
+from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence import cp_plan
@@ -41,12 +42,8 @@ CP_PLAN_SPEC = ModelSpec(
 """What is known of a model beside its table."""
 
 
-class RedirectInstaller(Protocol):
-    """Sends a model's own scaled dot-product attention to a core, until the stack is closed."""
-
-    def __call__(
-        self, stack: ExitStack, transformer: nn.Module, core: LayerAttention, busy: Callable[[], bool]
-    ) -> None: ...
+RedirectInstaller = Callable[[ExitStack, nn.Module, LayerAttention, Callable[[], bool]], None]
+"""Sends a model's own scaled dot-product attention to a core, until the stack is closed; see `install_redirect`."""
 
 
 class ContextParallelModel(NamedTuple):
@@ -122,7 +119,7 @@ class ContextParallelHooks(TransformerHooks):
         pipe: Any = None,
         compile_: CompileFunction | None = None,
     ) -> Iterator[None]:
-        """Seats splits, gathers and attention; see `Seats.installed`. Nothing is compiled meanwhile."""
+        """Installs splits, gathers and attention. Nothing is compiled meanwhile."""
         with ExitStack() as stack:
             for name, transformer, entries in self._all:
                 if bypass_all_compiled(stack, pipe, transformer):
@@ -169,21 +166,6 @@ class ContextParallelHooks(TransformerHooks):
         override_attribute(stack, transformer, "forward", functools.update_wrapper(forward_and_count, forward))
 
 
-class TokenAttention(Protocol):
-    """Attends over tokens that are named, such as `AttentionCore.attend_to_tokens`."""
-
-    def __call__(
-        self,
-        tokens: LayerTokens,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor: ...
-
-
 class MaskOrigins:
     """Says what the masks of one layer follow from: those that the transformer was given, and the turn within a call.
 
@@ -203,58 +185,54 @@ class MaskOrigins:
         return (self._turn, *self._splits.masks) if self._splits.masks and not self._cached else None
 
 
+@dataclass(slots=True)
 class ContextParallelAttention:
     """One attention layer: shared out where queries and keys are of the same split tokens, local where keys are whole.
 
     Where they are of different ones (cross attention to a split text), keys and values are gathered: 2 (n - 1) / n of
     the text's tokens, which is less than the queries would cost.
 
-    Args:
+    Attributes:
         splits: what is split.
-        attend_to_tokens: attends to the tokens of all ranks.
+        attend_to_tokens: an `AttentionCore`'s.
         kernel: attends to those that are here.
         masks: gathers masks.
         source: remembers them.
+        overlaps: whether q, k and v travel one by one.
     """
 
-    overlaps = False
-
-    def __init__(
-        self,
-        splits: ContextParallelSplits,
-        attend_to_tokens: TokenAttention,
-        kernel: AttentionKernel,
-        masks: GatheredKeyMaskSource,
-        source: MaskOrigins,
-    ) -> None:
-        self._splits, self._attend_to_tokens, self._kernel = splits, attend_to_tokens, kernel
-        self._masks, self._source = masks, source
+    splits: ContextParallelSplits
+    attend_to_tokens: Callable[..., Tensor]
+    kernel: AttentionKernel
+    masks: GatheredKeyMaskSource
+    source: MaskOrigins
+    overlaps: bool = False
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Attends. `[B, S, N, H]`."""
-        self._splits.attending = True
+        self.splits.attending = True
         try:
             return self._route_attention(q, k, v, mask, scale)
         finally:
-            self._splits.attending = False
+            self.splits.attending = False
 
     def _route_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        of_q, of_k = self._splits.find_tokens(q.shape[1]), self._splits.find_tokens(k.shape[1])
+        of_q, of_k = self.splits.find_tokens(q.shape[1]), self.splits.find_tokens(k.shape[1])
         if of_k is None:
             if of_q is None:
-                self._splits.refuse_partial_split(k.shape[1])
-            return self._kernel(q, k, v, mask=mask, scale=scale)
-        self._source.advance_turn()
+                self.splits.refuse_partial_split(k.shape[1])
+            return self.kernel(q, k, v, mask=mask, scale=scale)
+        self.source.advance_turn()
         if mask is not None and mask.shape[-1] == of_k.length and len(of_k.runs[0]) > 1:
             raise ModelError(
                 f"an attention mask of all {of_k.length} keys of a joint sequence, and cp_plan does not say in which "
                 "order they are; split what it is made of, or run this model with ulysses=1 and ring=1"
             )
         if of_q is of_k:
-            return self._attend_to_tokens(of_k, q, k, v, mask=mask, scale=scale)
+            return self.attend_to_tokens(of_k, q, k, v, mask=mask, scale=scale)
         if mask is not None:
-            mask = self._masks.gather_key_mask(mask, q.shape[0], of_k, None).join_ring_masks()
-        k, v = torch.cat(self._splits.gather_shares(torch.stack([k, v]), of_k, 2), dim=2)
-        return self._kernel(q, k, v, mask=mask, scale=scale)
+            mask = self.masks.gather_key_mask(mask, q.shape[0], of_k, None).join_ring_masks()
+        k, v = torch.cat(self.splits.gather_shares(torch.stack([k, v]), of_k, 2), dim=2)
+        return self.kernel(q, k, v, mask=mask, scale=scale)

@@ -1,6 +1,6 @@
 """Plans as tables: diffusers' `_cp_plan` says what of a model is split over tokens, and where it is put together again.
 
-It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `layout.share`: the first ranks
+It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `pick_even_chunk`: the first ranks
 have one token more, nothing is padded, and no size is ever sent: all ranks have seen the same whole lengths. Which
 tokens an attention layer sees follows from their number. Where two sequences could be taken for one another it says so
 and stops.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -214,7 +215,9 @@ def install_split_hooks(
 ) -> None:
     """Splits and gathers as a table says until the stack is closed."""
     for entries in module_entries:
-        override_attribute(stack, entries.module, "forward", _make_split_hook(entries, splits))
+        names = _list_parameter_names(entries.module)
+        hook = partial(_split_and_gather, entries, splits, names, entries.module.forward)
+        override_attribute(stack, entries.module, "forward", hook)
     forward, names = transformer.forward, _list_parameter_names(transformer)
 
     def begin_call_and_forward(*args: Any, **kwargs: Any) -> Any:
@@ -224,30 +227,31 @@ def install_split_hooks(
     override_attribute(stack, transformer, "forward", begin_call_and_forward)
 
 
-def _make_split_hook(entries: ModuleEntries, splits: ContextParallelSplits) -> Callable[..., Any]:
-    forward, names = entries.module.forward, _list_parameter_names(entries.module)
-    path = entries.path or "the transformer"
-
-    def split_and_gather(*args: Any, **kwargs: Any) -> Any:
-        values = list(args)
-        for name, cuts in entries.inputs.items():
-            at = names.index(name)
-            if at < len(values):
-                values[at] = _split_argument(splits, values[at], cuts, f"{name} of {path}")
-            elif kwargs.get(name) is not None:
-                kwargs[name] = _split_argument(splits, kwargs[name], cuts, f"{name} of {path}")
-        out = forward(*values, **kwargs)
-        if not entries.outputs and not entries.gathers:
-            return out
-        outs = [out] if isinstance(out, Tensor) else list(out)
-        for index, cut in entries.outputs.items():
-            outs[index] = splits.split_tensor(outs[index], cut, f"output {index} of {path}")
-        for index, gather in enumerate(entries.gathers):
-            if gather is not None:
-                outs[index] = splits.gather_tensor(outs[index], gather, f"output {index} of {path}")
-        return outs[0] if isinstance(out, Tensor) else tuple(outs)
-
-    return split_and_gather
+def _split_and_gather(
+    entries: ModuleEntries,
+    splits: ContextParallelSplits,
+    names: list[str],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    values, path = list(args), entries.path or "the transformer"
+    for name, cuts in entries.inputs.items():
+        at = names.index(name)
+        if at < len(values):
+            values[at] = _split_argument(splits, values[at], cuts, f"{name} of {path}")
+        elif kwargs.get(name) is not None:
+            kwargs[name] = _split_argument(splits, kwargs[name], cuts, f"{name} of {path}")
+    out = forward(*values, **kwargs)
+    if not entries.outputs and not entries.gathers:
+        return out
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    for index, cut in entries.outputs.items():
+        outs[index] = splits.split_tensor(outs[index], cut, f"output {index} of {path}")
+    for index, gather in enumerate(entries.gathers):
+        if gather is not None:
+            outs[index] = splits.gather_tensor(outs[index], gather, f"output {index} of {path}")
+    return outs[0] if isinstance(out, Tensor) else tuple(outs)
 
 
 def _split_argument(

@@ -8,6 +8,7 @@ layer's image tokens and keeps the keys of the whole image for every layer, whic
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ def compute_patch_ages(own: int, ranks: int, stale: bool) -> tuple[int, ...]:
     return tuple(int(stale and patch != own) for patch in range(ranks))
 
 
+@dataclass(frozen=True, slots=True)
 class DistriFusionKeys:
     """The keys of one layer on one rank.
 
-    Args:
+    Attributes:
         current: the generation under way.
         layer: the layer's name in the model.
         axis: the ranks that own a patch each.
@@ -40,66 +42,56 @@ class DistriFusionKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    def __init__(
-        self,
-        current: Callable[[], Generation],
-        layer: str,
-        axis: Axis,
-        kernel: AttentionKernel,
-        traffic: Traffic,
-        *,
-        check: AgeChecks | None,
-    ) -> None:
-        assert axis.group is not None
-        self._current, self._layer, self._axis, self._group = current, layer, axis, axis.group
-        self._kernel, self._traffic, self._check = kernel, traffic, check
+    current: Callable[[], Generation]
+    layer: str
+    axis: Axis
+    kernel: AttentionKernel
+    traffic: Traffic
+    check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        refuse_key_masks(extra, self._layer)
-        now, own = self._current(), self._axis.index
+        refuse_key_masks(extra, self.layer)
+        now, own = self.current(), self.axis.index
         step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
-        store = now.memory.get_key_store(now.branch, self._layer, tokens.length, self._axis.num_ranks)
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
         if store.incoming is not None:
             self._receive_patch_keys(store, tokens, step - 1)
-        whole = store.write_keys(k, v, collect_rank_runs(tokens, self._axis.num_ranks)[own])
+        whole = store.write_keys(k, v, collect_rank_runs(tokens, self.axis.num_ranks)[own])
         store.mark_written(step, own)
         if not stale or now.keeps_keys(step):
             store.incoming = self._send_patch_keys(k, v, tokens)
         if not stale:
             self._receive_patch_keys(store, tokens, step)
-        if self._check is not None:
-            self._check.expect_ages(
-                store, step, compute_patch_ages(own, self._axis.num_ranks, stale), f"{self._layer} in step {step}"
+        if self.check is not None:
+            self.check.expect_ages(
+                store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
             )
-        return self._kernel(q, *whole, scale=extra.scale)
+        return self.kernel(q, *whole, scale=extra.scale)
 
     def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
         """Starts to give this patch to the other ranks. What is under way in all layers is as much as their keys."""
-        of_rank = collect_rank_runs(tokens, self._axis.num_ranks)
-        lengths = [len(run) for run in of_rank[self._axis.index]]
-        seen = [run.start in tokens.image for run in of_rank[self._axis.index]]
-        fresh = torch.stack([k, v])
-        if not all(seen):
-            fresh = torch.cat([x for x, image in zip(fresh.split(lengths, dim=2), seen, strict=True) if image], dim=2)
-        others = [
-            (rank, (*fresh.shape[:2], sum(map(len, self._select_image_runs(runs, tokens))), *fresh.shape[3:]))
-            for rank, runs in enumerate(of_rank)
-            if rank != self._axis.index
-        ]
+        of_rank, fresh, own = collect_rank_runs(tokens, self.axis.num_ranks), torch.stack([k, v]), self.axis.index
+        own_image = _select_image_runs(of_rank[own], tokens)
+        if own_image != of_rank[own]:
+            parts = zip(of_rank[own], fresh.split([len(run) for run in of_rank[own]], dim=2), strict=True)
+            fresh = torch.cat([part for run, part in parts if run in own_image], dim=2)
+        images = [sum(map(len, _select_image_runs(runs, tokens))) for runs in of_rank]
+        others = [(rank, (*fresh.shape[:2], n, *fresh.shape[3:])) for rank, n in enumerate(images) if rank != own]
         sends = [(rank, fresh) for rank, _ in others]
-        return start_exchange(sends, others, fresh, self._group, self._traffic, KIND)
+        return start_exchange(sends, others, fresh, self.axis.group, self.traffic, KIND)
 
     def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, step: int) -> None:
         """Waits for the other patches, which are of `step`, and keeps them."""
         assert store.incoming is not None
         received = iter(store.incoming.wait_for_tensors())
-        for rank, runs in enumerate(collect_rank_runs(tokens, self._axis.num_ranks)):
-            if rank != self._axis.index:
+        for rank, runs in enumerate(collect_rank_runs(tokens, self.axis.num_ranks)):
+            if rank != self.axis.index:
                 k, v = next(received)
-                store.write_keys(k, v, self._select_image_runs(runs, tokens))
+                store.write_keys(k, v, _select_image_runs(runs, tokens))
                 store.mark_written(step, rank)
         store.incoming = None
 
-    def _select_image_runs(self, runs: tuple[range, ...], tokens: LayerTokens) -> tuple[range, ...]:
-        return tuple(run for run in runs if run.start in tokens.image)
+
+def _select_image_runs(runs: tuple[range, ...], tokens: LayerTokens) -> tuple[range, ...]:
+    return tuple(run for run in runs if run.start in tokens.image)

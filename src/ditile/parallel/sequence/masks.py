@@ -20,7 +20,7 @@ MAX_CACHED_MASKS = 1024  # guidance branches x the layers that share one core
 
 
 class CachedMask(NamedTuple):
-    """A gathered mask, and what it was made from, held so that its identity stays its own."""
+    """A gathered mask, and what it was made from, kept so that no other object gets its identity."""
 
     source: tuple[object, ...]
     mask: KeyPaddingMask

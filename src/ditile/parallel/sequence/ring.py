@@ -7,6 +7,9 @@ their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. Wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -34,7 +37,8 @@ class RingKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """Attends."""
-        lengths, size = count_rank_tokens(tokens, self._axis.num_ranks), self._axis.num_ranks
+        size = self._axis.num_ranks
+        lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
         block, merged = torch.stack([k, v]), None
         for turn in range(size):
             coming = None
@@ -51,30 +55,27 @@ class RingKeys:
         return merged[0].to(q.dtype)
 
 
+@dataclass(frozen=True, slots=True)
 class RingGather:
     """Collects the fresh keys of all ranks along ring once, for a store that all of them keep."""
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        assert axis.group is not None
-        self._axis, self._group, self._traffic = axis, axis.group, traffic
+    axis: Axis
+    traffic: Traffic
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
         """`[B, own tokens, N, H]` to those of all ranks, in their order."""
         own = torch.stack([k, v])
-        shapes = [(*own.shape[:2], n, *own.shape[3:]) for n in count_rank_tokens(tokens, self._axis.num_ranks)]
-        k, v = torch.cat(start_gather(own, shapes, self._group, self._traffic, KIND).wait_for_tensors(), dim=2)
+        lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, self.axis.num_ranks)]
+        shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in lengths]
+        k, v = torch.cat(start_gather(own, shapes, self.axis.group, self.traffic, KIND).wait_for_tensors(), dim=2)
         return k, v
 
 
-def collect_rank_runs(tokens: LayerTokens, size: int) -> list[tuple[range, ...]]:
+@lru_cache(maxsize=4096)
+def collect_rank_runs(tokens: LayerTokens, size: int) -> tuple[tuple[range, ...], ...]:
     """What each rank along the outer axis has of the sequence, together with the ranks inside it."""
     inside = len(tokens.runs) // size
-    return [tuple(run for runs in tokens.runs[k * inside : (k + 1) * inside] for run in runs) for k in range(size)]
-
-
-def count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
-    """Tokens of each of them."""
-    return [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
+    return tuple(tuple(run for runs in tokens.runs[k * inside : (k + 1) * inside] for run in runs) for k in range(size))
 
 
 def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

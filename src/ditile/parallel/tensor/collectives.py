@@ -1,7 +1,7 @@
 """Collectives of the tensor axis, over NCCL or gloo, with the bytes that the ring algorithm sends counted.
 
-A stream of tokens is shared out by `layout.share`, the first ranks having one more. On the wire every
-rank's share has the longest length, so that one collective of equal parts does for any L, also below n.
+A stream of tokens is shared out by `pick_even_chunk`, the first ranks having one more. Every rank's message has the
+length of the longest share, so that one collective of equal parts does for any L, also below n.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TensorCollectives:
         return whole.to(x.device)
 
     def _count_longest_share(self, streams: Sequence[int]) -> int:
-        return sum(len(pick_even_chunk(range(length), self._size, 0)) for length in streams)
+        return sum(-(-length // self._size) for length in streams)
 
     def _pack_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """`[B, S, C]` to `[n, B, longest, C]`: every rank's tokens. What is beyond a rank's own is never read."""

@@ -1,4 +1,4 @@
-"""Cuts: the share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device will do.
+"""The share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device will do.
 
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
@@ -21,9 +21,9 @@ from ditile.hooks.overrides import match_modules
 
 
 class TensorCut(NamedTuple):
-    """The part of a tensor that a rank owns: pieces along one dim, which are joined in their order.
+    """The part of a tensor that a rank owns: slices along one dim, which are joined in their order.
 
-    A projection that was fused from several has a piece of each.
+    A projection that was fused from several has a slice of each.
     """
 
     dim: int
@@ -67,7 +67,7 @@ class CutStyle:
 
 @dataclass(frozen=True, slots=True)
 class TensorCuts:
-    """A table that met a model, for one rank.
+    """A table matched with a model, for one rank.
 
     Attributes:
         styles: module path -> how it is cut.
@@ -83,7 +83,7 @@ class TensorCuts:
     def match_tensor_table(
         cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int, *, loaded: bool = False
     ) -> TensorCuts:
-        """Meets a table with a model, whose blocks may be hollow and whose weights may be on the meta device.
+        """Matches a table with a model, whose blocks may be placeholders and whose weights may be on the meta device.
 
         With `loaded` the model has this rank's share alone, which was checked when it was read.
 

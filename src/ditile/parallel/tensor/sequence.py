@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.plan.layout import pick_even_chunk
 
 RETURN = "return"
+Gather = Callable[[Tensor], Tensor]
 
 
 class SharedStreams:
@@ -73,69 +75,58 @@ def install_token_gathers(
     table: Mapping[str, Mapping[str, str]],
     tokens: StreamLengths,
     collectives: TensorCollectives,
-) -> dict[str, Callable[[Tensor], Tensor]]:
+) -> dict[str, Gather]:
     """Hooks the gathers into a model; what each row-parallel Linear does to its sums.
 
     Raises:
         ModelError: if a row-parallel Linear is not in the table.
     """
-    scatters: dict[str, Callable[[Tensor], Tensor]] = {}
+    scatters: dict[str, Gather] = {}
     for pattern, streams in table.items():
         for path, module in match_modules(transformer, pattern):
             if path in cuts.styles:
-                scatters[path] = _build_token_scatter(collectives, tokens, streams[RETURN])
+                scatters[path] = partial(_scatter_tokens, collectives, tokens, streams[RETURN])
                 continue
-            gather = {what: _build_token_gather(path, collectives, tokens, stream) for what, stream in streams.items()}
+            gather = {
+                what: exclude_from_compile(partial(_gather_tokens, path, collectives, tokens, stream))
+                for what, stream in streams.items()
+            }
             after = gather.pop(RETURN, None)
             if after is not None:
-                stack.callback(module.register_forward_hook(_build_result_hook(after)).remove)
+                stack.callback(module.register_forward_hook(partial(_gather_result, after)).remove)
             if gather:
-                hook = module.register_forward_pre_hook(_build_argument_hook(module, gather), with_kwargs=True)
-                stack.callback(hook.remove)
+                names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+                hook = partial(_gather_arguments, names, gather)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for path, style in cuts.styles.items():
         if style.kind == "rowwise" and path not in scatters:
             raise ModelError(f"the token table does not say what stream {path} returns, for split_scheme=sequence")
     return scatters
 
 
-def _build_token_scatter(
-    collectives: TensorCollectives, tokens: StreamLengths, stream: str
-) -> Callable[[Tensor], Tensor]:
-    return lambda x: collectives.sum_and_scatter(x, tokens.list_stream_lengths(stream))
+def _scatter_tokens(collectives: TensorCollectives, tokens: StreamLengths, stream: str, x: Tensor) -> Tensor:
+    return collectives.sum_and_scatter(x, tokens.list_stream_lengths(stream))
 
 
-def _build_token_gather(
-    path: str, collectives: TensorCollectives, tokens: StreamLengths, stream: str
-) -> Callable[[Tensor], Tensor]:
-    def gather_tokens(x: Tensor) -> Tensor:
-        lengths = tokens.list_stream_lengths(stream)
-        if x.shape[1] != collectives.count_own_tokens(lengths):
-            raise StateError(
-                f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is "
-                f"{collectives.count_own_tokens(lengths)}; call it with the share, unchunked"
-            )
-        return collectives.gather_streams(x, lengths)
-
-    return exclude_from_compile(gather_tokens)
+def _gather_tokens(path: str, collectives: TensorCollectives, tokens: StreamLengths, stream: str, x: Tensor) -> Tensor:
+    lengths = tokens.list_stream_lengths(stream)
+    if x.shape[1] != collectives.count_own_tokens(lengths):
+        raise StateError(
+            f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is "
+            f"{collectives.count_own_tokens(lengths)}; call it with the share, unchunked"
+        )
+    return collectives.gather_streams(x, lengths)
 
 
-def _build_argument_hook(module: nn.Module, gather: Mapping[str, Callable[[Tensor], Tensor]]) -> Callable[..., Any]:
-    names: Sequence[str] = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+def _gather_arguments(
+    names: Sequence[str], gather: Mapping[str, Gather], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def gather_argument(name: str, value: Any) -> Any:
+        return gather[name](value) if name in gather and value is not None else value
 
-    def gather_arguments(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def gather_argument(name: str, value: Any) -> Any:
-            return gather[name](value) if name in gather and value is not None else value
-
-        named = [gather_argument(name, value) for name, value in zip(names, args, strict=False)]
-        return (*named, *args[len(named) :]), {name: gather_argument(name, value) for name, value in kwargs.items()}
-
-    return gather_arguments
+    named = [gather_argument(name, value) for name, value in zip(names, args, strict=False)]
+    return (*named, *args[len(named) :]), {name: gather_argument(name, value) for name, value in kwargs.items()}
 
 
-def _build_result_hook(gather: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def gather_result(_: nn.Module, __: Any, result: Any) -> Any:
-        return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
-
-    return gather_result
+def _gather_result(gather: Gather, _: nn.Module, __: Any, result: Any) -> Any:
+    return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)

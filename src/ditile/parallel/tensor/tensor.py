@@ -23,8 +23,9 @@ Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -54,10 +55,10 @@ class ShardedTransformer:
     """A transformer of which this rank holds a share of the weights.
 
     Attributes:
-        cuts: what is cut; `part` is the loader's question.
-        tokens: lengths of the streams of the call at hand; only "sequence" reads them.
+        cuts: what is cut; a loader asks its `select_shard`.
+        stream_lengths: of the call at hand; only "sequence" reads them.
         streams: what this rank has of the tokens between its Linears.
-        edits: what `undo` takes back.
+        edits: what `restore_whole_weights` undoes.
     """
 
     def __init__(self, cuts: TensorCuts, *, keep: bool) -> None:
@@ -74,9 +75,7 @@ class ShardedTransformer:
 
     def guard_pipeline_loaders(self, pipe: Any) -> None:
         """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
-        for name in _WHOLE_OF_PIPE:
-            if hasattr(pipe, name):
-                override_attribute(self.edits, pipe, name, _build_refusal(type(pipe), name))
+        _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
 
     def restore_whole_weights(self) -> None:
         """Puts the whole weights back, bit for bit, and lets go of a pipeline that was guarded.
@@ -133,28 +132,19 @@ def shard_weights(
     Args:
         transformer: the model, on any device, meta included; LoRAs that it has are cut too.
         table: which Linears are cut and how (`ModelSpec.tensor`).
-        axis: the ranks that share the weights.
-        traffic: where bytes are counted, as "tensor".
+        axis, traffic: the ranks that share the weights, and where their bytes are counted, as "tensor".
         sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
         loaded: the weights are this rank's share already: no other part was read.
-        keep: keep the whole weights aside, for `undo`.
+        keep: keep the whole weights aside, for `restore_whole_weights`.
 
     Raises:
         ModelError: if the model has what cannot be cut.
         PlanError: if the degree does not divide its heads or features; the message names those that do.
         StateError: if it is cut already.
     """
-    if is_sharded(transformer):
-        raise StateError(
-            f"this {type(transformer).__name__} holds a share of its weights already; undo that, or reload it"
-        )
-    if sequence is not None and not sequence:
-        raise ModelError(
-            f"{type(transformer).__name__} has no table of its token streams for split_scheme=sequence; use row"
-        )
-    cuts = TensorCuts.match_tensor_table(
-        transformer, table, axis.index, axis.num_ranks, loaded=loaded
-    )  # says no before anything is touched
+    _check_unsharded(transformer, sequence)
+    # a model that cannot be cut is refused before anything is touched
+    cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, loaded=loaded)
     sharded = ShardedTransformer(cuts, keep=keep)
     if axis.num_ranks == 1:
         return sharded
@@ -164,29 +154,27 @@ def shard_weights(
         if sequence is not None:
             scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
             sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
-        for attention in find_sharded_attentions(transformer, cuts.styles).values():
-            _divide_head_counts(stack, attention, cuts.size)
+        _divide_head_counts(stack, transformer, cuts)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
-            if style.kind == "rms_norm":
-                override_attribute(
-                    stack,
-                    module,
-                    "forward",
-                    _build_norm_forward(module, cuts.size, exclude_from_compile(collectives.sum_over_ranks)),
-                )
-            if style.kind == "rowwise":
-                _sum_row_outputs(stack, module, exclude_from_compile(scatters.get(path, collectives.sum_over_ranks)))
+            over_ranks = exclude_from_compile(scatters.get(path, collectives.sum_over_ranks))
+            _install_sums(stack, module, style.kind, cuts.size, over_ranks)
             sharded.remember_fused_loras(path, module)
             if not loaded:
                 _cut_parameters(stack, path, module, cuts, keep=keep)
             _resize_features(stack, module)
-        for name in _WHOLE:
-            if hasattr(transformer, name):
-                override_attribute(stack, transformer, name, _build_refusal(type(transformer), name))
+        _refuse_methods(stack, transformer, _WHOLE)
         override_attribute(stack, transformer, _MARK, True)
         sharded.edits = stack.pop_all()
     return sharded
+
+
+def _check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, str]] | None) -> None:
+    kind = type(transformer).__name__
+    if is_sharded(transformer):
+        raise StateError(f"this {kind} holds a share of its weights already; undo that, or reload it")
+    if sequence is not None and not sequence:
+        raise ModelError(f"{kind} has no table of its token streams for split_scheme=sequence; use row")
 
 
 def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, keep: bool) -> None:
@@ -207,59 +195,62 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
     """The sizes that a Linear tells, and the LoRAs around it, are those of its share."""
-    for owner in module.modules():
-        if isinstance(owner, nn.Linear):
-            override_attribute(stack, owner, "out_features", owner.weight.shape[0])
-            override_attribute(stack, owner, "in_features", owner.weight.shape[1])
-    if unwrap_lora_base(module) is not module:  # peft's layer repeats them
-        override_attribute(stack, module, "out_features", unwrap_lora_base(module).out_features)
-        override_attribute(stack, module, "in_features", unwrap_lora_base(module).in_features)
+    base = unwrap_lora_base(module)
+    linears: list[tuple[Any, Any]] = [(owner, owner) for owner in module.modules() if isinstance(owner, nn.Linear)]
+    # peft's layer repeats the sizes of its base
+    for owner, linear in linears if base is module else [*linears, (module, base)]:
+        override_attribute(stack, owner, "out_features", linear.weight.shape[0])
+        override_attribute(stack, owner, "in_features", linear.weight.shape[1])
 
 
-def _divide_head_counts(stack: ExitStack, attention: nn.Module, size: int) -> None:
-    for name in _HEAD_ATTRIBUTES:
-        value = vars(attention).get(name)
-        if isinstance(value, int):
-            override_attribute(stack, attention, name, value // size)
+def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCuts) -> None:
+    for attention in find_sharded_attentions(transformer, cuts.styles).values():
+        for name in _HEAD_ATTRIBUTES:
+            value = vars(attention).get(name)
+            if isinstance(value, int):
+                override_attribute(stack, attention, name, value // cuts.size)
 
 
-def _sum_row_outputs(stack: ExitStack, module: nn.Module, over_ranks: Callable[[Tensor], Tensor]) -> None:
-    """A row-parallel Linear, and the LoRAs around it: each sums what it has of its own, so that LoRAs may go later."""
-    for linear in (unwrap_lora_base(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
-        assert isinstance(linear, nn.Linear)
-        override_attribute(stack, linear, "forward", _build_row_forward(linear, over_ranks))
+def _install_sums(
+    stack: ExitStack, module: nn.Module, kind: str, size: int, over_ranks: Callable[[Tensor], Tensor]
+) -> None:
+    """Makes what needs the channels of all ranks sum over them."""
+    if kind == "rms_norm":
+        override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, size, over_ranks))
+    if kind == "rowwise":
+        # the LoRAs around a Linear sum by themselves what they have, so that they may go later
+        for linear in (unwrap_lora_base(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
+            override_attribute(stack, linear, "forward", partial(_multiply_and_sum, linear, over_ranks))
 
 
-def _build_row_forward(linear: nn.Linear, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward_row_parallel(x: Tensor) -> Tensor:
-        out = over_ranks(functional.linear(x, linear.weight))
-        return out if linear.bias is None else out.add_(linear.bias)
-
-    return forward_row_parallel
+def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A row-parallel Linear."""
+    out = over_ranks(functional.linear(x, linear.weight))
+    return out if linear.bias is None else out.add_(linear.bias)
 
 
-def _build_norm_forward(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
-
-    def forward_norm_across_ranks(x: Tensor) -> Tensor:
-        wide = x.float()
-        squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
-        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        out = wide * torch.rsqrt(squares + eps)
-        if norm.weight is None:
-            return out.to(x.dtype)
-        out = out * norm.weight
-        bias = getattr(norm, "bias", None)
-        return (out if bias is None else out + bias).to(norm.weight.dtype)  # type: ignore[no-any-return]
-
-    return forward_norm_across_ranks
+    wide = x.float()
+    squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    out = wide * torch.rsqrt(squares + eps)
+    if norm.weight is None:
+        return out.to(x.dtype)
+    out = out * norm.weight
+    bias = getattr(norm, "bias", None)
+    return (out if bias is None else out + bias).to(norm.weight.dtype)  # type: ignore[no-any-return]
 
 
-def _build_refusal(owner: type, name: str) -> Callable[..., NoReturn]:
-    def raise_state_error(*_: Any, **__: Any) -> NoReturn:
-        raise StateError(
-            f"{owner.__name__}.{name} needs whole weights, and this rank has a share of them; do it before the model "
-            "is divided with tensor parallelism"
-        )
+def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:
+    """Makes an object refuse what needs whole weights."""
+    for name in names:
+        if hasattr(owner, name):
+            override_attribute(stack, owner, name, partial(_refuse_method, f"{type(owner).__name__}.{name}"))
 
-    return raise_state_error
+
+def _refuse_method(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise StateError(
+        f"{name} needs whole weights, and this rank has a share of them; do it before the model is divided with tensor "
+        "parallelism"
+    )

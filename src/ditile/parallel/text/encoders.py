@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from ditile.parallel.text.parts import (
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]
+Forward = Callable[..., Any]
 
 
 def find_text_encoders(pipe: Any) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class TextEncoders:
         keep: bool = False,
         after: After = "keep",
     ) -> None:
-        """Looks, and touches nothing.
+        """Checks, and touches nothing.
 
         Args:
             mode: `Plan.text`.
@@ -83,27 +85,26 @@ class TextEncoders:
         if after not in TEXT_AFTER:
             raise ModelError(f"text_after={after!r} is not known; try {', '.join(TEXT_AFTER)}")
         self.encoders = find_text_encoders(pipe)
-        self._place, self._after, self._device = (
-            EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks),
-            after,
-            device,
-        )
-        self._keep = keep
+        self._place = EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks)
+        self._after, self._device, self._keep = after, device, keep
         self._channel = _EncoderChannel(axis, control, device, traffic)
         self._kept: list[tuple[nn.Module, ModuleContents]] = []
         self._guards: list[RemovableHandle] = []
         self._away = False
         for name, encoder in self.encoders.items():
-            placement = read_placement(encoder)
-            if placement not in (None, self._place):
-                raise StateError(
-                    f"{name} is what {placement} leaves, and here the plan needs {self._place}; load the pipeline for this "
-                    "plan, or restore() its runner"
-                )
-            if placement is not None and keep:
-                raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
-            if self._place.mode == "split":
-                list_foreign_modules(encoder, self._place)
+            self._check_placement(name, encoder)
+
+    def _check_placement(self, name: str, encoder: nn.Module) -> None:
+        placement = read_placement(encoder)
+        if placement not in (None, self._place):
+            raise StateError(
+                f"{name} is what {placement} leaves, and here the plan needs {self._place}; load the pipeline for this "
+                "plan, or restore() its runner"
+            )
+        if placement is not None and self._keep:
+            raise StateError(f"keep_weights=True, and only a part of {name} was loaded; load it without a plan")
+        if self._place.mode == "split":
+            list_foreign_modules(encoder, self._place)
 
     @property
     def has_freed_encoders(self) -> bool:
@@ -121,7 +122,7 @@ class TextEncoders:
                 self._kept += taken if self._keep else []
 
     def refill_foreign_parts(self) -> None:
-        """Puts back what `take` kept."""
+        """Puts back what `empty_foreign_parts` kept."""
         for module, parts in reversed(self._kept):
             restore_contents(module, parts)
         self._kept.clear()
@@ -143,18 +144,14 @@ class TextEncoders:
             for encoder in self.encoders.values():
                 override_attribute(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
-                    override_attribute(stack, encoder, "forward", self._build_broadcast_forward(encoder))
+                    broadcast = partial(self._channel.broadcast_forward, 0, encoder, encoder.forward)
+                    override_attribute(stack, encoder, "forward", broadcast)
                 elif self._place.mode == "split" and read_placement(encoder) != FREED:
                     _SplitEncoder(encoder, self._place, self._channel).install_forwards(stack)
             if self._after != "keep":
-                stack.callback(
-                    denoiser.register_forward_pre_hook(exclude_from_compile(lambda *_: self._release_encoders())).remove
-                )
+                release = exclude_from_compile(lambda *_: self._release_encoders())
+                stack.callback(denoiser.register_forward_pre_hook(release).remove)
             yield
-
-    def _build_broadcast_forward(self, encoder: nn.Module) -> Callable[..., Any]:
-        forward = encoder.forward
-        return lambda *args, **kwargs: self._channel.broadcast_result(0, lambda: forward(*args, **kwargs), encoder)
 
     def _release_encoders(self) -> None:
         """Denoising begins. The pipeline goes on asking the encoders for its device, which is that of the call."""
@@ -196,14 +193,18 @@ class _EncoderChannel:
             header = gather_json(None, self._control)[source]
             if "raised" in header:
                 raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-            tensors = iter([self._receive_tensor(dtype, shape, source) for dtype, shape in header["tensors"]])
+            empty = [
+                torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+                for dtype, shape in header["tensors"]
+            ]
+            tensors = iter([self._broadcast_tensor(tensor, source) for tensor in empty])
             return _rebuild_output(header["made"], tensors, encoder)
         output_tensors: list[Tensor] = []
         try:
             made = make()
             header = {
                 "made": _describe_output(made, output_tensors),
-                "tensors": [[_format_dtype(t.dtype), list(t.shape)] for t in output_tensors],
+                "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in output_tensors],
             }
         except BaseException as error:  # the others wait for a header
             gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self._control)
@@ -213,8 +214,9 @@ class _EncoderChannel:
             self._broadcast_tensor(tensor.to(self._device), source)
         return made
 
-    def _receive_tensor(self, dtype: str, shape: list[int], source: int) -> Tensor:
-        return self._broadcast_tensor(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device), source)
+    def broadcast_forward(self, source: int, encoder: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """What a forward returns on rank `source`."""
+        return self.broadcast_result(source, lambda: forward(*args, **kwargs), encoder)
 
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         assert self._axis.group is not None  # a single rank shares nothing
@@ -233,67 +235,47 @@ class _SplitEncoder:
 
     def install_forwards(self, stack: ExitStack) -> None:
         """Overrides the forwards of the encoder, of what comes before its layers, and of its layers."""
-        override_attribute(stack, self._encoder, "forward", self._build_encoder_forward(self._encoder.forward))
-        first = find_encoder_modules(self._encoder).first
-        for name, module in self._encoder.named_modules():
+        encoder = self._encoder
+        override_attribute(stack, encoder, "forward", partial(self._forward_encoder, encoder.forward))
+        first = find_encoder_modules(encoder).first
+        for name, module in encoder.named_modules():
             if name.rpartition(".")[2] in first:
-                override_attribute(stack, module, "forward", self._build_embedding_forward(module.forward))
+                broadcast = partial(self._channel.broadcast_forward, 0, encoder, module.forward)
+                override_attribute(stack, module, "forward", broadcast)
         for index, layer in enumerate(self._layers):
-            override_attribute(stack, layer, "forward", self._build_layer_forward(index, layer.forward))
+            override_attribute(stack, layer, "forward", partial(self._forward_layer, index, layer.forward))
 
-    def _build_encoder_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward_encoder(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         config = self._encoder.config
+        if kwargs.get("output_attentions", config.output_attentions):
+            raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
+        self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
+        return forward(*args, **kwargs)
 
-        def forward_encoder(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("output_attentions", config.output_attentions):
-                raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
-            self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
-            return forward(*args, **kwargs)
-
-        return forward_encoder
-
-    def _build_embedding_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._channel.broadcast_result(
-            0, lambda: forward(*args, **kwargs), self._encoder
-        )
-
-    def _build_layer_forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward_layer(self, index: int, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """All that the first layer returns goes to all: in T5 that is the position bias, which every layer adds."""
         owner = self._owners[index]
-        ends = self._owners[index + 1 : index + 2] != [owner]
+        is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
 
-        def forward_layer(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            def forward_own_layer() -> Any:
-                return forward(hidden_states, *args, **kwargs)
+        def forward_own_tokens() -> Any:
+            out = forward(hidden_states, *args, **kwargs)
+            return out[0] if isinstance(out, tuple) else out
 
-            if index == 0:
-                out = self._channel.broadcast_result(owner, forward_own_layer, self._encoder)
-                self._extras = out[1:] if isinstance(out, tuple) else None
-                return out
-            if ends or self._recording:
-                return self._append_extras(
-                    self._channel.broadcast_result(
-                        owner, lambda: _select_first_output(forward_own_layer()), self._encoder
-                    )
-                )
-            return forward_own_layer() if owner == self._index else self._append_extras(hidden_states)
-
-        return forward_layer
+        if index == 0:
+            out = self._channel.broadcast_forward(owner, self._encoder, forward, hidden_states, *args, **kwargs)
+            self._extras = out[1:] if isinstance(out, tuple) else None
+            return out
+        if is_last_of_run or self._recording:
+            tokens = self._channel.broadcast_result(owner, forward_own_tokens, self._encoder)
+            return self._append_extras(tokens)
+        return forward(hidden_states, *args, **kwargs) if owner == self._index else self._append_extras(hidden_states)
 
     def _append_extras(self, hidden_states: Tensor) -> Any:
         return hidden_states if self._extras is None else (hidden_states, *self._extras)
 
 
-def _select_first_output(out: Any) -> Any:
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _format_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _describe_output(value: Any, tensors: list[Tensor]) -> Any:
-    """JSON that `_build` reads back; the tensors are appended to `found` in its order."""
+    """JSON that `_rebuild_output` reads; the tensors are appended in its order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"kind": "tensor"}

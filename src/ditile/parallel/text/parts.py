@@ -1,8 +1,7 @@
-"""What a rank holds of a text encoder: everything, nothing, or a run of its layers; taken out, or never read.
+"""Which part of a text encoder a rank holds (everything, nothing, a run of its layers), and who may call it.
 
-The first rank has what comes before the layers (token embeddings), every rank the little that comes after them.
-
-Which part of a text encoder there is on a rank (everything, nothing, a run of its layers), and who may call it.
+A part is taken out of an encoder, or nothing else is read. The first rank has what comes before the layers (token
+embeddings), every rank the little that comes after them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Halo: which rows of a picture each rank has at each resolution, and which rows of others it needs. Pure.
+"""Which rows of a picture each rank has at each resolution, which rows of others it needs, and how they travel.
 
 Every rank computes the same tables from the height alone, so no size is ever sent. A picture of H rows is cut at
-`Rows.cuts`; some ranks may have no row. An operation with a `Window` makes each of its output rows from a run of input
-rows; whoever has the input row at its place owns the output row.
-
-Strip: the rows that this rank has of the picture that is being coded, and what travels between the strips.
+`PictureRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
+of input rows; whoever has the input row at its place owns the output row. A `Strip` is what this rank has.
 """
 
 from __future__ import annotations
@@ -75,7 +73,8 @@ class RowWindow:
         height = (rows.picture_height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
         if height < 1:
             raise ModelError(
-                f"a picture of height {rows.picture_height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
+                f"a picture of height {rows.picture_height} is too low for a kernel of {self.kernel} rows; try 64 "
+                "pixels"
             )
         inner = (min(-(-cut * self.scale // self.stride), height) for cut in rows.cuts[1:-1])
         return PictureRows((0, *inner, height))

@@ -1,37 +1,17 @@
-"""A convolution of a strip: its own rows while the halo travels, then the rows at the edges.
-
-With a block size it makes that many rows at a time, so that what the kernel copies or unfolds is never larger.
-Nearest up-sampling is done to the rows that a block needs: halo rows travel before they are doubled.
-
-Group normalization of a strip with the statistics of the whole picture.
-
-Mean and variance of the picture follow from those of the strips: the variances average, and so do the squares by which
-the strips' means miss the common one. Leaving out the latter is wrong wherever the top of a picture is brighter than
-its bottom. Each strip's variance is taken about its own mean, so nothing cancels (Chan, Golub and LeVeque, 1983).
-
-The attention in the middle of a coder, of a strip: its own queries, the keys and values of all rows.
-
-A residual block a few rows at a time: what a convolution is given is normalized when it is needed.
-
-diffusers' own forward holds a normalized copy of the whole strip beside what it is made from, and the sum of the two
-branches before and after it is scaled. Here a block of rows is normalized and convolved at once, the second branch is
-added in place, and rows travel as they are before the norm, which every rank does alike.
-"""
+"""What the modules of a coder compute of a strip: convolutions, group norms, attention and residual blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges
-
-# noqa: N812
-
 
 VisibleRows = list[tuple[range, Tensor]]
 """Rows of the input, from top to bottom, and where in the picture they are."""
@@ -39,86 +19,86 @@ PrepareRows = Callable[[Tensor], Tensor]
 """What is done to rows of the input before they are convolved, such as norm and activation: to each pixel alone."""
 
 
-def convolve_strip(
-    conv: nn.Conv2d,
-    x: Tensor,
-    strip: Strip,
-    window: RowWindow,
-    sides: tuple[int, int],
-    prepare: PrepareRows | None = None,
-) -> Tensor:
-    """This rank's rows of the output.
+@dataclass(frozen=True, slots=True)
+class StripConvolution:
+    """A convolution of a strip: its own rows while the halo travels, then the rows at the edges.
 
-    Args:
-        x: this rank's rows of the input, `[B, C, rows, W]`.
+    With a block size it makes that many rows at a time, so that what the kernel copies or unfolds is never larger.
+    Nearest up-sampling is done to the rows that a block needs: halo rows travel before they are doubled.
+
+    Attributes:
+        conv: an `nn.Conv2d`, for its weights, stride and groups.
+        strip: this rank's rows.
         window: along the rows; the kernel and its stride are the convolution's own.
         sides: columns of zeros on the left and on the right.
-        prepare: makes new rows of the input's, a block at a time; rows travel before it.
     """
-    part = strip.begin_operation(window)
-    arriving = strip.start_halo_exchange(x, part)
-    own: VisibleRows = [(part.own, x)]
-    size = strip.block_size or max(len(part.out), 1)
-    if size >= len(part.out) and part.inner:
-        # all rows at once, as if there were nothing beyond the strip; those at the edges are made again below
-        out = _convolve_rows(conv, own, part.out, window, sides, prepare)
-    else:
-        columns = (x.shape[3] * window.scale + sum(sides) - conv.kernel_size[1]) // conv.stride[1] + 1
-        out = x.new_empty(x.shape[0], conv.out_channels, len(part.out), columns)
-        _fill_output_rows(out, conv, own, part.inner, part, size, window, sides, prepare)
-    seen = arriving()
-    for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
-        _fill_output_rows(out, conv, seen, edge, part, size, window, sides, prepare)
-    return out
 
+    conv: Any
+    strip: Strip
+    window: RowWindow
+    sides: tuple[int, int]
 
-def _fill_output_rows(
-    out: Tensor,
-    conv: nn.Conv2d,
-    seen: VisibleRows,
-    rows: range,
-    part: Halo,
-    size: int,
-    window: RowWindow,
-    sides: tuple[int, int],
-    prepare: PrepareRows | None,
-) -> None:
-    for first in range(rows.start, rows.stop, size):
-        block = range(first, min(first + size, rows.stop))
-        at = block.start - part.out.start
-        out[:, :, at : at + len(block)] = _convolve_rows(conv, seen, block, window, sides, prepare)
+    def __call__(self, x: Tensor, prepare: PrepareRows | None = None) -> Tensor:
+        """This rank's rows of the output `[B, C, rows, W]`, from those of the input.
 
+        Args:
+            x: the input.
+            prepare: makes new rows of the input's, a block at a time; rows travel before it.
+        """
+        part = self.strip.begin_operation(self.window)
+        wait_for_rows = self.strip.start_halo_exchange(x, part)
+        own: VisibleRows = [(part.own, x)]
+        size = self.strip.block_size or max(len(part.out), 1)
+        if size >= len(part.out) and part.inner:
+            # all rows at once, as if there were nothing beyond the strip; those at the edges are made again below
+            out = self._convolve_rows(own, part.out, prepare)
+        else:
+            columns = (x.shape[3] * self.window.scale + sum(self.sides) - self.conv.kernel_size[1]) // self.conv.stride[
+                1
+            ]
+            out = x.new_empty(x.shape[0], self.conv.out_channels, len(part.out), columns + 1)
+            self._fill_output_rows(out, own, part.inner, part, size, prepare)
+        seen = wait_for_rows()
+        for edge in (range(part.out.start, part.inner.start), range(part.inner.stop, part.out.stop)):
+            self._fill_output_rows(out, seen, edge, part, size, prepare)
+        return out
 
-def _convolve_rows(
-    conv: nn.Conv2d,
-    seen: VisibleRows,
-    out: range,
-    window: RowWindow,
-    sides: tuple[int, int],
-    prepare: PrepareRows | None,
-) -> Tensor:
-    """Some rows of the output, from the rows that are seen, and zeros where there are none."""
-    reach = window.compute_input_reach(out)
-    source = window.find_input_rows(out, seen[-1][0].stop)
-    parts = []
-    for rows, tensor in seen:
-        common = intersect_ranges(rows, source)
-        if common:
-            parts.append(tensor[:, :, common.start - rows.start : common.stop - rows.start])
-    first = max(source.start, seen[0][0].start)
-    x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    if prepare is not None:
-        x = prepare(x)
-    if window.scale > 1:
-        x, first = F.interpolate(x, scale_factor=float(window.scale), mode="nearest"), first * window.scale
-    last = first + x.shape[2]
-    x = x[:, :, max(reach.start - first, 0) : x.shape[2] - max(last - reach.stop, 0)]
-    above, below = max(first - reach.start, 0), max(reach.stop - last, 0)
-    if (above, sides[0]) == (below, sides[1]):
-        padding = (above, sides[0])
-    else:
-        x, padding = F.pad(x, (*sides, above, below)), (0, 0)
-    return F.conv2d(x, conv.weight, conv.bias, cast(tuple[int, int], conv.stride), padding, groups=conv.groups)
+    def _fill_output_rows(
+        self, out: Tensor, seen: VisibleRows, rows: range, part: Halo, size: int, prepare: PrepareRows | None
+    ) -> None:
+        for first in range(rows.start, rows.stop, size):
+            block = range(first, min(first + size, rows.stop))
+            at = block.start - part.out.start
+            out[:, :, at : at + len(block)] = self._convolve_rows(seen, block, prepare)
+
+    def _convolve_rows(self, seen: VisibleRows, out: range, prepare: PrepareRows | None) -> Tensor:
+        """Some rows of the output, from the rows that are seen, and zeros where there are none."""
+        reach = self.window.compute_input_reach(out)
+        source = self.window.find_input_rows(out, seen[-1][0].stop)
+        parts = []
+        for rows, tensor in seen:
+            common = intersect_ranges(rows, source)
+            if common:
+                parts.append(tensor[:, :, common.start - rows.start : common.stop - rows.start])
+        first = max(source.start, seen[0][0].start)
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        if prepare is not None:
+            x = prepare(x)
+        if self.window.scale > 1:
+            x, first = (
+                functional.interpolate(x, scale_factor=float(self.window.scale), mode="nearest"),
+                first * self.window.scale,
+            )
+        last = first + x.shape[2]
+        x = x[:, :, max(reach.start - first, 0) : x.shape[2] - max(last - reach.stop, 0)]
+        above, below = max(first - reach.start, 0), max(reach.stop - last, 0)
+        if (above, self.sides[0]) == (below, self.sides[1]):
+            padding = (above, self.sides[0])
+        else:
+            x, padding = functional.pad(x, (*self.sides, above, below)), (0, 0)
+        return functional.conv2d(
+            x, self.conv.weight, self.conv.bias, self.conv.stride, padding, groups=self.conv.groups
+        )
 
 
 AT_ONCE = 1 << 22
@@ -132,7 +112,13 @@ def normalize_strip(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Tensor:
 
 
 def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
-    """What normalizes rows of the picture, those of `x` or of other strips, however many at a time."""
+    """What normalizes rows of the picture, those of `x` or of other strips, however many at a time.
+
+    Mean and variance of the picture follow from those of the strips: the variances average, and so do the squares by
+    which the strips' means miss the common one. Without the latter it would be wrong wherever the top of a picture is
+    brighter than its bottom. Each strip's variance is about its own mean, so nothing cancels (Chan, Golub and LeVeque,
+    1983).
+    """
     batch, channels = x.shape[:2]
     means, variances, shares = strip.gather_equal_shapes(
         _compute_moments(x, norm.num_groups, strip.picture_share)
@@ -150,7 +136,7 @@ def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[T
         # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a
         # copy; the channels of all pictures stand side by side
         flat = rows.contiguous().view(1, batch * channels, -1)
-        return F.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
+        return functional.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
 
     return normalize_rows
 
@@ -178,7 +164,10 @@ STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 
 
 class RowAttention:
-    """An attention processor for diffusers' `Attention` where it attends to a picture itself, without a mask."""
+    """An attention processor for diffusers' `Attention` in the middle of a coder, without a mask.
+
+    The queries are those of the strip, the keys and values those of all rows.
+    """
 
     def __init__(self, strip: Strip) -> None:
         self._strip = strip
@@ -205,7 +194,7 @@ class RowAttention:
         )
         if not rows:
             return hidden_states
-        out = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH)
+        out = functional.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH)
         out = attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
         out = out.transpose(1, 2).reshape(batch, -1, rows, width)
         if attn.residual_connection:
@@ -215,7 +204,11 @@ class RowAttention:
 
 
 def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
-    """This rank's rows of what a `ResnetBlock2D` makes without a time embedding; its convolutions are divided."""
+    """This rank's rows of what a `ResnetBlock2D` makes without a time embedding; its convolutions are divided.
+
+    diffusers' own forward holds a normalized copy of the whole strip beside what it is made from. Here a block of rows
+    is normalized when it is convolved, the second branch is added in place, and rows travel before the norm.
+    """
 
     def normalize_and_convolve(norm: nn.GroupNorm, conv: nn.Module, x: Tensor) -> Any:
         normalize = build_normalizer(norm, x, strip)

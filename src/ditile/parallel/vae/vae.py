@@ -30,7 +30,7 @@ from ditile.parallel.vae.halo import RowWindow, Strip
 from ditile.parallel.vae.layers import (
     STOCK,
     RowAttention,
-    convolve_strip,
+    StripConvolution,
     is_plain_residual,
     normalize_strip,
     run_residual_block,
@@ -176,7 +176,7 @@ def _install_row_forwards(stack: ExitStack, coder: nn.Module, strip: Strip, gath
             )
 
 
-def _build_strip_convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> Callable[..., Tensor]:
+def _build_strip_convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> StripConvolution:
     conv: Any = module if isinstance(module, nn.Conv2d) else module.conv
     above, left = conv.padding
     below, right, scale = above, left, 1
@@ -185,4 +185,4 @@ def _build_strip_convolution(module: nn.Conv2d | Upsample2D | Downsample2D, stri
     elif isinstance(module, Downsample2D) and module.padding == 0:
         below, right = above + 1, left + 1  # as its forward pads: below and on the right only
     window = RowWindow(conv.kernel_size[0], conv.stride[0], above, below, scale)
-    return lambda x, prepare=None: convolve_strip(conv, x, strip, window, (left, right), prepare)
+    return StripConvolution(conv, strip, window, (left, right))

@@ -1,0 +1,281 @@
+"""Whose rows of the batch a rank computes: of some guidance branches (cfg) and of some images (data).
+
+Diffusers puts the branches of guidance one after the other in the batch: all images of branch 0, then all of branch 1.
+
+**cfg** (arXiv 2207.12598): branches that share a batch are split by rows, and every half gets the others' rows after
+each call. Branches that are calls of their own go to the halves in turn: what a half does not compute is NaN until the
+last call of the step returns, and filled in place then. The number of calls is learnt in step 0, which every half
+computes whole. Only what is fresh travels: in an asynchronous micro-step of PipeFusion one patch of the prediction, and
+on the last stage alone.
+
+**data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
+runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator
+or a list, also in the middle by a stochastic scheduler, and image k does not depend on the degree. In other replicas'
+rows a prediction is zero and latents are not looked at; they arrive after the last step. Pictures are decoded where
+they were made. A replica without images calls no model, and stays in step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic, start_exchange, start_gather
+from ditile.errors import ModelError
+from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.hooks.overrides import override_attribute
+from ditile.plan.layout import pick_even_chunk
+
+CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
+"""As what bytes are counted."""
+Receivers = Literal["all", "first", "none"]
+Span = tuple[int, slice]
+"""A dimension, and the part of it that is fresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlice:
+    """Some rows of a batch: those of some branches and some images.
+
+    Attributes:
+        branches, images: whose rows they are.
+        num_branches, num_images: how many there are in the batch.
+    """
+
+    branches: range
+    images: range
+    num_branches: int
+    num_images: int
+
+    @classmethod
+    def from_batch_size(cls, total: int, images: int) -> BatchSlice:
+        """All rows of a batch of `total`, in which every branch has a row for each of `images`.
+
+        Raises:
+            ModelError: if that cannot be.
+        """
+        branches, rest = divmod(total, images)
+        if rest or not branches:
+            raise ModelError(
+                f"a call of the model has {total} row(s) for {images} image(s), so it is not known whose they are; "
+                "use a plan with data=1 and cfg=1"
+            )
+        return cls(range(branches), range(images), branches, images)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return self.num_branches * self.num_images
+
+    @property
+    def slice_size(self) -> int:
+        """Rows chosen."""
+        return len(self.branches) * len(self.images)
+
+    def select_batch(self, batch: Tensor) -> Tensor:
+        """The chosen rows of a tensor `[total, ...]`: a view, unless they lie apart."""
+        return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1)
+
+    def view_as_grid(self, batch: Tensor) -> Tensor:
+        """The same as a view `[branches, images, ...]`."""
+        split = batch.unflatten(0, (self.num_branches, self.num_images))
+        own = split[self.branches.start : self.branches.stop]
+        chosen: Tensor = own[:, self.images.start : self.images.stop]
+        return chosen
+
+    def write_slice(self, batch: Tensor, values: Tensor) -> None:
+        """Puts `rows` `[count, ...]` where they belong in a contiguous tensor `[total, ...]`."""
+        self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
+
+
+def count_images(call: Mapping[str, Any]) -> int:
+    """How many images the arguments of a pipeline's call ask for."""
+    prompt = call.get("prompt", call.get("class_labels"))
+    embeddings = call.get("prompt_embeds")
+    if isinstance(prompt, list | tuple):
+        prompts = len(prompt)
+    elif prompt is None and isinstance(embeddings, Tensor):
+        prompts = embeddings.shape[0]
+    else:
+        prompts = 1
+    each = call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1
+    return prompts * int(each)
+
+
+def extract_prediction(result: Any) -> Tensor:
+    """The tensor that a model returns, bare, in a tuple or in one of diffusers' output objects."""
+    prediction: Tensor = result if isinstance(result, Tensor) else result[0]
+    return prediction
+
+
+def replace_prediction(result: Any, prediction: Tensor) -> Any:
+    """A model's result with another tensor in it.
+
+    Raises:
+        ModelError: if the model returns more tensors, whose rows are not known.
+    """
+    if isinstance(result, Tensor):
+        return prediction
+    others = list(result.values())[1:] if isinstance(result, dict) else list(result[1:])
+    if any(isinstance(other, Tensor) for other in others):
+        raise ModelError(
+            f"a model returned {len(others) + 1} values and cfg and data know what to do with one; "
+            "use a plan with data=1 and cfg=1"
+        )
+    if isinstance(result, tuple):
+        return (prediction, *others)
+    return type(result)(**{**result, next(iter(result)): prediction})
+
+
+class CfgExchange:
+    """The exchange between the halves.
+
+    Args:
+        axis: the ranks that compute one branch each.
+        traffic: counts bytes.
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        self._axis, self._traffic = axis, traffic
+        self.size = axis.num_ranks
+
+    def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
+        """Of the rows of a batched call, those that this half computes, or another one."""
+        if batch_slice.num_branches < self.size:  # nothing to share out: every half computes it
+            return batch_slice
+        mine = pick_even_chunk(batch_slice.branches, self.size, self._axis.index if half is None else half)
+        return replace(batch_slice, branches=mine)
+
+    def is_own_call(self, call: int) -> bool:
+        """Whether a call of a step is this half's."""
+        return call % self.size == self._axis.index
+
+    def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, span: Span | None) -> None:
+        """Fills in the rows of the other halves of a full-size prediction, whose own are there."""
+        if self._axis.group is None or batch_slice.num_branches < self.size:
+            return
+        of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
+        fresh = narrow_to_span(prediction, span)
+        own = self.restrict_to_half(batch_slice).select_batch(fresh)
+        shapes = [(theirs.slice_size, *own.shape[1:]) for theirs in of_half]
+        received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
+        for half, (theirs, part) in enumerate(zip(of_half, received, strict=True)):
+            if half != self._axis.index:
+                _write_span(prediction, theirs, part, span)
+
+    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, span: Span | None) -> None:
+        """Fills in the full-size predictions of the calls of the other halves; all those of a step at once."""
+        assert self._axis.group is not None
+        calls = range(len(predictions))
+        of_half = [calls[half :: self.size] for half in range(self.size)]
+        fresh = [batch_slice.select_batch(narrow_to_span(prediction, span)) for prediction in predictions]
+        own = torch.cat([fresh[call] for call in of_half[self._axis.index]])
+        shapes = [(len(theirs) * batch_slice.slice_size, *own.shape[1:]) for theirs in of_half]
+        received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
+        for half, (theirs, parts) in enumerate(zip(of_half, received, strict=True)):
+            if half != self._axis.index:
+                for call, part in zip(theirs, parts.split(batch_slice.slice_size), strict=True):
+                    _write_span(predictions[call], batch_slice, part, span)
+
+
+def narrow_to_span(x: Tensor, span: Span | None) -> Tensor:
+    """The part of a tensor within a span."""
+    return x if span is None else x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
+
+
+def _write_span(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, span: Span | None) -> None:
+    """Writes some rows of what is fresh."""
+    into = batch_slice.view_as_grid(prediction)
+    if span is not None:
+        into = narrow_to_span(into, (span[0] + 1, span[1]))  # rows are two dimensions here
+    into.copy_(part.unflatten(0, into.shape[:2]))
+
+
+class ReplicaImages:
+    """The images of a replica.
+
+    Args:
+        axis: this rank's likes in all replicas.
+        images: how many there are in all.
+        traffic: counts bytes.
+
+    Attributes:
+        images: those of this replica; the first replicas have one more.
+    """
+
+    def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
+        self._axis, self._traffic, self._all = axis, traffic, images
+        self.size = axis.num_ranks
+        self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)
+
+    @property
+    def has_no_images(self) -> bool:
+        """Whether this replica has no images."""
+        return not self.images
+
+    @property
+    def has_idle_replica(self) -> bool:
+        """Whether some replica has none."""
+        return self._all < self.size
+
+    def view_own_images(self, batch: Tensor) -> Tensor:
+        """A view of this replica's rows of `[images, ...]`."""
+        return batch if self.size == 1 else batch[self.images.start : self.images.stop]
+
+    def gather_latents(self, latents: Tensor) -> Tensor:
+        """All latents on every replica; of the given ones only its own are right."""
+        return latents if self.size == 1 else self._gather_images(self.view_own_images(latents), LATENTS, "all")
+
+    def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
+        """Each replica decodes its own images, until the stack is closed; the pictures come in order.
+
+        Args:
+            stack: undoes it.
+            vae: decodes latents `[images, ...]`.
+            to: which replicas get the pictures along this axis: the others get zeros.
+            over: whether the loop is over; what is decoded before is decoded whole.
+        """
+        if self.size == 1 or not hasattr(vae, "decode"):
+            return
+        decode = vae.decode
+
+        def decode_own_images(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not over() or z.shape[0] != self._all:
+                return decode(z, *args, **kwargs)
+            own = slice_batch_arguments({"args": (z, *args), "kwargs": kwargs}, self._all, self._select_decode_inputs)
+            result = decode(*own["args"], **own["kwargs"])
+            pictures = extract_prediction(result)[: len(self.images)]
+            return replace_prediction(result, self._gather_images(pictures, PICTURES, to))
+
+        override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
+
+    def _select_decode_inputs(self, batch: Tensor) -> Tensor:
+        """Its own rows; an idle replica takes one, for the size of a picture."""
+        return batch[:1] if self.has_no_images else self.view_own_images(batch)
+
+    def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
+        """`own` of every replica, in order; zeros where it was not given to."""
+        index, group = self._axis.index, self._axis.group
+        if to == "all":
+            shapes = [(count, *own.shape[1:]) for count in self._images_per_replica]
+            return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
+        if index == 0 and to == "first":
+            others = [
+                (replica, (count, *own.shape[1:])) for replica, count in enumerate(self._images_per_replica) if replica
+            ]
+            return torch.cat([own, *start_exchange([], others, own, group, self._traffic, kind).wait_for_tensors()])
+        if to == "first" and not self.has_no_images:
+            start_exchange([(0, own)], [], own, group, self._traffic, kind).wait_for_tensors()
+        return own.new_zeros((self._all, *own.shape[1:]))
+
+    @property
+    def _images_per_replica(self) -> list[int]:
+        """Images of every replica."""
+        return [len(pick_even_chunk(range(self._all), self.size, replica)) for replica in range(self.size)]
