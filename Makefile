@@ -19,7 +19,7 @@ test: environment
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment
-	$(RUN) -m pytest -n 3 --dist worksteal @tests/fast.txt
+	tr '\n' '\0' < tests/fast.txt | xargs -0 $(RUN) -m pytest -n 3 --dist worksteal
 
 # What docs/benchmarks say, and the commands that make them.
 benchmarks-check: environment
