@@ -11,12 +11,12 @@ from ditile.errors import ModelError
 
 
 def is_whole_number(value: Any) -> bool:
-    """Whether a value is an int, and no bool."""
+    """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float, and no bool; NaN and infinity are numbers here."""
+    """Whether a value is an int or a float and not a bool; NaN and infinity count as numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -37,7 +37,7 @@ def check_whole_number(
         least: the smallest number that is allowed.
         error: the class of what is raised.
         optional: whether None is allowed too.
-        hint: what the message says behind "try"; by default `name` with the smallest number, or 1.
+        hint: what the message says after "try"; by default `name` with the smallest number, or 1.
     """
     if optional and value is None:
         return
@@ -72,7 +72,7 @@ def check_finite_number(
 def check_positive_number(
     value: Any, name: str, what: str, *, example: float, error: type[Exception] = ModelError
 ) -> None:
-    """Raises `error` unless a value is a finite number above 0; `what` says what it is not: "time", "bound"."""
+    """Raises `error` unless a value is a finite number above 0; the message calls it `what`: "time", "bound"."""
     if not is_number(value) or not 0 < value < math.inf:
         raise error(f"{name}={value!r} is no {what}; try {name}={example:g}")
 
@@ -90,11 +90,11 @@ def list_choices(known: Iterable[Any]) -> str:
 
 
 def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
-    """The hint of an error about a name that is not known: "did you mean ...?", with the nearest one that is.
+    """The hint of an error about an unknown name: "did you mean ...?", with the nearest known name.
 
     Args:
         name: what was given.
-        known: the names that there are.
+        known: the known names.
         otherwise: the hint where none is near; by default all of them.
         cutoff: how alike names must be, from 0 to 1; see `difflib.get_close_matches`.
     """

@@ -1,16 +1,16 @@
 """What a rank sends and keeps, as formulas in the lengths of its tokens: for the table, the tests and `verify`.
 
-p image and t text tokens, C channels, e bytes of a number, b rows, n ranks of an axis, L attention layers; per call:
+p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ranks of an axis, L layers; per call:
 
     activations    b (p + t) C e           a stage to the next one, over all ranks that share out the tokens
-    ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k, v out, the output back
-    ring           2 (n - 1) / n L b (p + t) C e      keys and values round; with a store gathered once
-    distrifusion   2 (n - 1) / n L b p C e            keys and values of the own patch to all
+    ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k and v out, the output back
+    ring           2 (n - 1) / n L b (p + t) C e      keys and values, passed round; gathered once for a store
+    distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the prediction, to the n - 1 that share out the tokens; where they share out a text
                    that cross attention sees (LTX-Video), 2 (n - 1) / n L b t C e more, its keys and values
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
-    latents        the stepped patches, from the last stage to the first; of a warmup group the others get the whole
+    latents        the stepped patches, from the last stage to the first; others of a warmup group get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
     keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all those of
                    a layer to the stage that owns it, where that is no member; their prediction goes to the last stage
@@ -63,7 +63,7 @@ class RepeatedExchange(NamedTuple):
 
 
 class RankCoordinates(NamedTuple):
-    """Where a rank is. `rank` counts those that share out the tokens, `outer` those along ring or distrifusion."""
+    """The place of a rank: `rank` among those that share out the tokens, `outer` along ring or distrifusion."""
 
     data: int
     cfg: int
@@ -80,7 +80,7 @@ class PlannedCall:
 
     Attributes:
         plan, spec: how it is divided, and the model's family.
-        shape: of the call of all replicas.
+        shape: that of the whole call, over all replicas.
         weights: the blocks of the undivided transformer.
         stages: the blocks of each stage.
     """
@@ -112,7 +112,7 @@ class PlannedCall:
         return self.compute_replica_shape(place.data).batch * self.shape.element_size
 
     def count_calls_in_step(self, step: int) -> int:
-        """Transformer calls that a rank makes in a step; in the first one, in which they are counted, all."""
+        """Transformer calls that a rank makes in a step: all of them in step 0, in which their number is learnt."""
         return self.shape.calls if step == 0 else self.compute_replica_shape(0).calls
 
     @cached_property
@@ -138,7 +138,7 @@ class PlannedCall:
         return Split(group_size).shard_tokens(self.image_layout, None) if group_size else ()
 
     def locate_rank(self, rank: int) -> RankCoordinates:
-        """Where a rank is."""
+        """The place of a rank."""
         at = compute_coordinates(self.plan, rank)
         outer = at["ring"] + at["distrifusion"]
         token_rank = outer * self.plan.ulysses + at["ulysses"]
@@ -179,7 +179,7 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
 
 
 def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, int]:
-    """The same of one step."""
+    """Bytes that a rank sends in one step, by kind."""
     place, total = job.locate_rank(rank), dict.fromkeys(KINDS, 0)
     replica_shape = job.compute_replica_shape(place.data)
     if not replica_shape.images:
@@ -196,7 +196,7 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
 
 
 def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> dict[str, tuple[int, int]]:
-    """The exchanges of a rank within one transformer call and their bytes, by kind; those between stages apart."""
+    """(number, bytes) of a rank's exchanges within one transformer call, by kind; those between stages are left out."""
     by_kind: dict[str, tuple[int, int]] = {}
     for formula in _CALL_FORMULAS:
         for kind, size, times in formula(job, place, micro):
@@ -206,7 +206,7 @@ def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 
 def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int) -> int:
-    """Bytes that a rank hands to the next stage for a patch, in one call."""
+    """Bytes that a rank sends to the next stage for a patch, in one call."""
     length = job.shard_tokens(patch)[place.rank].count_tokens()
     if job.plan.split_scheme == "sequence":
         length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
@@ -235,9 +235,9 @@ def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
 
 
 def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the own branches' prediction that a rank hands to the other half of guidance behind a micro-step.
+    """Bytes of the own branches' prediction that a rank sends to the other half of guidance after a micro-step.
 
-    They go out in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
+    They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
     """
     branches_are_calls = job.shape.branches_per_call == 1
     if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
@@ -249,7 +249,7 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 
 def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
-    """Image and text tokens that a rank computes in a micro-step; dummies count."""
+    """Image and text tokens that a rank computes in a micro-step; dummy text counts."""
     part = job.shard_tokens(micro.patch)[place.rank]
     text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
     return part.image_tokens, text
@@ -261,7 +261,7 @@ def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 
 def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> int:
-    """Bytes of the keys and values that a rank keeps: of all tokens, or the image's, for its own layers and heads."""
+    """Bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the text."""
     if job.plan.distrifusion == 1 and not any(job.step_schedule.keeps_keys(step) for step in range(job.shape.steps)):
         return 0
     place, layout = job.locate_rank(rank), job.image_layout
@@ -279,7 +279,7 @@ def _iter_activation_exchanges(
 
 
 def _iter_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Sums behind the row-parallel Linears; in the other scheme half of it there, and gathers, also of whole steps."""
+    """An all-reduce after each row-parallel Linear; with split_scheme=sequence half of that, and gathers of tokens."""
     n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
     if n == 1:
         return
@@ -305,7 +305,7 @@ def _iter_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: Micr
 
 
 def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Heads of the other ranks go out for own tokens, three times; own heads go back for theirs."""
+    """A rank sends the others' heads of its tokens (q, k and v), and returns its own heads of their tokens."""
     if job.plan.ulysses == 1:
         return
     parts, heads = _select_ulysses_shards(job, place, micro), job.shape.heads // job.plan.tensor
@@ -318,7 +318,7 @@ def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
 
 
 def _iter_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Without a store all blocks but the next rank's travel round; with one, the own block goes to all."""
+    """Without a store a rank sends on all blocks but the next rank's; with one, it sends its own block to all."""
     n = job.plan.ring
     if n == 1:
         return
@@ -357,7 +357,7 @@ def _iter_prediction_exchanges(
 
 
 def _iter_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
-    """Own blocks to all others, which keep none of them for the next call."""
+    """A stage sends its own blocks to all others, which keep none of them for the next call."""
     if job.plan.warmup_mode == "sequence" and job.step_schedule.select_warmup_group(micro):
         for block in job.stages[place.stage]:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
@@ -366,7 +366,7 @@ def _iter_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: Micr
 def _iter_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    """What a warmup group sends in a call: keys of all layers to its members, and what other stages need to them."""
+    """What a warmup group sends in a call: keys of all layers to its members, and to other stages what these need."""
     warmup_group, last = job.step_schedule.select_warmup_group(micro), job.plan.pipefusion - 1
     if place.stage in warmup_group:
         for joint, times in Counter(itertools.chain.from_iterable(job.weights.layers)).items():
@@ -389,14 +389,14 @@ def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: Mic
 
 
 def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[TokenShard, ...]:
-    """What the ranks on a line along ulysses have."""
+    """The tokens of each rank on a rank's line along ulysses."""
     first = place.outer * job.plan.ulysses
     return job.shard_tokens(micro.patch)[first : first + job.plan.ulysses]
 
 
 @lru_cache
 def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
-    """Bytes of tensors of so many numbers in one buffer, in which each begins at a multiple of `ALIGNMENT`."""
+    """Bytes of one buffer for tensors of these lengths, each of which begins at a multiple of `ALIGNMENT`."""
     stop = 0
     for numbers in tensors:
         stop = -(-stop // ALIGNMENT) * ALIGNMENT + numbers * size

@@ -16,7 +16,7 @@ from ditile.errors import PlanError
 
 
 def split_batch_evenly(batch_size: int, parts: int) -> list[range]:
-    """The rows of a batch in so many contiguous parts of equal size, or one row more in the first; none is empty."""
+    """Splits the rows of a batch into at most `parts` runs, none of them empty; the first runs have one row more."""
     parts = min(batch_size, parts)
     return [pick_even_chunk(range(batch_size), parts, index) for index in range(parts)]
 
@@ -121,7 +121,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How ranks share out the tokens of a patch: evenly, or (DistriFusion) a patch of rows each and the text to all.
+    """How ranks share out the tokens of a patch: evenly; under DistriFusion each has a patch of rows, and all the text.
 
     Attributes:
         ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost.
@@ -200,14 +200,14 @@ def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[To
 
 
 def pick_even_chunk(items: range, ranks: int, index: int) -> range:
-    """A rank's even share of a run; the first ranks have one more."""
+    """A rank's even share of a run; the first ranks have one item more."""
     base, more = divmod(len(items), ranks)
     start = items.start + index * base + min(index, more)
     return range(start, start + base + (index < more))
 
 
 def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:
-    """Runs without the empty ones, neighbours as one."""
+    """Drops empty runs, and joins runs that follow each other."""
     merged: list[range] = []
     for run in runs:
         if merged and run and merged[-1].stop == run.start:

@@ -45,7 +45,7 @@ WORTHWHILE_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a model and a call. None is not known: a plan is then not checked for it.
+    """What is known of a model and a call. A plan is not checked against a field that is None.
 
     Attributes:
         model: what to call it.
@@ -246,7 +246,7 @@ class Plan:
 
     @property
     def rounds_otherwise(self) -> bool:
-        """Whether every step rounds otherwise than in one process."""
+        """Whether every step rounds differently from one process."""
         # Matrix products of shared-out tokens have other shapes, for which libraries choose other kernels.
         return self.token_ranks > 1
 
@@ -281,8 +281,8 @@ class Plan:
     def illegal(self, facts: Facts) -> list[str]:
         """Everything that a model and a call forbid, one line each with what would work; empty if the plan fits.
 
-        A stage needs a block, a patch a row of tokens, a rank a token, a rank of tensor whole heads, half of the ranks
-        a branch of guidance. A replica without images is idle, and allowed.
+        Each stage needs a block, each patch a row of tokens, each rank a token, each rank of tensor whole heads, and
+        each half of cfg a branch of guidance. A replica without images is allowed, and idle.
         """
         return [
             line
@@ -314,7 +314,7 @@ class Plan:
         )
 
     def check_planned(self, model: str) -> None:
-        """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided so."""
+        """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided like this."""
         for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses"):
             value = getattr(self, name)
             if value is True or (value or 1) > 1:

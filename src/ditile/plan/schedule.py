@@ -56,7 +56,7 @@ SEND_OF_RECEIVE = {
     OpKind.RECEIVE_PREDICTION: OpKind.SEND_PREDICTION,
     OpKind.RECEIVE_KEYS: OpKind.SEND_KEYS,
 }
-"""What waits for a message, and what sends it."""
+"""The op that receives a message -> the op that sends it."""
 
 
 class Op(NamedTuple):
@@ -66,7 +66,7 @@ class Op(NamedTuple):
         kind, step, patch: what it does, and on what.
         branch: the transformer call within the step.
         peer: the other stage of a message.
-        micro_batch: the run of rows within the call.
+        micro_batch: which of the micro-batches of the call.
     """
 
     kind: OpKind
@@ -88,7 +88,7 @@ class Schedule:
         warmup_group_size: how many first stages compute a synchronous step together (`sequence`, `separate`).
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
-        again: those that did.
+        again: the later steps that did.
     """
 
     stages: int

@@ -58,7 +58,7 @@ class Shape:
         heads, head_dim: of attention; their product is the width of a token in the blocks.
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
-        frames: latent ones, of a video.
+        frames: latent frames of a video.
         cross_text_tokens: text tokens of cross attention that ranks share out; every layer sees all of them.
     """
 
@@ -119,7 +119,7 @@ class Shape:
         return self.grid.rows * self.grid.tokens_per_row + self.text
 
     def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
-        """The cuts of the image."""
+        """The cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""
         plan.check(Facts(rows=self.grid.rows))
         return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
 
@@ -129,7 +129,7 @@ class Shape:
         return self.batch // self.images
 
     def divide_batch(self, plan: Plan, replica: int = 0) -> Shape:
-        """The shape of one replica's calls on one half of guidance; the first step of several calls is whole."""
+        """The shape of one replica's calls on one half of guidance. (In step 0 each half makes all calls.)"""
         return _look_up_replica_shape(self, plan.data, plan.cfg, replica)
 
     @property
@@ -143,7 +143,7 @@ class Shape:
         return self.images * self.latent_elements * self.element_size
 
     def collect_facts(self, model: str = "this model", blocks: int | None = None) -> Facts:
-        """What a plan must fit."""
+        """The facts that a plan is checked against."""
         return Facts(
             model=model,
             blocks=blocks,
@@ -183,7 +183,7 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
 def fill_call_defaults(
     pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Call arguments with the pipeline's own defaults in the gaps, and its default size."""
+    """Call arguments, completed by the pipeline's own defaults and its default size."""
     parameters = inspect.signature(pipeline.__call__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
     side = int(config.get("sample_size") or 128) * vae_scale

@@ -35,7 +35,7 @@ class BlockIO:
         tokens: per-token arguments and how each is cut.
         attn: attributes of the block that hold its attention over the whole sequence (text and image).
         image_attn: attributes that hold attention over image tokens alone, in a model that has joint attention too.
-        text: sub-modules that see the text alone; where none is named, a block with a text stream gives both to all.
+        text: sub-modules that see the text alone; where none is named, all see both streams of a block.
     """
 
     returns: tuple[str, ...] = ("image",)
@@ -52,7 +52,7 @@ class Flow:
     Attributes:
         returns: the streams in the order that a block returns them: "image", "text".
         image: the parameter of the block's forward that takes the image tokens.
-        text: the one that takes the text tokens; None if there is none. It is a stream where it is returned too.
+        text: the one that takes the text tokens; None if there is none. It is a stream if the block returns it too.
     """
 
     returns: tuple[str, ...] = ("image",)
@@ -115,7 +115,7 @@ class ModelSpec:
             processor otherwise.
         cross: attributes of blocks that hold attention to the text -> what makes a processor with the result of the
             `stock` one in less time; other processors stay.
-        stock: processors whose attention is known, others are refused; empty is all that have a dispatch backend.
+        stock: processors whose attention is known; others are refused. Empty allows all that have a dispatch backend.
         tensor: module pattern -> how tensor parallelism cuts it, in the format of diffusers' `_tp_plan`.
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
             split_scheme=sequence gathers and scatters tokens.

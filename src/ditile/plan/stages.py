@@ -54,14 +54,16 @@ def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, 
         extra = ends[0] * (stage == 0) + ends[1] * (stage == last)
         return (total[stop] - total[start] + extra) / speeds[stage]
 
-    best = [time_stage(0, 0, stop) for stop in range(len(total))]  # one stage for the first `stop` blocks
+    # At `stop`: the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
+    best = [time_stage(0, 0, stop) for stop in range(len(total))]
     cuts: list[list[int]] = []
     for stage in range(1, len(speeds)):
         row, where = [float("inf")] * len(total), [0] * len(total)
         for stop in range(stage + 1, len(total)):
             for start in reversed(range(stage, stop)):
                 stage_time = time_stage(stage, start, stop)
-                if stage_time > row[stop]:  # as it would be from any start before
+                # An earlier start would only make this stage slower.
+                if stage_time > row[stop]:
                     break
                 worst = max(best[start], stage_time)
                 if worst <= row[stop]:
