@@ -43,7 +43,7 @@ def print_table_and_json(table: Any, text: str, json: str | None) -> None:
 def show_progress_bar(
     title: str, total: int, *, completed: int = 0, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the standard error; yields what moves it on by a count."""
+    """A progress bar on the standard error; yields a function that advances it by a count."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -117,7 +117,7 @@ def launch(
 
 
 def run_rank_process(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
-    """The whole life of a rank. Its command line ends with the numbers of its three pipes."""
+    """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
     control, report, pulse = map(int, sys.argv[-3:])
     # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -222,7 +222,7 @@ def _make_failure(error: BaseException) -> RankFailure:
 
 
 def die_with_parent() -> None:
-    """Lets Linux kill this process when its parent dies, even while it holds its interpreter's lock."""
+    """Lets Linux kill this process when its parent dies, even while this process holds its interpreter's lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -87,9 +87,9 @@ class Mesh:
         return self.axes[name]
 
     def connect_groups(self, plan: Plan, device: torch.device) -> None:
-        """Makes the communicators of a picture, and the connections of ranks with messages. All ranks must call it."""
-        # NCCL makes both when they are first used. In the middle of a picture that would be beside kernels that wait
-        # for messages, and ranks would wait for each other for ever.
+        """Makes the communicators and the connections between ranks that a picture needs. All ranks must call it."""
+        # NCCL would make both when they are first used: in the middle of a picture, while kernels wait for messages, so
+        # that ranks would wait for each other for ever.
         pairs = self._list_message_groups(plan)
         for group in self._list_axis_groups():
             connect_group(group, device, pairs=group in pairs)
@@ -103,7 +103,7 @@ class Mesh:
         return _deduplicate_groups(axis.group for axis in (*self.axes.values(), self.sequence, self.image))
 
     def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """The groups in which a plan starts messages together; tensor parallelism starts none."""
+        """The groups in which a plan starts several messages at once; tensor parallelism never does."""
         axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
         # For a warmup group; in the other modes stages have channels, which connect one by one.
         if plan.warmup_mode in ("sequence", "separate"):
@@ -123,7 +123,7 @@ class Mesh:
         return self.axes["pipefusion"].num_ranks
 
     def select_downstream_group(self, stage: int) -> dist.ProcessGroup:
-        """The group of what a stage sends to those behind it."""
+        """The group in which a stage sends to the stages behind it."""
         return self.pipeline_groups[stage % len(self.pipeline_groups)]
 
 
@@ -342,7 +342,7 @@ def join_torchrun(timeout: float = STALL_SECONDS, device: torch.device | None = 
 
 
 def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
-    """Joins the group that torchrun's variables describe: with NCCL where every rank has a GPU of its own."""
+    """Joins the group that torchrun's variables describe. Raises `JoinError` if the ranks cannot connect."""
     own_device = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
     make_device_current(own_device)
     limit = datetime.timedelta(seconds=timeout)

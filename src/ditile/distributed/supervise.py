@@ -114,7 +114,7 @@ class RankProcess:
         number: its place in the world.
         command: the command line; the numbers of its three descriptors follow as words.
         environ: its whole environment, given the number of its pulse descriptor.
-        job: the frame that it is sent.
+        job: the frame that the parent sends to it.
         stacks: the file into which it writes its stacks.
     """
 
@@ -150,7 +150,7 @@ class RankProcess:
                 os.close(fd)
 
     def register_pipes(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
-        """Adds its three pipes; the data of each is a function that handles it, false when it is done."""
+        """Adds its three pipes; the data of each is a function that handles it, and returns False at its end."""
         for fd in (self._control, self._report, self._pulse):
             os.set_blocking(fd, False)
         selector.register(self._control, selectors.EVENT_WRITE, self._send_frame_chunk)

@@ -54,7 +54,7 @@ class PostedReceive(NamedTuple):
     device: torch.device
 
     def wait_for_message(self) -> Tensor:
-        """The message, on the device of the tensor that it was posted like."""
+        """The message, on the device of `like`, as it was given to `post_receive`."""
         self.work.wait()
         return self.buffer.to(self.device)
 
@@ -112,7 +112,7 @@ class PeerChannel:
         self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device))
 
     def receive_message(self, key: Any) -> Tensor:
-        """Waits for the first posted message, which must be `key`'s."""
+        """Waits for the first posted message. Raises `RuntimeError` if it was not posted as `key`'s."""
         receipt = self._posted.popleft()
         if receipt.key != key:
             raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
@@ -139,7 +139,7 @@ class PeerChannel:
 
 
 class AsyncMax:
-    """The largest of the values that the ranks of a group give, while the exchange is under way."""
+    """An exchange under way: the largest of the values that the ranks of a group give."""
 
     def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
         self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
@@ -155,7 +155,7 @@ class AsyncMax:
 
 
 class AsyncSum:
-    """The sums of whole numbers over the ranks of a group, while the exchange is under way."""
+    """An exchange under way: the sums of whole numbers over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
         self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
@@ -289,7 +289,7 @@ def _start_messages(
     traffic: Traffic,
     kind: str,
 ) -> PendingMessages:
-    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones stay."""
+    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go."""
     staged = [(peer, _move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
     received = [
         torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, group))

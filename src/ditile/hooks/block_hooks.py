@@ -44,7 +44,7 @@ class LayerAttention(Protocol):
     """The attention of a layer, such as `AttentionCore`.
 
     Attributes:
-        overlaps: whether it gains by q, k and v that are computed one after the other.
+        overlaps: whether it is faster if q, k and v are computed one after the other.
     """
 
     overlaps: bool
@@ -82,7 +82,7 @@ class BlockPolicy(Protocol):
     """What happens at the hooks of a model."""
 
     def begin_transformer_call(self, grid: Grid, batch_size: int) -> Sequence[range]:
-        """The transformer is called; returns the micro-batches (runs of rows) that are computed one after the other."""
+        """The transformer is called; returns the runs of its batch that are computed one after the other."""
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """One of several micro-batches is next."""
@@ -135,7 +135,7 @@ class TransformerHooks:
         self._stored_contents: dict[int, ModuleContents] = {}
 
     def describe_weights(self) -> Weights:
-        """The parameters of each block, and of the rest; the attention layers of each block; the width of the head."""
+        """What the transformer is made of; blocks that are placeholders count as empty."""
         blocks = tuple(sum(p.numel() for p in hook.block.parameters()) for hook in self.chain)
         shared = sum(p.numel() for p in self.transformer.parameters()) - sum(blocks)
         layers = tuple(tuple(name in hook.io.attn for name, _ in hook.list_attentions()) for hook in self.chain)
@@ -258,6 +258,7 @@ class TransformerHooks:
             compile_: compiles the forward of each block, where the user did not.
         """
         memo = OutputMemoizer(self.spec, current)
+        # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
             bypass_compiled_model(stack, pipe, self.transformer)

@@ -1,8 +1,8 @@
 """Compiled models under a plan, whether they were compiled whole, in place or block by block, before or afterwards.
 
 Under a plan a model is not one graph: tokens are cut, sent and kept between its blocks. During a call the pipeline has
-the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` never traces or
-guards where the pipeline is and what is sent. There are two ways to hide that:
+the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` must not trace or
+guard where the pipeline is and what is sent. There are two ways to hide that:
 
 - `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. For what lies between
   blocks.
@@ -10,7 +10,7 @@ guards where the pipeline is and what is sent. There are two ways to hide that:
   break inside attention makes four graphs of a block, each with guards to check at every call.
 
 An operator takes tensors and numbers. That of `CustomOp` finds its function by a number that is itself a tensor: its
-value is data, so one graph serves all layers. The table of functions, and `set_compile_configs`, are the process's.
+value is data, so one graph serves all layers. The table of functions and the settings belong to the process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def get_compiled_call(module: nn.Module) -> ForwardCall | None:
 
 
 def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None:
-    """The pipeline calls the module itself, which is not compiled as a whole, until the stack is closed."""
+    """Makes the pipeline call the module itself, not compiled as a whole, until the stack is closed."""
     for name, _ in _find_compiled_wrappers(pipe, model):
         override_attribute(stack, pipe, name, model)
     if get_compiled_call(model) is not None:
@@ -67,7 +67,7 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
 
 
 def bypass_all_compiled(stack: ExitStack, pipe: Any, model: nn.Module) -> bool:
-    """Nothing in a model is compiled until the stack is closed; returns whether something was."""
+    """Makes a model run uncompiled until the stack is closed; returns whether something in it was compiled."""
     was_compiled = bool(_find_compiled_wrappers(pipe, model))
     bypass_compiled_model(stack, pipe, model)
     for module in model.modules():
@@ -139,7 +139,7 @@ def _mark_tokens_dynamic(value: Any) -> None:
 
 
 def normalize_strides(x: Tensor) -> Tensor:
-    """A tensor with the strides of a new one: a view, where the strides of dimensions of size 1 alone are other ones.
+    """A tensor with the strides of a new one: a view, if only strides of dimensions of size 1 differ.
 
     A block's tokens are a tensor, or a slice of a longer sequence, and other strides need another graph.
     """
@@ -173,7 +173,7 @@ _LIBRARY.define(
 
 
 def exclude_from_compile(fn: F) -> F:
-    """A function that is not compiled, and neither is what it calls, unless that is compiled by itself."""
+    """A function that is never compiled. What it calls runs uncompiled too, unless that is compiled by itself."""
     excluded_fn: F = torch.compiler.disable(fn)
     return excluded_fn
 

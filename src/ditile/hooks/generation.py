@@ -1,6 +1,6 @@
 """Generation: the state of one batch of images while they are computed, from `set_timesteps` to the last `step`.
 
-It knows the micro-step and the guidance branch that the pipeline is at, and owns the memory that survives a step.
+It has the micro-step and the guidance branch that the pipeline is at, and the memory that survives a step.
 Hooks, attention and scheduler read it; only the loop writes it. It is dropped when the call ends.
 """
 
@@ -54,7 +54,7 @@ class Generation:
     """Where the pipeline is, and what must survive.
 
     Attributes:
-        ages, keeps_keys, is_stale: from the schedule.
+        ages, keeps_keys, is_stale: methods of the schedule.
         split, index: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -130,16 +130,16 @@ class Generation:
         return self._tokens[key]
 
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is constant in the calls of this branch and micro-batch: computed once."""
+        """A value that is constant in the calls of this branch and micro-batch; `make` computes it once."""
         return self.memory.get_constant((key, self.branch, self.micro_batch), make)
 
     def advance_branch(self) -> None:
-        """One transformer call is over."""
+        """Counts a transformer call that is over."""
         self.branch += 1
         self.micro_batch, self.batch_range = 0, None
 
     def end_micro_step(self) -> None:
-        """The scheduler stepped: the calls of a micro-step are over.
+        """Checks the number of calls of a micro-step, once the scheduler has stepped.
 
         Raises:
             StateError: if the pipeline called a divided transformer more or less often than in its first micro-step.

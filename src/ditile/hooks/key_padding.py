@@ -21,7 +21,7 @@ class KeyPaddingMask(NamedTuple):
     ring_masks: tuple[Tensor, ...]
 
     def join_ring_masks(self) -> Tensor:
-        """Of all keys, in the order of the ranks."""
+        """The mask of all keys, in the order of the ranks."""
         return torch.cat(self.ring_masks, dim=-1)
 
 
@@ -30,7 +30,7 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
         mask: which keys are attended to; None is all.
-        scale: of the scores; None is that of the head size.
+        scale: of the scores; None is 1 / sqrt(head size).
     """
 
     mask: KeyPaddingMask | None = None

@@ -59,7 +59,7 @@ class KeyStore:
             k, v: fresh.
             runs: the places of their tokens in the sequence.
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
-            batch_size: rows in all.
+            batch_size: rows in all; raises `StateError` if there were more or fewer before.
         """
         at, first = 0, self.buffers is None
         buffers = self._ensure_buffers(k, k.shape[0] if batch_range is None else batch_size)
@@ -75,7 +75,7 @@ class KeyStore:
         return buffers
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
-        """Notes that a segment, or all of them, is of this step."""
+        """Notes the step that wrote a segment, or all of them."""
         for k in range(len(self.written)) if segment is None else (segment,):
             self.written[k] = step
 
@@ -146,7 +146,7 @@ class GenerationMemory:
         return self._stores[key]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Layers with these prefixes were left out in a step: their keys of these patches (None: all) stand for it."""
+        """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(tuple(layers)):
                 for patch in patches:

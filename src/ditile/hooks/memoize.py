@@ -22,13 +22,13 @@ class OutputMemoizer:
     def install_hooks(
         self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
     ) -> None:
-        """Lays the memory around the modules until the stack is closed.
+        """Overrides the forwards of those modules until the stack is closed.
 
         Args:
             first: whether this rank has the first stage, which reads the embedded latents.
             compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
-        # Other stages never read the embedded latents, so that any will do.
+        # Other stages never read the embedded latents, so those of the first step will do.
         constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
         for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
             for pattern in patterns:

@@ -1,7 +1,7 @@
-"""Placeholders: modules without weights and children that stay in their place. Also: which weights are quantized.
+"""What a module holds: how to take it out and put it back, how many bytes it takes, and what of it is quantized.
 
-Nothing of a placeholder is saved, moved or counted. It makes no difference who quantized a weight: ditile, diffusers or
-the user.
+A placeholder is a module without weights and children that stays in its place: nothing of it is saved, moved or
+counted. Quantized weights are treated alike, whether ditile, diffusers or the user has quantized them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
 
 
 def is_placeholder(module: nn.Module) -> bool:
-    """Whether a module has neither children nor parameters, as an activation function has none either."""
+    """Whether a module has neither children nor parameters. An activation function has none either."""
     return not module._modules and not module._parameters
 
 
 @contextlib.contextmanager
 def init_on_meta_device() -> Iterator[None]:
-    """Models are built on the meta device: structure and shapes alone, and no time is spent on first values."""
+    """Builds models on the meta device: they have structure and shapes alone, and no values are drawn."""
     with no_init_weights(), torch.device("meta"):
         yield
 

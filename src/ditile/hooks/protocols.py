@@ -35,7 +35,7 @@ class HeadExchange(Protocol):
         """The same of q, k and v that are yet to be made, in this order."""
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """The way back, for an output with `heads` heads on all ranks together."""
+        """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
 
 
 class KeySource(Protocol):
@@ -51,12 +51,12 @@ class KeyMaskSource(Protocol):
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
         """The mask of all keys, from that of this rank's keys or of the whole sequence, for `batch` rows.
 
-        Of the heads only this rank's are kept; all of them, if their number is None.
+        Only this rank's heads are kept; all heads if `heads` is None.
         """
 
 
 class KeyGather(Protocol):
-    """Collects the fresh keys and values of the ranks along ring."""
+    """Collects fresh keys and values along ring: `[B, own tokens, N, H]` to those of all its ranks, in their order."""
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
 
@@ -106,7 +106,7 @@ class WholeTokenStreams:
 
 
 class BatchShare(Protocol):
-    """Which images and calls are this rank's, as the loop needs to know it."""
+    """Which images and calls are this rank's."""
 
     @property
     def is_idle(self) -> bool:
@@ -119,7 +119,7 @@ class BatchShare(Protocol):
         """Which of the calls of a step this rank computes."""
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
-        """The scheduler is about to be stepped with these."""
+        """Checks the prediction and the latents that the scheduler is about to be stepped with."""
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""
@@ -192,10 +192,10 @@ class SkipAgreement(Protocol):
         """What a stage in front has decided, for so many units."""
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
-        """Sends the tokens in front of a probe to the stage that has this last block of it."""
+        """Sends the input of a probe to the stage that has its last block, `to`."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Receives them there; `of` is the first block of the probe."""
+        """Receives the input of a probe there; `of` is its first block."""
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """These blocks were not run, for any row: keys that are kept of them count as those of this step."""
+        """Notes that these blocks ran for no row: the keys that are kept of them count as those of this step."""
