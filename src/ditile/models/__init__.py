@@ -1,1 +1,1 @@
-"""See the files."""
+"""What is known of each family of transformers: its `ModelSpec`, or its lists of blocks."""

@@ -1,6 +1,6 @@
 """BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit; and its six forward patterns.
 
-What the user leaves out comes from the table or the source; what he says is compared with them.
+What the user leaves out comes from the table or the source; what the user gives is compared with them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlockAdapter:
     """The blocks of one transformer, or of several that a pipeline calls in turns (a list per transformer).
 
     Attributes:
-        pipe: the pipeline; None for a transformer alone. To cache several it is needed: its steps count.
+        pipe: the pipeline; None for a transformer alone. It is needed to cache several, because its steps are counted.
         transformer: the transformer or transformers; None is those of the pipeline.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
@@ -127,7 +127,7 @@ class _AdapterFields(NamedTuple):
 
 
 def validate_adapter(adapter: BlockAdapter) -> None:
-    """Refuses fields that mean nothing.
+    """Refuses fields that are unknown or contradict each other.
 
     Raises:
         ModelError: with the field, its value, and what would work.
@@ -241,8 +241,9 @@ def _flatten_nested(value: Any) -> list[Any]:
 
 def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
     model = fields.transformer
+    # First of all: what it edits may be the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
-    # In any case: it refuses a transformer whose blocks may not be left out.
+    # Also if the adapter names the blocks: this refuses a transformer whose blocks may not be left out.
     every = look_up_block_lists(model)
     for name in adapter.dummy_blocks_names or ():
         get_module_list(model, name)
@@ -391,7 +392,7 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
 
 
 class ForwardPattern(Enum):
-    """What a block's forward takes, and what it returns; the values are those of the number in the name."""
+    """What a block's forward takes, and what it returns; each value is the number in the name."""
 
     Pattern_0 = 0
     Pattern_1 = 1

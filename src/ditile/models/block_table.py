@@ -1,7 +1,7 @@
 """diffusers' transformers by name: which lists have their blocks, in order of execution, and how these pass tokens on.
 
 Lists that prepare tokens once (refiners of text or noise, control branches) run ahead of the chain and are not in it.
-Where a joint sequence of both streams goes through a block, that sequence is the image and there is no text.
+Where a joint sequence of both streams goes through a block, that sequence counts as the image, and there is no text.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
 
 
 def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why Kontext and IP-adapters are refused."""
+    """Why a call of Kontext or with IP-adapters is refused; None for other calls."""
     if isinstance(pipe, FluxKontextPipeline):
         return (
             f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "

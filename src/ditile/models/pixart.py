@@ -23,7 +23,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
 
 KEY_UNIT = 64
-"""Text keys are left out in units of so many: torch's kernels sum units in the same order whatever follows."""
+"""Text keys are left out in units of this size: torch's kernels sum a unit in one order, whatever follows it."""
 MASKED_BELOW = -9000.0
 """A mask below it means an attention weight of 0: diffusers writes -10000, which is -9984 in bfloat16."""
 
@@ -71,7 +71,7 @@ class PixArtCrossAttention:
 
 
 def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
-    """The number of leading keys that has all keys some row attends to, in `KEY_UNIT`s, and their mask, if needed.
+    """How many leading keys hold all that some row attends to, rounded up to `KEY_UNIT`, and their mask, if needed.
 
     Args:
         mask: `[B, 1, L]`, added to scores: 0 where a row attends, -10000 where it does not.

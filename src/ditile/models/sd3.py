@@ -49,7 +49,7 @@ class SD3Attention:
 
 
 def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why skip-layer guidance and IP-adapters are refused."""
+    """Why a call with skip-layer guidance or IP-adapters is refused; None for other calls."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "

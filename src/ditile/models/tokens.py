@@ -1,4 +1,4 @@
-"""What several families share: the grid of an image, embedding and cutting and projecting its tokens, IP-adapters."""
+"""What several families share: the grid of an image, and how its tokens are embedded, cut and projected."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _concatenate_tokens(first: DeferredTensor, second: DeferredTensor) -> Tensor
 
 
 def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor:
-    """Attends: to q, k and v at once, or where it helps to each sent while the next is computed."""
+    """Attends to q, k and v: to all at once, or, if the core overlaps, each is sent while the next is computed."""
     out: Tensor = core.attend_overlapped(makers) if core.overlaps else core.attend(*(make() for make in makers))
     return out
 
@@ -123,7 +123,7 @@ def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
 
 
 def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
-    """A Linear over tokens `[B, S, C]`."""
+    """Embeds runs of tokens `[B, S, C]` by a Linear; see `ModelSpec.embed`."""
 
     def embed_linear_run(tokens: Tensor, run: range) -> Tensor:
         return forward(tokens[:, run.start : run.stop])
@@ -132,9 +132,9 @@ def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Ten
 
 
 def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
-    """diffusers' `PatchEmbed` over latents `[B, C, H, W]`: a convolution without overlap, and positions.
+    """Embeds runs of tokens of latents `[B, C, H, W]` as diffusers' `PatchEmbed` does; see `ModelSpec.embed`.
 
-    The positions are what the module adds to zeros, computed once.
+    That is a convolution without overlap, and positions: what the module adds to zeros, computed once.
     """
     known: dict[torch.Size, Tensor] = {}
 
