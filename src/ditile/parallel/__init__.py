@@ -1,1 +1,1 @@
-"""See the files."""
+"""The strategies: a folder for each kind of axis, and one each for attention, text encoders and autoencoder."""

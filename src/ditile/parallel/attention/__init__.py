@@ -1,1 +1,1 @@
-"""The Attend seam: which kernel, over which keys and values."""
+"""The attention of one layer: which kernel runs, and which keys and values it sees."""

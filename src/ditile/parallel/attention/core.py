@@ -1,4 +1,4 @@
-"""AttentionCore: what becomes of q, k and v of one layer: exchanged, kept, attended to, and exchanged back.
+"""AttentionCore: the attention of one layer: q, k and v are exchanged, kept, attended to, and exchanged back.
 
     tokens to heads (ulysses) -> keys that are kept, or a ring -> kernel -> heads to tokens
 
@@ -27,7 +27,7 @@ class AttentionCore:
 
     Args:
         current: the generation under way.
-        exchange, keys, masks: the parts above.
+        exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
         joint: whether the layer sees the text too.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
@@ -52,7 +52,7 @@ class AttentionCore:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Attends. `[B, S, N, H]`, where S counts the tokens of the micro-step at hand; dummies come back as zeros."""
+        """`[B, S, N, H]` to the same, where S counts the tokens of the micro-step at hand; dummies become zeros."""
         return self._custom_op(q, k, v, mask, scale=scale)
 
     def attend_overlapped(
@@ -79,7 +79,7 @@ class AttentionCore:
     def attend_to_tokens(
         self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """The same over tokens that are named.
+        """The same over the tokens that are given.
 
         Raises:
             ModelError: if the mask is not one of keys alone.
@@ -118,41 +118,41 @@ class NoExchange:
     overlaps = False
 
     def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Nothing."""
+        """Returns q, k and v as they are."""
         return q, k, v
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Makes them."""
+        """Computes q, k and v, in this order."""
         return tuple(make() for make in makers)
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
-        """Nothing."""
+        """Returns the output as it is."""
         return out
 
 
 class LocalKeyMaskSource:
-    """This rank has all keys and queries: a mask may tell these apart."""
+    """This rank has all keys and queries, so a mask may also differ from query to query."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """Nothing."""
+        """The mask without dummies; one of `[B, keys]` becomes `[B, 1, 1, keys]`."""
         is_flat = mask.ndim == 2 and mask.shape[0] in (1, batch)
         return KeyPaddingMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real_tokens],))
 
 
 class FreshKeys:
-    """The keys that came: nothing is stale, nobody else has any."""
+    """The keys of this call alone: none is stale, and no other rank has any."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self._kernel = kernel
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """Attends."""
+        """The output of the queries, `[B, S, N, H]`."""
         return self._kernel(q, k, v, mask=extra.mask.ring_masks[0] if extra.mask else None, scale=extra.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class StaleKeys:
-    """PipeFusion: keys of a patch go over their stale selves in the layer's store; the patch attends to the whole.
+    """PipeFusion: fresh keys of a patch replace its stale ones in the layer's store; the patch attends to the whole.
 
     In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
     section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
@@ -174,7 +174,7 @@ class StaleKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """Attends."""
+        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
         now = self.current()
         step, patch = now.micro_step
         refuse_key_masks(extra, self.layer)
@@ -185,7 +185,7 @@ class StaleKeys:
         whole = store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
         store.mark_written(step, patch)
         if patch is None:
-            # in the order in which they came: bit-identical to one process
+            # The keys keep the order in which they came: the result is bit-identical to one process.
             return self.kernel(q, k, v, scale=extra.scale)
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
@@ -200,5 +200,5 @@ def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
 
 
 def skip_ring_gather(k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-    """Nobody shares out the patch along ring."""
+    """Returns k and v as they are: no rank shares out the patch along ring."""
     return k, v

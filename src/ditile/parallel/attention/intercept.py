@@ -5,8 +5,8 @@ the backend named by `processor._attention_backend`. Ours is registered beside t
 processor but those that hold an `AttentionCore`, so nothing process-wide changes: text encoders, VAE and other
 pipelines never reach it.
 
-Processors of the `Attention` class, which call torch's scaled dot-product attention themselves: that one function goes
-to the core while the model's forward runs. A layer that computes attention in another way is refused.
+Processors of the `Attention` class, which call torch's scaled dot-product attention themselves: calls of that
+function go to the core while the model's forward runs. A layer that computes attention in another way is refused.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class AttentionRedirect(TorchFunctionMode):
 
     Args:
         core: attends.
-        busy: whether a core is at work, whose kernel means what it calls.
+        busy: whether a core attends: what its kernel calls is not redirected.
 
     Attributes:
-        calls: how often it did.
+        calls: how many calls it has redirected.
     """
 
     def __init__(self, core: LayerAttention, busy: Callable[[], bool]) -> None:
@@ -63,7 +63,8 @@ class AttentionRedirect(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         refuse_causal_and_dropout(dropout_p, is_causal)
-        if query.ndim == 3:  # every row and head is one: as many heads of one row
+        # Rows and heads are one dimension: they are passed on as the heads of one row.
+        if query.ndim == 3:
             mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
             return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -102,7 +103,7 @@ def _forward_and_check(
 
 @functools.cache
 def register_backend(kernel: AttentionBackendName | None) -> AttentionBackendName:
-    """The name under which processors hand over to their core; attention that has none goes to `kernel`.
+    """Registers a backend that calls the core of a layer, or `kernel` where there is none; returns its name.
 
     It is an instance of the closed enum without being one of its members.
     """
@@ -125,7 +126,7 @@ def dispatch_to_core(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Hands q, k and v `[B, S, N, H]` to the core of the layer; where there is none, to the kernel.
+    """Passes q, k and v `[B, S, N, H]` to the core of the layer; where there is none, to the kernel.
 
     Raises:
         ModelError: if attention is causal or drops out.

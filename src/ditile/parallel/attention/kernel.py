@@ -23,7 +23,7 @@ ATEN_KERNELS = {
     AttentionBackendName._NATIVE_EFFICIENT: "efficient",
     AttentionBackendName._NATIVE_CUDNN: "cudnn",
 }
-"""Backends whose log-sum-exp comes from torch's own kernels; the empty one is whatever suits."""
+"""Backends whose log-sum-exp comes from torch's own kernels; for an empty name `choose_fused_kernel` chooses one."""
 
 LSE_ARGUMENTS = {
     AttentionBackendName.FLASH: ("return_lse", True),
@@ -36,7 +36,7 @@ LSE_ARGUMENTS = {
 }
 """Backends that give it themselves -> the argument that asks for it, and whether it comes as `[B, N, S]`.
 
-Else it is `[B, S, N]`: diffusers hands on what most of the packages return, and turns that of `_flash_3` itself.
+Else it is `[B, S, N]`: diffusers passes on what most of the packages return, and transposes that of `_flash_3` itself.
 """
 
 AMPERE = (8, 0)
@@ -49,7 +49,7 @@ class NativeKernel:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Attends."""
+        """`[B, S, N, H]` to the same."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -59,7 +59,7 @@ class NativeKernel:
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attends by one of torch's own fused kernels, which all know the log-sum-exp."""
+        """The output and the log-sum-exp `[B, S, N]`, by one of torch's own fused kernels."""
         return run_fused_kernel("", q, k, v, mask, scale)
 
 
@@ -76,7 +76,7 @@ class DiffusersKernel:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Attends."""
+        """`[B, S, N, H]` to the same."""
         also: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         also |= {} if k.shape[2] == q.shape[2] else {"enable_gqa": True}
         out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **also)
@@ -85,7 +85,7 @@ class DiffusersKernel:
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attends.
+        """The output and the log-sum-exp `[B, S, N]`.
 
         Raises:
             ModelError: if the backend cannot give the log-sum-exp, or gives another shape than it should.
@@ -148,7 +148,7 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: b
 def run_fused_kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by one of torch's kernels or what suits.
+    """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by torch's kernel of this name, or one that suits.
 
     Raises:
         ModelError: if the kernel named takes no mask, and there is one.
@@ -157,7 +157,8 @@ def run_fused_kernel(
     scale = size**-0.5 if scale is None else scale
     k, v = _repeat_grouped_heads(q, k, v)
     on_cpu = q.device.type == "cpu"
-    if not on_cpu and size % 8:  # the kernels behind the front door want it
+    # The public function pads head sizes before it calls these kernels.
+    if not on_cpu and size % 8:
         q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = None if mask is None else _make_additive_mask(mask, q, k)
@@ -169,12 +170,14 @@ def run_fused_kernel(
             raise ModelError("the attention kernel _native_flash takes no mask, which this model has; try native")
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
     elif name == "cudnn":
-        q, k, v = (x.contiguous() for x in (q, k, v))  # it is wrong on others
+        # cuDNN's kernel gives wrong results for tensors that are not contiguous.
+        q, k, v = (x.contiguous() for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2]
         lse = lse.squeeze(-1) if lse.ndim == 4 else lse
     else:
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2]
-    return out[..., :size].transpose(1, 2), lse[..., :length].transpose(1, 2)  # some kernels pad the rows
+    # Some kernels pad the log-sum-exp to more queries.
+    return out[..., :size].transpose(1, 2), lse[..., :length].transpose(1, 2)
 
 
 def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str:
@@ -189,7 +192,7 @@ def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> 
 
 
 def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """An additive mask `[B, N, queries, keys]` in rows of aligned length, and nowhere so low that no key is left."""
+    """An additive mask `[B, N, queries, keys]` in rows of aligned length, without values that leave no key."""
     least = torch.finfo(q.dtype).min / 4
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, least)

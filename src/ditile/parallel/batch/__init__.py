@@ -1,1 +1,1 @@
-"""The axis of the batch: guidance branches (cfg) and images (data), divided at the Denoise seam."""
+"""The axes of the batch: guidance branches (cfg) and images (data), divided around each call of the model."""

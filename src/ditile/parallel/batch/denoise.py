@@ -1,6 +1,6 @@
-"""The Denoise seam: one call of the model, of whose rows this rank computes some.
+"""One call of the model, of which this rank computes some rows of the batch.
 
-It lies around all other hooks of the model. The pipeline gives and gets full-size tensors; the model sees the
+These hooks lie around all other hooks of the model. The pipeline gives and gets full-size tensors; the model sees the
 rows of this replica's images and of this half's guidance branches.
 """
 
@@ -104,7 +104,7 @@ class DataCfgBatch:
         return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
-        """The scheduler is stepped: the rows were those that the split took them for, and all calls were made.
+        """Checks, when the scheduler is stepped, that the latents have a row for each image and all calls were made.
 
         Raises:
             ModelError: if the latents have other rows than the call asked for, or guidance is off and cfg has no use.
@@ -128,12 +128,12 @@ class DataCfgBatch:
         if now.calls is not None and now.branch != now.calls:
             raise self._make_calls_error(now, now.branch)
         if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
-            # a NaN that the model itself did not make; the number is read at the end
+            # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
             has_nan = torch.stack([torch.isnan(calls).any() for calls in self._predictions.values()]).any()
             self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """A view of the rows of `[images, ...]` that this rank is to get right."""
+        """A view of this rank's rows of `[images, ...]`."""
         return self._data.view_own_images(batch)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class DataCfgBatch:
         """The loop is over.
 
         Raises:
-            StateError: if a prediction was used before it was there.
+            StateError: if the pipeline used a prediction before it was filled in.
         """
         self._over = True
         by_calls, hole = self._by_calls, self._hole
@@ -211,7 +211,7 @@ class DataCfgBatch:
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
-        """Calls the model on some rows, and writes what it says into the full-size prediction."""
+        """Calls the model on some rows, and writes its result into the full-size prediction."""
         now = self._current()
         branch, size, select = now.branch, batch_slice.batch_size, batch_slice.select_batch
         named = {str(k): arg for k, arg in enumerate(args)}
@@ -224,11 +224,12 @@ class DataCfgBatch:
         shape = (size, *prediction.shape[1:])
         whole = self._predictions.get(branch)
         if whole is None or now.micro_step.patch is None or whole.shape != shape:
-            whole = self._predictions[branch] = prediction.new_zeros(shape)  # the pipeline may have kept the last one
+            # A new tensor, as the pipeline may have kept the last one.
+            whole = self._predictions[branch] = prediction.new_zeros(shape)
         batch_slice.write_slice(whole, prediction)
 
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
-        """The call of another half: its prediction is a hole until it arrives."""
+        """Skips a call of another half: its prediction is NaN until it arrives."""
         branch = now.branch
         if now.micro_step.step == 1 and now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
@@ -240,14 +241,14 @@ class DataCfgBatch:
         now.advance_branch()
 
     def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
-        """No images, no call: zeros as large as the others' predictions."""
+        """A rank without images does not call the model: zeros as large as the others' predictions."""
         self._agree_on_shape(None)
         now.advance_branch()
         zeros = batch.new_zeros((batch.shape[0], *self._trailing))
         return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
 
     def _agree_on_shape(self, prediction: Tensor | None) -> None:
-        """Where some replica is idle, it hears once from rank 0 how large a row of the prediction is."""
+        """Where some replica is idle, rank 0 sends once how large a row of the prediction is; all must call it."""
         if not self._announced and self._data.has_idle_replica:
             mine = None if prediction is None else list(prediction.shape[1:])
             self._trailing = gather_json(mine, self._mesh.everyone)[0]

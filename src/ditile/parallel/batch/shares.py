@@ -12,7 +12,7 @@ on the last stage alone.
 runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator
 or a list, also in the middle by a stochastic scheduler, and image k does not depend on the degree. In other replicas'
 rows a prediction is zero and latents are not looked at; they arrive after the last step. Pictures are decoded where
-they were made. A replica without images calls no model, and stays in step.
+they were made. A replica without images calls no model, and takes part in all messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ditile.hooks.overrides import override_attribute
 from ditile.plan.layout import pick_even_chunk
 
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
-"""As what bytes are counted."""
+"""The kinds under which bytes are counted."""
 Receivers = Literal["all", "first", "none"]
 Span = tuple[int, slice]
 """A dimension, and the part of it that is fresh."""
@@ -80,7 +80,7 @@ class BatchSlice:
         return len(self.branches) * len(self.images)
 
     def select_batch(self, batch: Tensor) -> Tensor:
-        """The chosen rows of a tensor `[total, ...]`: a view, unless they lie apart."""
+        """The chosen rows of a tensor `[batch_size, ...]`: a view, unless they lie apart."""
         return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1)
 
     def view_as_grid(self, batch: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class BatchSlice:
         return chosen
 
     def write_slice(self, batch: Tensor, values: Tensor) -> None:
-        """Puts `rows` `[count, ...]` where they belong in a contiguous tensor `[total, ...]`."""
+        """Writes `values` `[slice_size, ...]` into the chosen rows of a contiguous tensor `[batch_size, ...]`."""
         self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
 
 
@@ -147,7 +147,7 @@ class CfgExchange:
         self.size = axis.num_ranks
 
     def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
-        """Of the rows of a batched call, those that this half computes, or another one."""
+        """The rows of a batched call that a half computes; None is this rank's half."""
         if batch_slice.num_branches < self.size:  # nothing to share out: every half computes it
             return batch_slice
         mine = pick_even_chunk(batch_slice.branches, self.size, self._axis.index if half is None else half)
@@ -158,7 +158,7 @@ class CfgExchange:
         return call % self.size == self._axis.index
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, span: Span | None) -> None:
-        """Fills in the rows of the other halves of a full-size prediction, whose own are there."""
+        """Fills in the rows of the other halves of a full-size prediction, in which this half's rows are."""
         if self._axis.group is None or batch_slice.num_branches < self.size:
             return
         of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
@@ -191,7 +191,7 @@ def narrow_to_span(x: Tensor, span: Span | None) -> Tensor:
 
 
 def _write_span(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, span: Span | None) -> None:
-    """Writes some rows of what is fresh."""
+    """Writes the fresh part of some rows."""
     into = batch_slice.view_as_grid(prediction)
     if span is not None:
         into = narrow_to_span(into, (span[0] + 1, span[1]))  # rows are two dimensions here
@@ -202,7 +202,7 @@ class ReplicaImages:
     """The images of a replica.
 
     Args:
-        axis: this rank's likes in all replicas.
+        axis: the ranks with the same place in each replica.
         images: how many there are in all.
         traffic: counts bytes.
 
@@ -230,7 +230,7 @@ class ReplicaImages:
         return batch if self.size == 1 else batch[self.images.start : self.images.stop]
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents on every replica; of the given ones only its own are right."""
+        """All latents, on every replica; of the given ones only those of its own images are used."""
         return latents if self.size == 1 else self._gather_images(self.view_own_images(latents), LATENTS, "all")
 
     def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
@@ -257,11 +257,11 @@ class ReplicaImages:
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 
     def _select_decode_inputs(self, batch: Tensor) -> Tensor:
-        """Its own rows; an idle replica takes one, for the size of a picture."""
+        """The rows that a replica decodes: its own; without images one, for the size of a picture."""
         return batch[:1] if self.has_no_images else self.view_own_images(batch)
 
     def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
-        """`own` of every replica, in order; zeros where it was not given to."""
+        """`own` of every replica, in order; zeros on replicas that do not get it."""
         index, group = self._axis.index, self._axis.group
         if to == "all":
             shapes = [(count, *own.shape[1:]) for count in self._images_per_replica]

@@ -1,1 +1,1 @@
-"""The axis of blocks: PipeFusion, its schedule and its stages."""
+"""The axis of blocks: PipeFusion, its stages, and the loop in micro-steps."""

@@ -16,11 +16,11 @@ from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 
 RISE = 2.5
-"""A change that is so many times each of those before it is a jump, if it is at least a quarter of the bound."""
+"""A change is a jump if it is this many times each of those before it, and at least a quarter of the bound."""
 
 BEFORE = 3
-"""So many steps are before it. The first two stale steps change keys little, as old keys hold them back; what the third
-then makes up for is no jump."""
+"""How many changes before it count. The first two stale steps change keys little, as old keys hold them back; the third
+makes up for that, which is no jump."""
 
 
 def should_resynchronise(changes: Sequence[float], bound: float) -> bool:
@@ -75,7 +75,7 @@ class AdaptiveWarmup:
             self._has_started_sum = True
 
     def record_step_changes(self, now: Generation, images: int) -> None:
-        """A step ended: its changes leave the device. Latents have `images` rows."""
+        """A step ended: starts to copy its changes to the host. Latents have `images` rows."""
         if not self._change_keys:  # halves of the guidance may have more rows than others
             counts = zip(*gather_json([now.batch, now.calls or 1, images], self._mesh.control), strict=True)
             self._change_keys = list(_list_change_keys(self._mesh["cfg"].num_ranks, *map(max, counts)))

@@ -58,7 +58,7 @@ class CostModel:
     """What the costs of a model are counted from, whatever the plan.
 
     Attributes:
-        blocks: placeholders are as the model's config has them.
+        blocks: the matrices of each block; those of placeholders follow from the model's config.
         first, last: entries of the matrices that embed the latents, and of the head's.
         side: token rows, and tokens in each, of the picture that the model was made for.
         text: tokens of its text in joint attention.
@@ -78,7 +78,7 @@ class CostModel:
 
     @classmethod
     def from_model_hooks(cls, hooks: TransformerHooks) -> CostModel:
-        """Of a model, whose blocks may be placeholders."""
+        """The cost model of a model, whose blocks may be placeholders."""
         head: Any = hooks.transformer.get_submodule(hooks.spec.out)
         itemsize = min(head.weight.dtype.itemsize, 4)
         if hooks.has_placeholders():

@@ -31,7 +31,7 @@ from ditile.plan.schedule import Op, OpKind, Schedule
 
 
 class PipeFusion:
-    """One stage. The loop calls `begin_generation` to `send_stepped_patch`, the block hooks the rest.
+    """One stage. The loop calls the methods `begin_generation` to `send_stepped_patch`, the block hooks the others.
 
     Args:
         mesh: the stage's place and groups.
@@ -123,7 +123,7 @@ class PipeFusion:
         self._latents: tuple[tuple[int, ...], int] | None = None
 
     def end_generation(self, *, clean: bool) -> None:
-        """The generation is over: what was sent is gone, or, after an error, abandoned in the channels for good."""
+        """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good."""
         self.broken = not clean and self._world > 1
         for prefetcher in filter(None, (self._activations_in, self._latents_in)):
             prefetcher.clear_expectations()
@@ -137,14 +137,15 @@ class PipeFusion:
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
-        del self.generation  # with its keys: this object outlives the picture
+        # This object outlives the picture: without this the keys would stay in memory.
+        del self.generation
 
     # The loop
 
     def prepare_step(self, step: int, schedule: Schedule) -> None:
         """A step begins, and `schedule` now says for certain whether one more follows it.
 
-        What was sent two steps ago has arrived: the last step began with what came of it.
+        What was sent two steps ago has arrived, because the last step began with the results of it.
         """
         for channel in filter(None, (self._activations_out, self._latents_out)):
             channel.release_old_sends()
@@ -186,7 +187,7 @@ class PipeFusion:
             The rows of each micro-batch, which are computed one after the other.
 
         Raises:
-            StateError: if the batch had another size before: what stages send each other has that of the first step.
+            StateError: if the batch had another size before: stages send each other as many rows as in the first step.
         """
         now = self.generation
         if now.calls is None and now.branch == 0:
@@ -209,7 +210,7 @@ class PipeFusion:
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Slices before the first block, receives at the first own one, hands over behind the last own one."""
+        """Cuts the tokens at the first block, receives at the first own block, and sends behind the last own block."""
         if index == 0:
             state = self._enter_first_block(state)
         if group := self._active_warmup_group:
@@ -247,7 +248,7 @@ class PipeFusion:
         self.generation.advance_branch()
 
     def _enter_first_block(self, state: TokenState) -> TokenState:
-        """All that follows is patch-sized; without the text, two dummy tokens stand for it."""
+        """Cuts the tokens down to those of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
         if now.branch not in now.layouts:
             length = 0 if state.text is None else state.text.shape[1]
@@ -266,7 +267,8 @@ class PipeFusion:
         self._streams.set_stream_lengths(part.image_tokens, 0 if text is None else text.shape[1])
         text = None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
         own = self._streams.locate_own_share(part.image_tokens)
-        if self.stage > 0:  # what arrives here is not read, only as long as what will be received
+        # Here the forward's own tokens are never read: they only have the length of those that will be received.
+        if self.stage > 0:
             return TokenState(state.image[:, : own.stop - own.start], text)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
@@ -353,18 +355,19 @@ class PipeFusion:
                 yield MessageKey(op.step, op.patch, op.branch, op.micro_batch)
 
     def _can_post_activation(self, key: MessageKey) -> bool:
-        """Whether what the first stage needs for an activation does not wait for work that is not launched here yet."""
+        """Whether this stage has launched all work that an activation depends on, by way of the first stage."""
         schedule = self.schedule
-        whole = schedule.is_synchronous(key.step)  # such a step begins with all patches of the one before
-        whole = whole or (schedule.adaptive and key.step > self.generation.micro_step.step)  # it may yet become one
+        # A synchronous step begins with all patches of the one before; a later adaptive step may become one.
+        whole = schedule.is_synchronous(key.step)
+        whole = whole or (schedule.adaptive and key.step > self.generation.micro_step.step)
         return self._has_launched_patch(key.step - 1, self._patches - 1 if whole else key.patch)
 
     def _can_post_latents(self, key: MessageKey) -> bool:
-        """Whether this stage, the first one, has done with the patch whose new latents are to come."""
+        """Whether this stage, the first one, has launched its work on the patch whose new latents are to come."""
         return self._has_launched_patch(key.step, key.patch)
 
     def _has_launched_patch(self, step: int, patch: int) -> bool:
-        """Whether this stage has done with a patch of a step: micro-steps follow each other in that order."""
+        """Whether this stage has launched its work on a patch of a step; micro-steps come in this order."""
         now = self.generation.micro_step
         return (step, patch) < (now.step, now.patch or 0)
 

@@ -1,7 +1,7 @@
-"""The Loop seam: the unmodified pipeline drives, one iteration of its loop being one micro-step (step, patch).
+"""The loop of the pipeline, which runs unmodified: each iteration is one micro-step (step, patch).
 
-`scheduler.set_timesteps` gives timesteps that know their steps: iterating them yields each synchronous step once and
-each asynchronous one M times. `scheduler.step` steps the current patch alone. Whatever the pipeline does in between
+`scheduler.set_timesteps` leaves timesteps that iterate in micro-steps: they yield each synchronous step once and each
+asynchronous one M times. `scheduler.step` steps the current patch alone. Whatever the pipeline does in between
 (guidance, casts, concatenation) happens in its own code on full-size tensors.
 """
 
@@ -42,11 +42,11 @@ OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
 @dataclass(slots=True)
 class StepCallbacks:
-    """What the runner wants to know, or to have, at the ends of steps.
+    """What the loop calls of the runner.
 
     Attributes:
-        begun: called with the number of steps when the loop begins.
-        ended: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
+        on_loop_begin: called with the number of steps when the loop begins.
+        on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
         wants_latents: which steps need the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
     """
@@ -84,7 +84,8 @@ class Loop:
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
         self._plan, self._split, self._dim = plan, split, latent_dim
-        self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control  # replicas meet at the end
+        # Replicas exchange latents at the end, so they must stop at the same step.
+        self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
         self._latents: Tensor | None = None
@@ -147,7 +148,7 @@ class Loop:
         return [step for step in range(self._schedule.steps) if self._schedule.is_synchronous(step)]
 
     def forget_constants(self) -> None:
-        """A callback may have changed what was constant."""
+        """Forgets what was constant: a callback may have changed it."""
         self.get_generation().memory.forget_constants()
 
     def drop_generation(self) -> None:
@@ -160,7 +161,7 @@ class Loop:
             self._scheduler.timesteps = timesteps.to_plain_tensor()
 
     def _leave_pipeline(self) -> None:
-        """The call is over; this object outlives it, and what belongs to it."""
+        """Drops what belongs to the call, which this object outlives."""
         self.drop_generation()
         del self._pipe, self._scheduler, self._batch, self._callbacks
 
@@ -175,7 +176,7 @@ class Loop:
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
 
-        A pipeline that asks for the second one without having called the model only looks through them.
+        If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
         generation = self._begin_generation(timesteps)
         step = 0
@@ -332,7 +333,7 @@ class Loop:
         )
 
     def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
-        """What a step made besides latents: of all images after the last step, before it of this replica's."""
+        """What a step made besides latents: of all images after the last step, of this replica's images before."""
         if self._has_partial_latents and extras:
             raise StateError(
                 f"{type(self._pipe).__name__} takes more than latents from {type(self._scheduler).__name__}, which "
@@ -361,7 +362,7 @@ class Loop:
         return result
 
     def _locate_patch(self, patch: int) -> slice:
-        """Where a patch is in the latents. Where nothing is cut it is all of them, whatever the model."""
+        """Where a patch is in the latents; all of them where latents are not cut."""
         assert self._latents is not None
         if self._has_partial_latents:
             return self.get_generation().layouts[0].locate_latents(patch)
@@ -369,12 +370,12 @@ class Loop:
 
     @property
     def _is_stepping_rank(self) -> bool:
-        """Whether this rank steps the latents, and not only counts along."""
+        """Whether this rank steps the latents, and does not only count steps."""
         return self._pipefusion.is_last_stage and not self._batch.is_idle
 
     @property
     def _has_partial_latents(self) -> bool:
-        """Whether latents are stepped by patches, or not here."""
+        """Whether latents are stepped patch by patch, or on another stage."""
         return self._schedule.patches > 1 or self._schedule.stages > 1
 
     def _step_on_corner(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
@@ -415,6 +416,7 @@ class Loop:
         last = step == self._schedule.steps - 1
         wanted = self._callbacks.wants_latents(step)
         self._synced = step if wanted else self._synced
+        # Over the replicas first, so that the broadcast along the stages carries all images.
         if (last or wanted) and self._pipefusion.is_last_stage:
             self._latents = self._batch.gather_latents(self._latents)
         stages = self._mesh["pipefusion"]

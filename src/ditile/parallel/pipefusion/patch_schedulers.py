@@ -40,7 +40,8 @@ class PatchSchedulers:
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
         self._copies = [_clone_scheduler(scheduler, kept) for _ in range(patches)]
-        self._probes = min(getattr(scheduler, "order", 1), steps)  # two-stage schedulers draw in the second stage
+        # Schedulers of order 2 draw random numbers in their second stage only.
+        self._probes = min(getattr(scheduler, "order", 1), steps)
         self._stochastic: bool | None = None
         self._names = names
         self._saved: list[Tensor] = []
@@ -147,7 +148,7 @@ def extract_sample(result: Any) -> Tensor:
 class StepResult(tuple[Any, ...]):
     """The results of a scheduler's step: the new latents first, as nearly all pipelines index it.
 
-    The others are made of what this rank stepped. A few pipelines unpack them, and get what `whole` makes of them then.
+    The others are made of what this rank stepped. A pipeline that unpacks them gets what `whole` makes of them.
     """
 
     whole: Callable[[Sequence[Any]], Sequence[Any]]
@@ -164,8 +165,8 @@ def replace_latents(
     Args:
         result: tuple or output object.
         latents: of all images.
-        whole: what else the step made, whole, from what it made here.
-        keep: whether that is the same.
+        whole: makes the other results whole from those that were made here.
+        keep: whether the other fields of an output object stay.
     """
     if not isinstance(result, tuple):
         return type(result)(**{**(result if keep else {}), "prev_sample": latents})

@@ -1,10 +1,10 @@
 """Receives that are posted ahead, so that a message travels while the one before it is computed on.
 
 Gloo's receives wait for nothing but their message. NCCL's are kernels that spin on the device, and to launch a kernel
-for the first time, or to free memory, may wait for all that runs there. So nothing is posted that waits for what this
-rank has yet to launch, be it by way of other ranks, which wait for what they have posted. With M patches on their way
-round N stages, N - 1 of these may each have one more activation posted if M >= N, and the first stage one more patch
-of latents if M > N.
+for the first time, or to free memory, may wait for all that runs there. So a receive is posted only if its message does
+not depend, directly or by way of other ranks, on work that this rank has not launched yet. With M patches on their way
+round N stages, each stage but the first may post one more activation if M >= N, and the first stage one more patch of
+latents if M > N.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReceivePrefetcher:
         self._expected: deque[MessageKey] = deque()
 
     def expect_messages(self, keys: Iterable[MessageKey]) -> None:
-        """More messages are certain to come."""
+        """Adds messages that are certain to come, in their order."""
         self._expected.extend(keys)
 
     def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class WarmupGroup:
                 self._channels[way].open_connection(device, sends=way[0] == self.stage)
 
     def end_generation(self, *, clean: bool) -> None:
-        """The generation is over: what was sent is gone, or, after an error, abandoned."""
+        """Ends a generation: waits for what was sent or, after an error, abandons it."""
         for channel in self._channels.values():
             if clean:
                 channel.flush_sends()
@@ -86,7 +86,7 @@ class WarmupGroup:
             self.weight_stream.free_buffers()
 
     def settle_channels(self) -> None:
-        """Lets go of what has arrived: what was sent before the last step began."""
+        """Releases tensors that have arrived: those that were sent before the last step began."""
         for channel in self._channels.values():
             channel.release_old_sends()
 
@@ -158,7 +158,7 @@ class WarmupGroup:
     # Keys and values
 
     def gather_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """Those of all members, in their order."""
+        """Keys and values of all members, in their order, from `[B, own tokens, N, H]`."""
         if self.size == 1:
             return k, v
         own = torch.stack([k, v])
@@ -174,7 +174,7 @@ class WarmupGroup:
         return k, v
 
     def store_or_send_keys(self, layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
-        """Writes keys of the whole image into an own store, or sends them to the stage that owns the layer."""
+        """Writes keys of the whole image into this stage's store, or sends them to the stage that owns the layer."""
         owner = self._find_layer_owner(layer)
         if owner == self.stage:
             _write_keys(layer, k, v, tokens, now)
@@ -182,7 +182,7 @@ class WarmupGroup:
             self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
 
     def _find_layer_owner(self, layer: str) -> int:
-        """The stage whose block a layer is in; blocks that were never read here have none to look for it in."""
+        """The stage that owns a layer, by its name: a block that was never read here has no modules to look through."""
         while layer not in self._owners:
             layer, _, _ = layer.rpartition(".")
         return self._owners[layer]
@@ -221,7 +221,7 @@ class WarmupGroupKeys:
     others: KeySource
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """Attends."""
+        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
         now = self.current()
         if now.micro_step.patch is not None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
@@ -239,7 +239,7 @@ def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Gene
 
 
 def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
-    """Writes tokens where they belong."""
+    """Writes tokens `[B, n, C]` at the places `runs` of a whole sequence `[B, S, C]`."""
     at = 0
     for run in runs:
         whole[:, run.start : run.stop] = values[:, at : at + len(run)]

@@ -1,8 +1,8 @@
 """Weight streaming: the weights of a block go from the stage that owns it to all others, just before they compute it.
 
-With warmup_mode=sequence every rank computes all blocks on its share of the tokens. Block by block, `BLOCKS_AHEAD` of
-the one that is computed, the owner broadcasts its weights into buffers that are used again and again: no rank ever
-holds more than its own blocks and `BLOCKS_AHEAD + 1` others.
+With warmup_mode=sequence every rank computes all blocks on its share of the tokens. The owner broadcasts each block,
+`BLOCKS_AHEAD` blocks before it is computed, into buffers that are used again and again: no rank ever holds more than
+its own blocks and `BLOCKS_AHEAD + 1` others.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class WeightStream:
     Args:
         hooks: the blocks of the model; at least those of this stage have their weights.
         stages: which stage owns which.
-        mesh: this stage's place and groups; all ranks must come here.
+        mesh: this stage's place and groups; all ranks must make it together.
 
     Attributes:
-        streamed_blocks: by block, what runs in place of all that this stage does not own.
+        streamed_blocks: index of a block that this stage does not own -> what runs in place of it.
 
     Raises:
         ModelError: if the model is quantized, or a block is not what its config says, and was not loaded here.
@@ -132,6 +132,7 @@ class WeightStream:
 
     def receive_block(self, index: int) -> None:
         """A block is next: its weights are here, and another block's start to travel."""
+        # Into the buffer of the block before this one, which has been computed.
         if index + BLOCKS_AHEAD < len(self._blocks):
             self._start_block_broadcast(index + BLOCKS_AHEAD)
         (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()

@@ -1,1 +1,1 @@
-"""The axis of tokens: Ulysses, ring and DistriFusion, exact and stale, behind the Attend seam."""
+"""The axes of tokens: Ulysses and ring, which are exact, and DistriFusion, whose keys are stale."""

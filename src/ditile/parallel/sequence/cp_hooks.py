@@ -1,6 +1,6 @@
 """The hooks of models that have a table of splits in place of a `ModelSpec`: their blocks run as they are.
 
-In attention the number of tokens of q and k says which tokens they are, and that says what to do.
+In attention, the number of tokens of q and k says which tokens they are, and so whether they are shared out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ContextParallelHooks(TransformerHooks):
 
     @property
     def head_counts(self) -> list[int]:
-        """The heads of the attention layers, where those say."""
+        """The numbers of heads of the attention layers, as far as these have one."""
         layer_heads = (
             getattr(module, "heads", None)
             for _, model, _ in self._all
@@ -195,9 +195,9 @@ class ContextParallelAttention:
     Attributes:
         splits: what is split.
         attend_to_tokens: an `AttentionCore`'s.
-        kernel: attends to those that are here.
+        kernel: attends to keys that are here.
         masks: gathers masks.
-        source: remembers them.
+        source: says what masks follow from.
         overlaps: whether q, k and v travel one by one.
     """
 
@@ -211,7 +211,7 @@ class ContextParallelAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Attends. `[B, S, N, H]`."""
+        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if a mask has keys in an unknown order."""
         self.splits.attending = True
         try:
             return self._route_attention(q, k, v, mask, scale)

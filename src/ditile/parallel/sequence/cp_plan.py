@@ -2,8 +2,8 @@
 
 It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `pick_even_chunk`: the first ranks
 have one token more, nothing is padded, and no size is ever sent: all ranks have seen the same whole lengths. Which
-tokens an attention layer sees follows from their number. Where two sequences could be taken for one another it says so
-and stops.
+tokens an attention layer sees follows from their number. Two sequences that could be taken for one
+another are refused.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ContextParallelSplits:
     Attributes:
         masks: the masks that the transformer was given.
         calls: how often it was called.
-        attending: whether this is inside an attention layer that was handed over.
+        attending: whether an attention layer that was replaced is running.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool) -> None:
@@ -95,7 +95,7 @@ class ContextParallelSplits:
         self.calls, self.attending = 0, False
 
     def begin_call(self, arguments: Mapping[str, Any]) -> None:
-        """The transformer is called; what it is given is whole yet."""
+        """Notes the arguments of a transformer call, which are whole yet."""
         self._lengths.clear()
         self.calls += 1
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -103,7 +103,7 @@ class ContextParallelSplits:
         self._whole = {value.shape[1]: name for name, value in reversed(tensors.items()) if value.ndim == 3}
 
     def split_tensor(self, x: Tensor, cut: ContextParallelEntry, name: str) -> Tensor:
-        """This rank's share of a tensor; all of one that has other dimensions than the table expects."""
+        """This rank's share of a tensor, all of it if `cut` is for other dimensions. Raises `PlanError` if short."""
         if cut.dims is not None and x.ndim != cut.dims:
             return x
         length, ranks = x.shape[cut.dim], self.axis.num_ranks
@@ -113,7 +113,7 @@ class ContextParallelSplits:
         return x.narrow(cut.dim, own.start, len(own))
 
     def gather_tensor(self, x: Tensor, cut: ContextParallelEntry, name: str) -> Tensor:
-        """The whole of a tensor whose shares the ranks have."""
+        """The whole of a tensor whose shares the ranks have. Raises `PlanError` if it is no single split sequence."""
         if cut.dims is not None and x.ndim != cut.dims:
             return x
         tokens = self.find_tokens(x.shape[cut.dim])
@@ -218,6 +218,7 @@ def install_split_hooks(
         names = _list_parameter_names(entries.module)
         hook = partial(_split_and_gather, entries, splits, names, entries.module.forward)
         override_attribute(stack, entries.module, "forward", hook)
+    # Last, so that it runs before the splits of the transformer's own arguments.
     forward, names = transformer.forward, _list_parameter_names(transformer)
 
     def begin_call_and_forward(*args: Any, **kwargs: Any) -> Any:

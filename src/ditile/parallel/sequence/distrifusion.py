@@ -50,7 +50,7 @@ class DistriFusionKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """Attends."""
+        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
         refuse_key_masks(extra, self.layer)
         now, own = self.current(), self.axis.index
         step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
@@ -70,7 +70,7 @@ class DistriFusionKeys:
         return self.kernel(q, *whole, scale=extra.scale)
 
     def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
-        """Starts to give this patch to the other ranks. What is under way in all layers is as much as their keys."""
+        """Starts to send this patch's keys to the others. Messages of all layers take as much memory as their keys."""
         of_rank, fresh, own = collect_rank_runs(tokens, self.axis.num_ranks), torch.stack([k, v]), self.axis.index
         own_image = _select_image_runs(of_rank[own], tokens)
         if own_image != of_rank[own]:

@@ -27,7 +27,7 @@ class CachedMask(NamedTuple):
 
 
 def identify_mask(mask: Tensor) -> tuple[object, ...]:
-    """A mask is remembered as long as the layer is given the same tensor."""
+    """The mask itself: it is remembered as long as the layer is given the same tensor."""
     return (mask,)
 
 
@@ -54,7 +54,7 @@ class GatheredKeyMaskSource:
         self._cached_masks: dict[Hashable, CachedMask] = {}
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """That of the keys of all ranks.
+        """The mask of the keys of all ranks.
 
         Args:
             mask: as the layer was given it, of this rank's keys, dummies among them, or of all keys in sequence.
@@ -82,7 +82,7 @@ class GatheredKeyMaskSource:
         return self._cached_masks[key].mask
 
     def _assemble_mask(self, mask: Tensor, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """Of `[B or 1, N or 1, 1, keys]`; one of all keys is cut and nothing travels."""
+        """From `[B or 1, N or 1, 1, keys]`; a mask of all keys is cut, and nothing travels."""
         if mask.stride(1) == 0:
             mask = mask[:, :1]
         if _covers_all_keys(mask, tokens):

@@ -36,7 +36,7 @@ class RingKeys:
         self._axis, self._group, self._kernel, self._traffic = axis, axis.group, kernel, traffic
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """Attends."""
+        """The output of the queries, `[B, S, N, H]`."""
         size = self._axis.num_ranks
         lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
         block, merged = torch.stack([k, v]), None
@@ -82,6 +82,6 @@ def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) ->
     """Attention over two sets of keys from that over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
     (a, lse_a), (b, lse_b) = one, other
     precise = torch.promote_types(a.dtype, torch.float32)
-    share = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)  # neither has a key that is attended to
+    share = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)  # NaN: neither has a key that is attended to
     out = torch.lerp(a.to(precise), b.to(precise), share.unsqueeze(-1).to(precise))
     return out, torch.logaddexp(lse_a, lse_b)

@@ -51,8 +51,8 @@ class HeadAndTokenShares:
     is_even: bool
 
     def size_messages(self, numbers: int) -> tuple[list[int], list[int]]:
-        """Sent to each rank, and received from it, where a head of a token has so many numbers; on the way back the
-        other way round.
+        """What is sent to each rank, and received from it, if a head of a token has `numbers` numbers in all rows; on
+        the way back it is the other way round.
         """
         length, count = self.lengths[self.index] * numbers, self.num_heads[self.index] * numbers
         return [length * heads for heads in self.num_heads], [count * tokens for tokens in self.lengths]

@@ -1,1 +1,1 @@
-"""Weights: what a rank keeps of each parameter."""
+"""The axis of weights: tensor parallelism, in which a rank keeps a share of each parameter."""

@@ -1,7 +1,7 @@
 """Collectives of the tensor axis, over NCCL or gloo, with the bytes that the ring algorithm sends counted.
 
 A stream of tokens is shared out by `pick_even_chunk`, the first ranks having one more. Every rank's message has the
-length of the longest share, so that one collective of equal parts does for any L, also below n.
+length of the longest share, so that one collective of equal parts is enough for any length, also one below n.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorCollectives:
             summed = torch.empty_like(packed[0])
             with self._traffic.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
-        else:  # gloo's own sends everything to everyone
+        else:  # gloo's reduce-scatter would send everything to every rank
             received = torch.empty_like(packed)
             with self._traffic.record_wait(KIND):
                 dist.all_to_all_single(received, packed, group=self._group)

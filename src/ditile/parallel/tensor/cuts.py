@@ -1,4 +1,4 @@
-"""The share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device will do.
+"""The share of each parameter that a rank of the tensor axis holds. Pure: a model on the meta device is enough.
 
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.

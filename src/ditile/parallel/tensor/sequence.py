@@ -34,7 +34,7 @@ class SharedStreams:
     """Every rank has its share of each stream.
 
     Args:
-        tokens: where the lengths of the call at hand go.
+        tokens: gets the lengths of the call at hand.
         axis: the ranks.
         collectives: gather.
     """
@@ -58,7 +58,7 @@ class SharedStreams:
 
 @dataclass(slots=True)
 class StreamLengths:
-    """Whole lengths of the streams of the call at hand, set by whoever cuts them; the same on all ranks."""
+    """Whole lengths of the streams of the call at hand, set where they are cut; the same on all ranks."""
 
     image: int = 0
     text: int = 0
@@ -76,7 +76,7 @@ def install_token_gathers(
     tokens: StreamLengths,
     collectives: TensorCollectives,
 ) -> dict[str, Gather]:
-    """Hooks the gathers into a model; what each row-parallel Linear does to its sums.
+    """Hooks the gathers into a model; returns, by path, what sums and scatters the output of each row-parallel Linear.
 
     Raises:
         ModelError: if a row-parallel Linear is not in the table.

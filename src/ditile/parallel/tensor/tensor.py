@@ -78,7 +78,7 @@ class ShardedTransformer:
         _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
 
     def restore_whole_weights(self) -> None:
-        """Puts the whole weights back, bit for bit, and lets go of a pipeline that was guarded.
+        """Puts the whole weights back, bit for bit, and removes the guards from a pipeline.
 
         Raises:
             StateError: if they were not kept, or if a LoRA was fused into the share, or out of it, since.
@@ -194,7 +194,7 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
-    """The sizes that a Linear tells, and the LoRAs around it, are those of its share."""
+    """Sets the sizes of a Linear, and of the LoRAs around it, to those of its share."""
     base = unwrap_lora_base(module)
     linears: list[tuple[Any, Any]] = [(owner, owner) for owner in module.modules() if isinstance(owner, nn.Linear)]
     # peft's layer repeats the sizes of its base
@@ -214,7 +214,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
 def _install_sums(
     stack: ExitStack, module: nn.Module, kind: str, size: int, over_ranks: Callable[[Tensor], Tensor]
 ) -> None:
-    """Makes what needs the channels of all ranks sum over them."""
+    """Makes a norm or row-parallel Linear, which needs the channels of all ranks, sum over the ranks."""
     if kind == "rms_norm":
         override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, size, over_ranks))
     if kind == "rowwise":
@@ -230,7 +230,7 @@ def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Te
 
 
 def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An RMS norm whose channels lie on all ranks: the sum of their squares goes round, one number a token."""
+    """An RMS norm whose channels lie on all ranks: the sum of their squares is summed over the ranks."""
     wide = x.float()
     squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

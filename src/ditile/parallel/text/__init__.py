@@ -1,1 +1,1 @@
-"""See the files."""
+"""The text encoders: on one rank of an image, or their layers shared out."""

@@ -1,7 +1,7 @@
 """Text encoders: on the first rank of an image alone, or their layers shared out. The pipeline encodes as ever.
 
 `first`: the first rank runs the encoder, and what it returns is broadcast. `split`: the pipeline calls the encoder on
-every rank; the layers of others pass their input through, and the last layer of each run hands its output to all.
+every rank; the layers of others pass their input through, and the last layer of each run sends its output to all.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TextEncoders:
 
     @contextmanager
     def install_for_call(self, denoiser: nn.Module) -> Iterator[None]:
-        """The encoders work for the length of a call, in which the first call of `denoiser` ends their work."""
+        """Lets the encoders run for the length of a call; the first call of `denoiser` in it releases them."""
         with ExitStack() as stack:
             if self._after == "offload":
                 stack.callback(self._finish_offload)
@@ -177,7 +177,7 @@ class TextEncoders:
 
 
 class _EncoderChannel:
-    """What one rank of an image has made, on all of them."""
+    """Sends what one rank of an image has made to the others."""
 
     def __init__(self, axis: Axis, control: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
         self._axis, self._control, self._device, self._traffic = axis, control, device, traffic

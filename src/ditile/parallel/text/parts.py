@@ -1,7 +1,7 @@
 """Which part of a text encoder a rank holds (everything, nothing, a run of its layers), and who may call it.
 
-A part is taken out of an encoder, or nothing else is read. The first rank has what comes before the layers (token
-embeddings), every rank the little that comes after them.
+What belongs to other ranks is taken out of a whole encoder, or is never read. The first rank has what comes before the
+layers (token embeddings), every rank the little that comes after them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ENCODER_MODULES: dict[type, EncoderModules] = {
 
 
 def find_encoder_modules(encoder: nn.Module) -> EncoderModules:
-    """The anatomy of an encoder, by its class or the nearest of its bases.
+    """The parts of an encoder, by its class or the nearest of its bases.
 
     Raises:
-        ModelError: if it has none.
+        ModelError: if none of these is known.
     """
     for cls in type(encoder).__mro__:
         if cls in ENCODER_MODULES:
@@ -64,7 +64,7 @@ def find_encoder_modules(encoder: nn.Module) -> EncoderModules:
 
 
 def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
-    """The list of layers of an encoder."""
+    """The list of layers of an encoder. Raises `ModelError` if the encoder cannot be split."""
     wanted = find_encoder_modules(encoder).layers
     candidates = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
     return next(module for module in candidates if isinstance(module, nn.ModuleList))
@@ -220,12 +220,12 @@ FREED = EncoderPlacement("freed")
 
 
 def read_placement(encoder: nn.Module) -> EncoderPlacement | None:
-    """The place that an encoder was left at; None if it is whole."""
+    """The placement that was stored in an encoder; None if there is none."""
     return vars(encoder).get(_PLACE)
 
 
 def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
-    """Notes which part of an encoder there is."""
+    """Stores in an encoder which part of it there is; None removes that."""
     vars(encoder).pop(_PLACE, None)
     if place is not None:
         vars(encoder)[_PLACE] = place

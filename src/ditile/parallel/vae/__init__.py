@@ -1,1 +1,1 @@
-"""After the loop: the autoencoder, divided by rows over the ranks of one image."""
+"""The autoencoder, divided by rows over the ranks of one image."""

@@ -28,7 +28,7 @@ class PictureRows:
 
     @classmethod
     def split_evenly(cls, height: int, ranks: int) -> PictureRows:
-        """As equal as can be."""
+        """Shares that differ by one row at most."""
         return cls(tuple(height * rank // ranks for rank in range(ranks + 1)))
 
     @property
@@ -48,7 +48,7 @@ class PictureRows:
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:
-    """How an operation along the rows looks back at its input.
+    """Which input rows an operation needs for an output row.
 
     Attributes:
         kernel: rows that an output row is made of.
@@ -149,7 +149,7 @@ def intersect_ranges(a: range, b: range) -> range:
 
 
 KIND = "vae"
-"""As what its bytes are counted."""
+"""The kind under which its bytes are counted."""
 
 
 class Strip:
@@ -178,7 +178,7 @@ class Strip:
         return picture[:, :, own.start : own.stop]
 
     def begin_operation(self, window: RowWindow) -> Halo:
-        """An operation begins: this rank's part in it. What follows has the rows of its output."""
+        """Returns this rank's part in an operation, and cuts the picture as its output is cut."""
         part = plan_halo_exchange(self.rows, window, self._axis.index)
         self.rows = window.divide_output_rows(self.rows)
         return part

@@ -115,9 +115,9 @@ def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[T
     """What normalizes rows of the picture, those of `x` or of other strips, however many at a time.
 
     Mean and variance of the picture follow from those of the strips: the variances average, and so do the squares by
-    which the strips' means miss the common one. Without the latter it would be wrong wherever the top of a picture is
-    brighter than its bottom. Each strip's variance is about its own mean, so nothing cancels (Chan, Golub and LeVeque,
-    1983).
+    which the strips' means miss the common one. Without the latter the variance would be wrong if the top of a picture
+    is brighter than its bottom. Each strip's variance is about its own mean, so nothing cancels (Chan, Golub and
+    LeVeque, 1983).
     """
     batch, channels = x.shape[:2]
     means, variances, shares = strip.gather_equal_shapes(
@@ -133,8 +133,8 @@ def build_normalizer(norm: nn.GroupNorm, x: Tensor, strip: Strip) -> Callable[[T
     mean, variance = expand_to_channels(mean), expand_to_channels(variance)
 
     def normalize_rows(rows: Tensor) -> Tensor:
-        # with its statistics given, a batch norm is the map of each channel that is wanted, in one pass without a
-        # copy; the channels of all pictures stand side by side
+        # A batch norm with given statistics scales and shifts each channel, in one pass and without a copy. The
+        # channels of all pictures are laid side by side for it.
         flat = rows.contiguous().view(1, batch * channels, -1)
         return functional.batch_norm(flat, mean, variance, weight, bias, False, 0.0, norm.eps).view(rows.shape)
 
@@ -160,7 +160,7 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
 
 
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
-"""The processors that this one computes the same as."""
+"""The processors with the same result as `RowAttention`."""
 
 
 class RowAttention:
@@ -220,6 +220,6 @@ def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
 
 
 def is_plain_residual(block: Any) -> bool:
-    """Whether `residual` computes the same as a `ResnetBlock2D` does."""
+    """Whether `run_residual_block` computes the same as a `ResnetBlock2D` does."""
     parts = (block.upsample, block.downsample, block.time_emb_proj)
     return block.time_embedding_norm != "scale_shift" and all(part is None for part in parts) and not block.dropout.p

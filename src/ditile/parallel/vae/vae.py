@@ -106,10 +106,10 @@ class ParallelVAE:
 
 
 def check_vae_divisible(vae: Any) -> None:
-    """Says no to what cannot be divided exactly.
+    """Refuses an autoencoder that cannot be divided exactly.
 
     Raises:
-        ModelError: it names the module, and what would work.
+        ModelError: if it cannot; the message names the module, and what would work.
     """
     if not isinstance(vae, AutoencoderKL):
         raise ModelError(f"{type(vae).__name__} cannot be divided by rows, only AutoencoderKL; use vae=whole")
@@ -121,7 +121,7 @@ def check_vae_divisible(vae: Any) -> None:
 
 
 def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are there: some users drop the encoder."""
+    """The encoder and the decoder, as far as they are there: some users drop the encoder."""
     for name in ("encoder", "decoder"):
         coder = getattr(vae, name, None)
         if coder is not None:
@@ -151,7 +151,7 @@ def _find_module_refusal(module: nn.Module) -> str | None:
 
 
 def _install_row_forwards(stack: ExitStack, coder: nn.Module, strip: Strip, gather: Callable[[Tensor], Tensor]) -> None:
-    """Everything is on the instances, until the stack is closed."""
+    """Overrides the forwards of a coder's modules, on the instances, until the stack is closed."""
     whole = coder.forward
 
     def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -167,7 +167,8 @@ def _install_row_forwards(stack: ExitStack, coder: nn.Module, strip: Strip, gath
         elif isinstance(module, Attention):
             override_attribute(stack, module, "processor", RowAttention(strip))
         elif isinstance(module, nn.SiLU):
-            override_attribute(stack, module, "inplace", True)  # it is only called on what a norm has just made
+            # It is only called on what a norm has just made, which nobody else reads.
+            override_attribute(stack, module, "inplace", True)
         elif isinstance(module, nn.Conv2d | Upsample2D | Downsample2D):
             override_attribute(stack, module, "forward", _build_strip_convolution(module, strip))
         elif isinstance(module, ResnetBlock2D) and strip.block_size is not None and is_plain_residual(module):
