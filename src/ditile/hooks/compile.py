@@ -95,6 +95,7 @@ def wrap_block_call(
     """Puts something around a block's call until the stack is closed.
 
     Args:
+        block, wrap: the block, and what makes the new call from its own.
         compile_: compiles the block's forward, where the block was not compiled by itself.
         varying: the arguments whose number of tokens differs from call to call, so that a graph should serve any.
 

@@ -62,6 +62,7 @@ class Generation:
         batch: rows of a call.
         micro_batch: counts the runs of rows, where a call is computed in several.
         batch_range: the rows of the micro-batch at hand; None is all.
+        layouts: of each branch, known once its first call has reached the blocks.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
     """
 

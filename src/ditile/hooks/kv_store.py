@@ -53,13 +53,13 @@ class KeyStore:
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Writes keys and values `[B, n, N, H]` over stale ones; returns the whole.
+        """Writes k and v `[B, n, N, H]` over stale ones; returns the whole. Raises `StateError` for another batch size.
 
         Args:
             k, v: fresh.
             runs: the places of their tokens in the sequence.
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
-            batch_size: rows in all; raises `StateError` if there were more or fewer before.
+            batch_size: rows in all.
         """
         at, first = 0, self.buffers is None
         buffers = self._ensure_buffers(k, k.shape[0] if batch_range is None else batch_size)

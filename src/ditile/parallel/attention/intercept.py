@@ -5,8 +5,8 @@ the backend named by `processor._attention_backend`. Ours is registered beside t
 processor but those that hold an `AttentionCore`, so nothing process-wide changes: text encoders, VAE and other
 pipelines never reach it.
 
-Processors of the `Attention` class, which call torch's scaled dot-product attention themselves: calls of that
-function go to the core while the model's forward runs. A layer that computes attention in another way is refused.
+Processors of the `Attention` class, which call torch's scaled dot-product attention themselves: calls of that function
+go to the core while the model's forward runs. A layer that computes attention in another way is refused.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> 
 
 
 def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """An additive mask `[B, N, queries, keys]` in rows of aligned length, without values that leave no key."""
+    """An additive mask `[B, N, queries, keys]` in rows of aligned length. Its values are finite: no query gives NaN."""
     least = torch.finfo(q.dtype).min / 4
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, least)

@@ -147,7 +147,7 @@ class CfgExchange:
         self.size = axis.num_ranks
 
     def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
-        """The rows of a batched call that a half computes; None is this rank's half."""
+        """The rows of a batched call that a half computes; by default this rank's half."""
         if batch_slice.num_branches < self.size:  # nothing to share out: every half computes it
             return batch_slice
         mine = pick_even_chunk(batch_slice.branches, self.size, self._axis.index if half is None else half)
@@ -158,7 +158,7 @@ class CfgExchange:
         return call % self.size == self._axis.index
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, span: Span | None) -> None:
-        """Fills in the rows of the other halves of a full-size prediction, in which this half's rows are."""
+        """Fills the rows of the other halves into a full-size prediction, which has this half's rows."""
         if self._axis.group is None or batch_slice.num_branches < self.size:
             return
         of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]

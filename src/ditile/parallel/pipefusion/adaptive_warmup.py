@@ -19,8 +19,8 @@ RISE = 2.5
 """A change is a jump if it is this many times each of those before it, and at least a quarter of the bound."""
 
 BEFORE = 3
-"""How many changes before it count. The first two stale steps change keys little, as old keys hold them back; the third
-makes up for that, which is no jump."""
+"""The number of earlier changes that a jump is compared with. The first two stale steps change keys little, as old keys
+hold them back; the third makes up for that, which is no jump."""
 
 
 def should_resynchronise(changes: Sequence[float], bound: float) -> bool:

@@ -2,8 +2,8 @@
 
 It serves models that we have no `ModelSpec` of. Every named tensor is shared out by `pick_even_chunk`: the first ranks
 have one token more, nothing is padded, and no size is ever sent: all ranks have seen the same whole lengths. Which
-tokens an attention layer sees follows from their number. Two sequences that could be taken for one
-another are refused.
+tokens an attention layer sees follows from their number. Two sequences that could be taken for one another are
+refused.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Te
 
 
 def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An RMS norm whose channels lie on all ranks: the sum of their squares is summed over the ranks."""
+    """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
     wide = x.float()
     squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
