@@ -125,7 +125,7 @@ def test_branches_of_true_guidance_are_proven(capsys: pytest.CaptureFixture[str]
 
 def test_guidance_is_passed_on() -> None:
     proof = VerifyOptions(guidance=3.0, true_cfg=2.0)
-    wanted = verify._convert_to_generate_options(proof)
+    wanted = proof.to_generate_options()
     assert (wanted.guidance, wanted.true_cfg) == (3.0, 2.0)
     assert (VerifyOptions().guidance, VerifyOptions().true_cfg) == (None, None)
 
