@@ -1,1 +1,1 @@
-"""Strategies that divide steps: some are computed whole, of others only a part."""
+"""Caches: in some steps a transformer reuses or forecasts what its blocks add, and does not run them."""

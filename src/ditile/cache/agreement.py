@@ -1,8 +1,8 @@
-"""How caches run under a runner: its generation is their clock, and the ranks of an image decide as one.
+"""How caches run under a runner: they read the steps from its generation, and all ranks of an image decide alike.
 
-Ranks of a stage add up what they measured. Under PipeFusion the stage that has the last block of the probe decides,
-on each patch by itself, and the decision travels from stage to stage, a few bytes ahead of the activations, on a CPU
-group. What is left out is passed on like all else: a message is the same whatever was decided.
+Ranks of a stage add up what they measured. Under PipeFusion the stage that has the last block of the probe decides for
+each patch by itself. Each stage sends the decision to the next one on a CPU group, a few bytes ahead of the
+activations. Blocks that are left out still pass tokens on, so the messages between stages do not depend on decisions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LoopClock:
         current: the generation under way.
         steps: of the loop.
         plan: its patches.
-        images: that this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
-        begin: called when the first call of a generation comes, with the steps.
-        end: called after its last step: the decoder has the memory then.
+        images: how many this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
+        begin: called at the first call of a generation, with the number of steps.
+        end: called after its last step, before the decoder needs the memory.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class LoopClock:
         self._seen: Generation | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
-        """None, and no block is left out, in three cases: the stages share a synchronous step, a batch comes in
-        micro-batches, or patches lie interleaved."""
+        """The place of this call. None, and no block is left out, in three cases: the stages share a synchronous step,
+        a batch comes in micro-batches, or tokens of several patches lie interleaved."""
         now = self._current()
         if now is not self._seen:
             self._seen = now
@@ -82,7 +82,7 @@ class LoopClock:
 
 
 def _has_real_text(now: Generation) -> bool:
-    """Whether the text at hand is real; a layout is there where tokens are divided."""
+    """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
     return now.branch not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
 
 
@@ -93,8 +93,8 @@ class AgreementGroups:
     Attributes:
         by_batch: ranks of a stage, where branches of guidance share a batch.
         by_calls: those of them that compute the same calls.
-        stages: along pipefusion.
-        starts: the same for activations, for probes longer than a stage.
+        stages: ranks along pipefusion, for decisions.
+        starts: the same ranks, for the input of a probe that is longer than a stage.
     """
 
     by_batch: dist.ProcessGroup | None
@@ -104,7 +104,7 @@ class AgreementGroups:
 
     @classmethod
     def create_groups(cls, plan: Plan, mesh: Mesh, device: torch.device) -> AgreementGroups:
-        """Makes them; all ranks must call it, each with the device of its activations."""
+        """Makes the groups. It is collective: all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
         axes_by_group = {"rows": ("cfg", *within), "calls": within, "decisions": ("pipefusion",)}
         batch, calls, stages = (
@@ -124,8 +124,8 @@ class StageAgreement:
         mesh: this rank's place.
         current: the generation under way.
         by_calls: whether the halves of guidance compute calls of their own.
-        names: of all blocks that are known.
-        stages: the stage of each of them.
+        names: block -> its name, for all blocks that are known.
+        stages: block -> its stage.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StageAgreement:
         self._get_start_channel(self._stages[to]).send_tensor(tokens)
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Waits for those tokens, from the stage that has the first block."""
+        """Waits for those tokens, shaped as `like`, from the stage that has the first block."""
         channel = self._get_start_channel(self._stages[of])
         channel.post_receive(None, like.shape, like)
         return channel.receive_message(None)
@@ -191,13 +191,14 @@ class StageAgreement:
         return self._start_channels[peer]
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Keys of an earlier step stand for this one, in every attention of these blocks."""
+        """Tells the store of keys that every attention of these blocks keeps the keys of an earlier step."""
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
-        patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches  # one image, kept by rank
+        # DistriFusion keeps keys by rank and not by patch.
+        patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches
         self._current().memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
     def close_channels(self, *, clean: bool) -> None:
-        """The call is over: sends what is left, or after an error gives messages up."""
+        """Ends the call: `clean` sends what is left; after an error it abandons all messages."""
         channels = [
             channel for channel in (self._behind, self._front, *self._start_channels.values()) if channel is not None
         ]

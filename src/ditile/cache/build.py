@@ -1,4 +1,7 @@
-"""What is decided together: some blocks and their settings, and for each generation what leaves blocks out."""
+"""From settings to what leaves blocks out: a context is some blocks and their config, and makes a chain per generation.
+
+A config with which no block or no step can ever be left out is explained, with what would work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ditile.cache.step_mask import resolve_step_mask
 from ditile.hooks.protocols import SkipAgreement
 
 Chain = DBCache | DBPrune
-"""What leaves blocks out in one generation."""
+"""Decides on the blocks of a context, and leaves them out, in one generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,11 @@ class CacheContext:
 
     @property
     def idle(self) -> str | None:
-        """Why no block can ever be left out, and what would work; None if one can."""
+        """The reason why no block can ever be left out, and what would work; None if one can."""
         return _explain_idle_blocks(self.name, len(self.hooks), self.config)
 
     def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
-        """What leaves blocks out in a generation of so many steps; None if nothing ever is."""
+        """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short."""
         hooks, config, calibrator = self.hooks, self.config, self.calibrator
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
@@ -77,7 +80,7 @@ class CacheContext:
 
 
 def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
-    """Why settings that want to leave steps out can leave out none of so many, and what would work; None if they can.
+    """The reason why settings that should leave steps out can leave out none of so many; None if they can.
 
     Raises:
         ModelError: if a mask has fewer steps.
@@ -91,7 +94,7 @@ def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
 
 
 def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str | None:
-    """Why settings leave no block of so many to be left out, and what would work; None if they do."""
+    """The reason why settings let all of so many blocks compute always, and what would work; None if they do not."""
     first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
     never = config.non_prune_block_ids if isinstance(config, DBPruneConfig) else ()
     if any(k not in never for k in range(first, blocks - last)):
@@ -108,5 +111,5 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
 
 
 def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:
-    """When settings allow a step of a generation to be left out."""
+    """The rules of a generation of so many steps. Raises `ModelError` if a mask has fewer steps."""
     return SkipRules(config, resolve_step_mask(config.steps_computation_mask, steps))

@@ -1,4 +1,4 @@
-"""ParallelismConfig: how cache-dit says what a `Plan` says, so that a script for it runs."""
+"""ParallelismConfig: the names that cache-dit has for the degrees of a `Plan`, so that a script for it runs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelismConfig(Fields):
-    """Degrees, and what goes with them; `to_plan` says it as a `Plan`. Sizes of None are not divided so.
+    """Degrees, and what goes with them; `to_plan` makes a `Plan` of it. A size of None is a degree of 1.
 
     Attributes:
         ulysses_size: ranks that share the tokens, and the heads in attention. One size may be "auto": as many ranks as
             are running, divided by the other sizes.
-        ring_size: ranks that share the tokens, keys and values passed round.
+        ring_size: ranks that share the tokens, and pass keys and values round a ring.
         tp_size: ranks that share the weights of every block.
-        backend: accepted; there is one.
+        backend: accepted and not used, because ditile has one backend.
         parallel_kwargs: attention_backend: the attention kernel, as diffusers names it;
             cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`;
             experimental_ulysses_anything: True allows lengths and heads that ulysses does not divide, False refuses
             them; left out they are allowed where they are needed;
             experimental_async_qkv_proj, experimental_ulysses_async: exchange each projection while the next one is
             computed;
-            experimental_ulysses_float8: refused, what is exchanged stays as it is;
+            experimental_ulysses_float8: True is refused, because exchanged tensors keep their type;
             ring_rotate_method: p2p;
-            ring_convert_to_fp32: accepted, partial results are always merged in float32;
+            ring_convert_to_fp32: accepted, because partial results are always merged in float32;
             extra_parallel_modules: "text_encoder" shares out the layers of the text encoders, "vae" rows of the decode.
 
     Raises:

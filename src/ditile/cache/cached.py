@@ -1,7 +1,7 @@
 """A transformer whose blocks may be left out: hooks around its blocks, chains of them, and where the pipeline is.
 
-It stays in place between calls of the pipeline, and under a runner. The runner's hooks lie around those of the cache,
-and lend it its own clock and its agreement with other ranks for the length of a call.
+The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks lie around those of the
+cache. For the length of a call the runner gives the cache its clock and its agreement with other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
-"""Arguments of a transformer that leave blocks out themselves: such a call is computed as it is, and not remembered."""
+"""Arguments with which a transformer leaves out blocks itself: the cache does nothing in such a call."""
 
 _CACHE_ATTRIBUTE = "_cached_by_ditile"
 """The attribute of a transformer that holds its `TransformerCache`."""
@@ -37,7 +37,7 @@ class IdleCacheWarning(UserWarning):
 
 
 class CacheClock(PipelineClock, Protocol):
-    """A clock of the caches' own, which watches a pipeline."""
+    """A clock that the caches of a pipeline have where no runner gives them one."""
 
     def start_watching(self) -> None: ...
 
@@ -54,7 +54,7 @@ class SingleRankAgreement:
     owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums as they are: this rank has all."""
+        """The sums as they are: this rank has all tokens."""
         return sums
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
@@ -79,15 +79,15 @@ class TransformerCache:
     """The cache of one transformer.
 
     Args:
-        transformer: whose blocks they are.
-        hooks: around all blocks of all contexts.
-        contexts: (settings) -> what is decided apart.
+        transformer: the model.
+        hooks: around all its blocks of all contexts.
+        contexts: (settings) -> the contexts, each of which decides by itself.
         config: the settings.
 
     Attributes:
-        contexts: what is decided apart.
+        contexts: the contexts.
         reports: of the last generation, one for each context.
-        kept_bytes: what was remembered when it ended.
+        kept_bytes: bytes that were remembered when it ended.
         label: what the pipeline calls its call of the transformer, if it names it.
     """
 
@@ -137,7 +137,7 @@ class TransformerCache:
         vars(self.transformer)[_CACHE_ATTRIBUTE] = self
 
     def remove_hooks(self) -> None:
-        """Takes them away again; what was laid around them since stays, and they do nothing in it."""
+        """Removes the hooks. A hook that something else lies around by now stays, and does nothing."""
         self._own_clock.stop_watching()
         self._labels.close()
         self.end_generation()
@@ -156,13 +156,17 @@ class TransformerCache:
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
     def refresh_settings(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
-        """A new picture follows: of so many steps if they are given, and with other settings if some are."""
+        """Prepares for a new picture, of so many steps if they are given, and with other settings if some are given.
+
+        Raises:
+            ModelError: if a field is not known, or a value is out of its range.
+        """
         self._config = (config or self._config).reset(**changes)
         self.contexts = self._make(self._config)
         self._own_clock.restart_clock(steps, separate_cfg=self._config.enable_separate_cfg)
 
     def update_compilation(self) -> None:
-        """Blocks may have been compiled since the hooks were installed; this comes first in a generation."""
+        """Looks for blocks that were compiled since the hooks were installed. This comes first in a generation."""
         compile_ = self._compiler()
         for hook in self._hooks:
             hook.update_compilation(compile_)
@@ -172,7 +176,7 @@ class TransformerCache:
         """Takes the clock and the agreement of a runner, for the length of a call."""
         own_agreement = self._agreement
         self._own_clock.stop_watching()
-        # A replica without an image has nothing to say.
+        # A replica without an image begins no generation, and must not report that of an earlier call.
         self.reports, self.kept_bytes = [], 0
         self._clock, self._agreement = clock, agreement
         try:
@@ -183,13 +187,13 @@ class TransformerCache:
             self._own_clock.start_watching()
 
     def begin_generation(self, steps: int) -> None:
-        """A generation of so many steps begins: nothing is remembered yet."""
+        """Begins a generation of so many steps, in which nothing is remembered yet."""
         self.end_generation()
         if self._clock is self._own_clock:
             self.update_compilation()
         self.reports, self.kept_bytes = [], 0
         self._loop_step, self._step = -1, -1
-        # `enable_cache` has warned of the others.
+        # `enable_cache` has warned of the other contexts.
         could = [context for context in self.contexts if context.idle is None]
         for reason in filter(None, dict.fromkeys(explain_idle_steps(context.config, steps) for context in could)):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
@@ -199,7 +203,7 @@ class TransformerCache:
             chain.restrict_to_blocks(self._agreement.owned)
 
     def end_generation(self) -> None:
-        """The generation is over: all that was remembered is dropped, but for what `summary` shows."""
+        """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
         if self._chains:
             self.kept_bytes = self.memory_bytes
             self.reports = [
@@ -239,7 +243,7 @@ class TransformerCache:
         try:
             result = forward(*args, **kwargs)
         except BaseException:
-            # There is no more of this picture.
+            # The loop that the error leaves makes no further step, so memory must not wait for one.
             self._own_clock.end_generation()
             raise
         clock.end_model_call(self)
@@ -271,16 +275,17 @@ def build_transformer_cache(
     """A transformer with hooks around the blocks of some lists, not installed yet.
 
     Args:
-        transformer: whose they are.
-        lists: in the order of execution.
-        config: for all of them.
+        transformer: the model.
+        lists: its lists of blocks, in the order of execution.
+        config: the settings for all of them.
         calibrator: forecasts what is left out; None uses what was computed last.
-        modifiers: one for each list, which is decided on by itself then; one for all; or none, and one decision
-            is taken for all lists.
-        has_rows: whether the rows of what blocks are given are those of the batch; else the batch decides as one.
+        modifiers: one for each list, and each list then decides by itself; one for all lists, or none, and all lists
+            then decide together.
+        has_rows: whether the tensors that blocks get have the rows of the batch; if not, the whole batch decides at
+            once.
 
     Raises:
-        ModelError: if there are no blocks, or modifiers for other lists.
+        ModelError: if there are no blocks, or the number of modifiers is not 0, 1 or that of the lists.
     """
     if not lists or not any(len(block_list.blocks) for block_list in lists):
         raise ModelError(f"{type(transformer).__name__} has no blocks that could be left out")
@@ -315,7 +320,7 @@ def build_transformer_cache(
 
 
 def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
-    """What `enable_cache` put on a transformer; None if nothing."""
+    """The cache that `enable_cache` installed on a transformer; None if there is none."""
     return vars(transformer).get(_CACHE_ATTRIBUTE)
 
 
@@ -326,7 +331,7 @@ def _get_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _get_input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes of all tensors that a call brings, and its words, which name modes; each kind remembers for itself."""
+    """The shapes of all tensors of a call, and its strings, which name modes; calls that differ share no memory."""
     inputs = (*args, *kwargs.values())
     return tuple(
         value.shape if isinstance(value, Tensor) else value for value in inputs if isinstance(value, Tensor | str)

@@ -1,9 +1,8 @@
 """Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
 
-It ends with the pipeline's call too, however that ends. Scheduler and pipeline are overridden on the instances, of
-which the latter gets a class of its own, since Python looks `__call__` up there. The scheduler's steps and the model's
-calls between them are all that a cache must know: a step of two calls has two branches of guidance, one of a single
-call has one, whatever the model's name.
+A generation also ends when the pipeline's call returns or raises. Methods of the scheduler are overridden on the
+instance. The pipeline gets a class of its own, because Python looks up `__call__` on the class. A cache needs to know
+only the scheduler's steps and the model's calls between them: a step with two calls has two branches of guidance.
 """
 
 from __future__ import annotations
@@ -73,12 +72,17 @@ class SchedulerClock:
             self._ended()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """A new picture follows. Its steps are the scheduler's, and its branches those that are called."""
+        """Ends the generation; the scheduler says the steps of the next one, and its calls are counted as branches."""
         self.end_generation()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """A model is called; None before the pipeline's call has set its timesteps, as for images that it looks at."""
-        if self._pipe.scheduler is not self._scheduler:  # somebody set another one
+        """The place of a model's call; None before the pipeline has set its timesteps, as when it encodes an image.
+
+        Raises:
+            StateError: if another thread runs the pipeline, or the scheduler is not stepped.
+        """
+        # A user may give the pipeline another scheduler at any time.
+        if self._pipe.scheduler is not self._scheduler:
             self.start_watching()
             self._begin_generation()
         if not self._live:
@@ -101,12 +105,12 @@ class SchedulerClock:
         return CallPosition(self._step, branch, images=self._images)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """The call of the model returns."""
+        """Counts a call of the model that has returned."""
         if self._live:
             self._calls[model] = self._calls.get(model, 0) + 1
 
     def _record_label(self, model: LabelledModel, label: str) -> None:
-        """Where copies of the scheduler step in its place, a step ends when a label comes again."""
+        """Ends a step when a label comes again, where the pipeline steps copies and not the scheduler itself."""
         if self._apart and (model, label) in self._labels:
             self._advance_step()
             if not self._live:
@@ -115,11 +119,11 @@ class SchedulerClock:
         self._labels.add((model, label))
 
     def _record_scheduler_copy(self) -> None:
-        """A pipeline may step copies, one for each frame, and never the scheduler itself."""
+        """Notes that the pipeline copied its scheduler: it may step copies, one for each frame, and never the first."""
         self._apart = self._live and not self._step
 
     def _watch_pipeline_call(self) -> None:
-        """A pipeline's call is one picture, and one at a time."""
+        """Overrides the pipeline's call, which makes one picture, and refuses a second call at the same time."""
         pipe, kind = self._pipe, type(self._pipe)
         if not callable(pipe):
             return
@@ -164,7 +168,7 @@ class SchedulerClock:
     def _handle_scheduler_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._live and self._calls:
             self._check_thread()
-        # A pipeline whose timesteps were set before its call.
+        # The scheduler is stepped in a call that set no timesteps: they were set before the call.
         self._presets |= self._depth > 0 and not self._timed
         result = stock(*args, **kwargs)
         if not self._live or not self._calls:
@@ -175,7 +179,7 @@ class SchedulerClock:
         return result
 
     def _advance_step(self) -> None:
-        """A step is over; after the last one the generation is over too."""
+        """Ends a step, and after the last step the generation."""
         self._step += 1
         self._calls.clear()
         self._labels.clear()
@@ -214,7 +218,7 @@ class CallClock:
         self._count, self._steps, self._live = 0, steps, False
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """A new picture follows; steps and calls that are not said are those of the last one."""
+        """Prepares for a new picture; steps and calls that are not given are those of the last picture."""
         self.end_generation()
         self._steps, self._count = steps or self._steps, 0
         if separate_cfg is not None:
@@ -234,7 +238,7 @@ class CallClock:
             self._ended()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
-        """The transformer is called. Raises `StateError` if the number of steps is not known."""
+        """The place of a call of the transformer. Raises `StateError` if the number of steps is not known."""
         if self._steps is None:
             raise StateError(
                 "this transformer is cached without a pipeline, so the number of steps is not known; call "
@@ -247,7 +251,7 @@ class CallClock:
         return CallPosition(self._count // self._of_step, self._count % self._of_step)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """The call of the model returns."""
+        """Counts a call of the model that has returned; the last one of a picture ends the generation."""
         self._count += 1
         if self._steps is not None and self._count >= self._steps * self._of_step:
             self.end_generation()

@@ -1,8 +1,8 @@
-"""What a user says of a cache: values, which are checked when they are made. Nothing here imports torch.
+"""The settings of a cache: frozen configs, which are checked when they are made. Nothing here imports torch.
 
-The names are those that cache-dit documents, so that a script for it runs. The type of a field says what it may be. How
-a field is said elsewhere (a flag, a word in a line, a letter in `strify`) is in one table, `CACHE_WORDS`. A step below
-is one call of the transformer and its branches of guidance, counted from 0.
+The names are those that cache-dit documents, so that a script for it runs. The type of a field says which values it
+may have. The table `CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step
+below is one call of the transformer with its branches of guidance, counted from 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ditile.plan.checks import check_choice, check_finite_number, check_whole_nu
 
 StoreType = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, 0]
-"""A whole number of at least so many."""
+"""A whole number with a lower bound: of at least 0; `Positive` of at least 1, `Limit` of at least -1."""
 Positive = Annotated[int, 1]
 Limit = Annotated[int, -1]
 
@@ -37,7 +37,7 @@ class Fields:
     _given: frozenset[str]
 
     def __new__(cls, **values: Any) -> Any:
-        """Raises `ModelError`, with the nearest known one, for a field that there is not."""
+        """Raises `ModelError` for a field that is not known, and names the nearest one."""
         for name in values:
             check_known(f"{cls.__name__}({name}=..)", name, cls.__dataclass_fields__)
         new = object.__new__(cls)
@@ -74,10 +74,10 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DBCacheConfig(Fields):
-    """DBCache: the first blocks of a list say whether its middle is computed, or what it added before is added again.
+    """DBCache: the first blocks of a list decide whether its middle blocks run, or what they added before is reused.
 
     Attributes:
-        Fn_compute_blocks: first blocks, which always compute; the change of what they add is the difference. With 0 it
+        Fn_compute_blocks: first blocks, which always compute; the difference is the change of what they add. With 0 it
             is the change of what comes into the first block, and a cached step computes no block at all.
         Bn_compute_blocks: last blocks, which always compute.
         residual_diff_threshold: a step is cached where the relative L1 difference to the last computed step is less;
@@ -88,8 +88,8 @@ class DBCacheConfig(Fields):
         max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
         max_accumulated_residual_diff_threshold: a step computes where its difference and those of the steps that were
             cached so far add up to this; None is no budget.
-        accumulated_resets: the sum begins anew at a computed step (as in TeaCache, arXiv 2411.19108); else it is spent
-            once per generation.
+        accumulated_resets: the sum begins anew at each computed step (as in TeaCache, arXiv 2411.19108); else there is
+            one sum for the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
             number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
             them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
@@ -97,16 +97,16 @@ class DBCacheConfig(Fields):
             always (static). A step without anything stored computes.
         enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
             with one it is seen from the calls.
-        cfg_compute_first: accepted; so is their order.
+        cfg_compute_first: accepted and not used: branches keep the pipeline's order.
         cfg_diff_compute_separate: False takes the difference of the first branch of a step for all of them.
         num_inference_steps: steps of a generation where there is no pipeline to say so.
         l1_hidden_states_diff_threshold: compare what the first blocks return, not what they add, with this threshold
             in place of residual_diff_threshold; None does not.
-        important_condition_threshold: above 0 the difference is the mean over those tokens alone whose own relative
-            difference is more.
-        downsample_factor: the difference is that of every n-th channel.
-        couple: what decides for itself: each row of the batch, each image with all its rows of guidance, or the whole
-            batch.
+        important_condition_threshold: above 0, the difference counts only tokens whose own relative difference is more
+            than this.
+        downsample_factor: the difference counts only every n-th channel.
+        couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
+            the whole batch.
         store: what is kept of a computed step: what the middle blocks added, or what they returned.
         store_dtype: the type in which it is kept; None is its own.
 
@@ -151,7 +151,7 @@ class DBPruneConfig(DBCacheConfig):
     Attributes:
         enable_dynamic_prune_threshold: the threshold of a step rises with the mean of its first five differences.
         max_dynamic_prune_threshold: how far it may rise; None is twice residual_diff_threshold.
-        dynamic_prune_threshold_relax_ratio: times that mean.
+        dynamic_prune_threshold_relax_ratio: the factor of that mean.
         non_prune_block_ids: blocks that always compute, by their place in the list; the first Fn and the last Bn do.
 
     The others are those of `DBCacheConfig`.
@@ -174,20 +174,20 @@ class DBPruneConfig(DBCacheConfig):
 
     @property
     def highest_threshold(self) -> float:
-        """How far a dynamic threshold may rise."""
+        """The upper bound of a dynamic threshold."""
         limit = self.max_dynamic_prune_threshold
         return 2 * self.residual_diff_threshold if limit is None else limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration(Fields):
-    """What the calibrators have in common: a cached step takes a forecast of what is stored, not the last of it.
+    """What the calibrators have in common: a cached step uses a forecast and not the last stored value.
 
     Attributes:
         enable_calibrator: forecast the image stream.
         enable_encoder_calibrator: forecast the text stream.
         calibrator_cache_type: what is stored and forecast: what the middle blocks added, or what they returned.
-        calibrator_type: of each calibrator; accepted, and says what its class says.
+        calibrator_type: a field of each calibrator; it is accepted, and is the name of its class.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -203,9 +203,9 @@ class TaylorSeerCalibratorConfig(Calibration):
     """TaylorSeer: the polynomial through the last computed steps (arXiv 2503.06923).
 
     Attributes:
-        taylorseer_order: its degree; 1 is a line, and 0 reuse.
-        taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two of them; further
-            on it stays as it is there. None is any distance.
+        taylorseer_order: the degree of the polynomial; 1 is a line, and 0 reuses the last value.
+        taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two computed steps;
+            behind that the forecast is constant. None is any distance.
 
     The others are those of `Calibration`.
     """
@@ -230,10 +230,10 @@ class DMDCalibratorConfig(Calibration):
     """Dynamic mode decomposition: a sum of exponentials through the last computed steps (Schmid 2010).
 
     Attributes:
-        dmd_history: computed steps that are kept; it takes 4 that are evenly spaced, with fewer it is a line.
-        dmd_rank: exponentials at most; None or 0 takes all that stand out from the noise.
-        dmd_ridge: added to the singular values, relative to the first, where they are divided by.
-        dmd_svd_precision: accepted; the decomposition is of a few numbers, and always in double precision.
+        dmd_history: computed steps that are kept; the method needs 4 evenly spaced ones, with fewer it takes a line.
+        dmd_rank: exponentials at most; None or 0 takes all whose singular value is not noise.
+        dmd_ridge: added to each singular value before it divides, relative to the first one.
+        dmd_svd_precision: accepted and not used: the decomposition is small, and always in double precision.
 
     The others are those of `Calibration`.
     """
@@ -247,11 +247,11 @@ class DMDCalibratorConfig(Calibration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsModifier(Fields):
-    """What is different for one list of blocks. `merge_configs` says how it meets the pipeline's own.
+    """What is different for one list of blocks; `merge_configs` merges it with the settings of the pipeline.
 
     Attributes:
-        cache_config: the fields that were given to it win.
-        calibrator_config: the same; one of another kind takes the place of the pipeline's.
+        cache_config: the fields that were given to it win over those of the pipeline.
+        calibrator_config: the same; a calibrator of another kind replaces the pipeline's.
 
     Raises:
         ModelError: if a field is not known, or no config.
@@ -269,7 +269,7 @@ class ParamsModifier(Fields):
     def over(
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[DBCacheConfig, Calibration | None]:
-        """The configs of its list, where the pipeline has `cache_config` and `calibrator_config`."""
+        """The configs of its list, if `cache_config` and `calibrator_config` are those of the pipeline."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 
@@ -281,7 +281,7 @@ def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) ->
 
 
 class CacheWord(NamedTuple):
-    """How a field of a config is said elsewhere.
+    """The other names of a field of a config.
 
     Attributes:
         config: the config that has the field.
@@ -364,7 +364,7 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
     (`dataclasses.replace` gives all of them). All others are the base's. The result is of the narrower of the two
     kinds, such as `DBPruneConfig`; where neither is a kind of the other (two different calibrators) the modifier is the
-    result. None gives way to the other.
+    result. If one of both is None, the result is the other.
     """
     if base is None or modifier is None:
         return modifier if base is None else base
@@ -383,7 +383,7 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
 
 @functools.cache
 def _collect_checks(config: type[Fields]) -> dict[str, Callable[[Any, str], None]]:
-    """What raises `ModelError` for a value that a field may not have: (value, name of the field)."""
+    """Field -> its check (value, name of the field), which raises `ModelError` for a value that is not allowed."""
     hints = typing.get_type_hints(config, include_extras=True)
     fields = config.__dataclass_fields__.items()
     checks = {name: _build_check(hints[name], field.default) for name, field in fields}
@@ -391,7 +391,7 @@ def _collect_checks(config: type[Fields]) -> dict[str, Callable[[Any, str], None
 
 
 def _build_check(hint: Any, default: Any) -> Callable[[Any, str], None] | None:
-    """Of a type and what it is annotated with: the least of whole numbers, or for other numbers an example."""
+    """The check of a type. Its annotation is the least value of a whole number, or an example of another number."""
     optional = types.NoneType in typing.get_args(hint)
     kind = typing.get_args(hint)[0] if optional else hint
     kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)

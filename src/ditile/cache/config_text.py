@@ -19,15 +19,15 @@ A YAML or JSON file says all that `enable_cache` takes.
 
 A calibrator may also be named in cache_config, as cache-dit documents it: `enable_taylorseer: true`, and its fields.
 
-A line says cache and calibrator; tables of measurements and `--caches` have lines.
+A line has the settings of cache and calibrator. `--caches` takes lines, and tables of measurements show them.
 
-    F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` prints
-    F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no block decides, and forecasts end half a gap behind the last computed step
+    F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` returns
+    F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no block runs to decide; forecasts go half a gap beyond the last computed step
     F=1 mask=fast policy=static dmd=6    a preset of steps, and another calibrator
     none                                 no cache
 
 docs/caching.md explains all words, `CACHE_WORDS` lists them. Fields of `DBCacheConfig` work by their own names too;
-`prune` makes it a `DBPruneConfig`, whose fields then work.
+after `prune` the line stands for a `DBPruneConfig`, and its fields work too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
 QUANTIZE_ARGUMENTS = ("quant_type", "exclude_layers", "per_row", "group_size")
 """What quantize_config may say: the arguments of `quantize`."""
 NO_CACHE = "none"
-"""The line that says so."""
+"""The line that stands for no cache."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 _CACHE_CONFIGS = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
@@ -74,18 +74,18 @@ _WITHOUT_VALUE = ("resets", "prune", *_FORECASTS)
 
 
 def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of `enable_cache` that a file, or what it would hold, stands for.
+    """The keyword arguments of `enable_cache` that a file, or its content, stands for.
 
     Args:
         path_or_dict: a `.json` file, or one in YAML; or its content.
 
     Returns:
-        What it names of calibrator_config, parallelism_config, attention_backend and quantize_config (the arguments of
-        `quantize`, as a dict); and always cache_config, None where the file has none and nothing is to be cached. A
-        section that is null is not there.
+        Always cache_config, which is None if the file has none; and calibrator_config, parallelism_config,
+        attention_backend and quantize_config (the arguments of `quantize`, as a dict) if the file has them. A section
+        that is null counts as absent.
 
     Raises:
-        LoadError: if the file is missing, unreadable, or no YAML or JSON.
+        LoadError: if the file is missing, unreadable, or neither YAML nor JSON.
         ModelError: if a name is not known, with the nearest one, or a value is out of its range.
     """
     content = path_or_dict if isinstance(path_or_dict, Mapping) else _read_config_file(Path(path_or_dict))
@@ -126,7 +126,7 @@ def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _parse_exponent(value: Any) -> Any:
-    """YAML 1.1 reads 1e-8, without a point, as text."""
+    """The number that a text such as 1e-8 is: YAML 1.1 reads one without a point as text."""
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
@@ -150,7 +150,7 @@ def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
-    """The entries of cache_config that are a calibrator's: (which, its field); of a switch no field."""
+    """Entry of cache_config -> (calibrator, its field), for those of calibrators; a switch has "" for a field."""
     switch, kept = "enable_encoder_calibrator", "calibrator_cache_type"
     entries = {name: ("any", name) for name in (switch, kept)}
     for kind, config in CALIBRATOR_CONFIGS.items():
@@ -171,7 +171,7 @@ def _make_cache_config(fields: dict[str, Any], *, prunes: bool) -> DBCacheConfig
 
 
 def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
-    """By its type; by its fields where that is left out."""
+    """The config of the type that is named, or else of the type that its fields belong to."""
     by_fields = (kind for kind in CALIBRATOR_CONFIGS if any(name.startswith(f"{kind}_") for name in values))
     kind = values.get("calibrator_type") or next(by_fields, "taylorseer")
     check_known(f"calibrator_type={kind!r}", kind, CALIBRATOR_CONFIGS)
@@ -200,7 +200,7 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def parse_cache_line(line: str) -> dict[str, Any]:
-    """The keyword arguments of `enable_cache`; those of `none` have no cache.
+    """The keyword arguments of `enable_cache` that a line stands for; for `none` the cache_config is None.
 
     Raises:
         ModelError: if the line is empty, a word or value is not known, a word is there twice, there are two
@@ -260,7 +260,7 @@ def _split_cache_line(line: str) -> dict[str, Any]:
 
 
 def _parse_word_value(text: str) -> Any:
-    """The number or truth that a text is, or the text."""
+    """The text as a number or a truth value if it is one, else the text itself."""
     if text in ("", "true", "false"):
         return text != "false"
     for kind in (int, float):
