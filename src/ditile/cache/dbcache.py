@@ -1,10 +1,10 @@
 """DBCache: the first F blocks say whether the image has changed; if not, those up to the last B are left out.
 
-Probe (F blocks, always run), middle (run or forecast), tail (B blocks, always run). With F = 1 and B = 0 this is
-first-block caching. The probe is what the first F blocks add to the image tokens; it is compared with that of the last
-step that was computed, and so is the residual of the middle: both are renewed only when the middle runs.
+The blocks are a probe (F blocks, always run), a middle (run or forecast) and a tail (B blocks, always run). F = 1 and
+B = 0 is first-block caching. The probe's value is what its blocks add to the image tokens. It is compared with that of
+the last computed step. The probe and the residual of the middle are stored only when the middle runs.
 
-With F = 0 nothing is run to decide: the probe is what comes into the first block, and where the rules alone decide (a
+With F = 0 no block runs to decide: the probe's value is the input of the first block. Where the rules alone decide (a
 static mask, a threshold of 1) all blocks are left out.
 """
 
@@ -55,7 +55,7 @@ class DBCache:
         self.restrict_to_blocks(None)
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """This rank runs these blocks of the chain alone; None for all."""
+        """Keeps memory only for those of the chain's blocks that this rank runs; None is all of them."""
         mine = [self._hooks[k] for k in self.middle if owned is None or self._hooks[k].block in owned]
         self._segments = [Segment(run, self._make()) for run in _group_neighbours(mine)]
         places = [hook.index for hook in self._hooks if owned is not None and hook.block in owned]
@@ -64,7 +64,7 @@ class DBCache:
         self._starts = self._probe_end is not None and (owned is None or self._hooks[0].block in owned)
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """The model is called."""
+        """Prepares the hooks for a call of the model; a stage behind the probe waits here for the decision."""
         self._call, self._agreement, self._before = call, agreement, None
         if self._starts:
             self._hooks[0].handle = self._decide_at_first_block if self._looks else self._run_probe_start
@@ -95,7 +95,7 @@ class DBCache:
         return self.judge.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
 
     def _decide_at_first_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first block, where no block is a probe."""
+        """Decides at the first block from its input, and then runs it or leaves it out (F = 0)."""
         probe = hook.read_tokens(args, kwargs).image
         skips = self.judge.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
@@ -105,7 +105,7 @@ class DBCache:
         return hook.handle(hook, args, kwargs)
 
     def _run_probe_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first block of a probe."""
+        """Runs the first block of a probe, and keeps its input or sends it to the stage that decides."""
         before = hook.read_tokens(args, kwargs).image.clone()
         if self._judges:
             self._before = before
@@ -114,7 +114,7 @@ class DBCache:
         return hook.forward(*args, **kwargs)
 
     def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The last block of a probe, which may be its first."""
+        """Runs the last block of a probe, which may be its first, and decides."""
         first, self._before = (
             (hook.read_tokens(args, kwargs).image.clone() if self._before is None else self._before),
             None,
@@ -131,13 +131,14 @@ class DBCache:
         return out
 
     def _apply_skips(self, skips: Sequence[bool]) -> None:
+        # The next stage waits for the decision before it computes anything.
         self._agreement.send_skip_decision(skips)
         for segment in self._segments:
             segment.apply_decision(self._call, skips, self._agreement)
 
 
 def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:
-    """Neighbours that pass on the same streams; a list of blocks with other streams has a residual of its own."""
+    """Groups of neighbouring blocks that pass on the same streams; each group has a residual of its own."""
     runs: list[list[CacheHook]] = []
     for hook in hooks:
         if runs and runs[-1][-1].has_text == hook.has_text and runs[-1][-1].index + 1 == hook.index:

@@ -1,7 +1,7 @@
 """DBPrune: each block is left out by itself, where its input has hardly changed since it last ran.
 
 The first F blocks, the last B and those that are named always run. A block's probe is its input; its residual is what
-it added then. With a dynamic threshold, a step whose first blocks changed a little more than allowed allows more.
+it added when it last ran. A dynamic threshold rises in a step whose first blocks changed a little more than allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DBPrune:
 
     Args:
         hooks: around the blocks, in order.
-        judge: makes what decides on a block.
+        judge: makes the judge of a block.
         residuals: makes a memory for a block.
         first, last: F and B.
         never: places of other blocks that always run.
@@ -65,7 +65,7 @@ class DBPrune:
         self._seen: list[list[float]] = []
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """This rank runs these blocks of the chain alone; None for all."""
+        """Keeps only those of the chain's blocks that this rank runs; None is all of them."""
         self._mine = {
             k: prunable
             for k, prunable in self._all.items()
@@ -73,7 +73,7 @@ class DBPrune:
         }
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """The model is called."""
+        """Prepares the hooks for a call of the model."""
         self._call, self._agreement = call, agreement
         self._seen = [[] for _ in call.units]
         for prunable in self._mine.values():

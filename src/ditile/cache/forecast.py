@@ -1,7 +1,7 @@
 """Forecasts: what a stored tensor may be at a step that is not computed, from the steps that were (calibrators).
 
 One instance continues one sequence, such as the image stream of one image. It keeps snapshots of computed steps and
-nothing of cached ones, so a forecast depends on computed steps alone, whatever was asked for in between.
+nothing of cached ones, so a forecast depends only on computed steps, and not on earlier forecasts.
 
     forecaster = TaylorSeer(order=1)
     forecaster.add_computed_step(0, a)
@@ -43,7 +43,7 @@ class Forecaster(abc.ABC):
     def __init__(self, count: int, store_dtype: torch.dtype | None = None) -> None:
         self._count, self._dtype, self._value_dtype = count, store_dtype, torch.float32
         self._steps: list[int] = []
-        """Of the snapshots, the latest first."""
+        """The steps of the snapshots, the latest first."""
         self._tensors: list[Tensor] = []
         """What is kept of them, in the same order."""
 
@@ -53,10 +53,10 @@ class Forecaster(abc.ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def add_computed_step(self, step: int, value: Tensor) -> None:
-        """The value of a computed step, which is kept as it is: it must not be written to afterwards.
+        """Adds the value of a computed step. It may be kept without a copy, so it must not be written to afterwards.
 
         Raises:
-            StateError: unless the step is behind the last one.
+            StateError: unless the step is later than the last one.
         """
         if self._steps and step <= self._steps[0]:
             raise StateError(
@@ -67,7 +67,7 @@ class Forecaster(abc.ABC):
         self._store_snapshot(value if self._dtype is None else value.to(self._dtype))
 
     def forecast_value(self, step: int) -> Tensor:
-        """What the value may be at a later step, in its dtype. It may be a snapshot itself: not to be written to.
+        """The forecast at a later step, in the dtype of the values. It may be a snapshot: do not write to it.
 
         Raises:
             StateError: if nothing was added.
@@ -86,14 +86,14 @@ class Forecaster(abc.ABC):
 
 
 def sum_over_one_rank(products: Tensor) -> Tensor:
-    """The total where one rank holds all."""
+    """The sums as they are: one rank has the whole sequence."""
     return products
 
 
 def build_forecaster(
     config: Calibration | None, stream: str, *, store_dtype: StoreType | None = None, total: Total = sum_over_one_rank
 ) -> Forecaster:
-    """A forecast of a stream, as a config wants it; `Reuse` where it wants none.
+    """The forecaster of a stream that a config names; `Reuse` where it names none.
 
     Args:
         config: None is no calibrator.
@@ -117,10 +117,10 @@ def build_forecaster(
 
 
 class _Newton(Forecaster):
-    """The last values as the last one and its divided differences: Newton's form of the polynomial through them.
+    """Keeps the last value and its divided differences: Newton's form of the polynomial through the last values.
 
-    As large as the values themselves, but sums of it lose less: in half precision the difference of two rounded values
-    is nearly exact, where a sum of values with large weights of both signs is not.
+    This takes as much memory as the values themselves, and rounds less: in half precision the difference of two
+    rounded values is nearly exact, but a sum of values with large weights of both signs is not.
 
     Args:
         order: of the highest difference that is kept.
@@ -132,7 +132,7 @@ class _Newton(Forecaster):
 
     @abc.abstractmethod
     def compute_weights(self, step: int) -> list[float]:
-        """What the forecast of a step makes of each difference; those without a weight are left out."""
+        """The weight of each difference in the forecast of a step; differences without a weight are left out."""
 
     def _store_snapshot(self, snapshot: Tensor) -> None:
         differences = [snapshot]
@@ -149,7 +149,7 @@ class _Newton(Forecaster):
 
 
 class Reuse(_Newton):
-    """The last value: the null object.
+    """Forecasts the last value: no calibrator.
 
     Args:
         store_dtype: the type of snapshots; None is that of the values.
@@ -159,21 +159,21 @@ class Reuse(_Newton):
         super().__init__(0, store_dtype)
 
     def compute_weights(self, step: int) -> list[float]:
-        """None: there are no differences."""
+        """No weights: there are no differences."""
         return []
 
 
 class TaylorSeer(_Newton):
     """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923).
 
-    With k + 1 steps computed so far the degree is min(k, order): a line as soon as there are two. It is exact on
-    polynomials of that degree, whatever the gaps. A forecast is one pass over memory for each degree.
+    With k + 1 steps computed so far the degree is min(k, order), so two steps give a line. It is exact on polynomials
+    of that degree, whatever the gaps. A forecast passes over memory once for each degree.
 
     Args:
-        order: its degree; 0 is reuse.
+        order: the degree; 0 is reuse.
         store_dtype: the type of snapshots; None is that of the values.
-        reach: how far beyond the last computed step it goes, in gaps between the last two of them. What changes fast
-            at first would be carried off by a line through the first two steps.
+        reach: how far beyond the last computed step it goes, in gaps between the last two of them. Without a bound,
+            the line through the first two steps goes too far where values change fast at first.
     """
 
     def __init__(self, order: int = 1, store_dtype: torch.dtype | None = None, reach: float | None = None) -> None:
@@ -192,10 +192,10 @@ class TaylorSeer(_Newton):
 class FoCa(_Newton):
     """Forecast, then calibrate: the stored value as an ordinary differential equation (arXiv 2508.16211).
 
-    The slope at the last computed step is that of the second order backward formula (BDF2), with gaps as they are. A
-    step along it is the forecast; the same formula gives the slope there, and the mean of both slopes (Heun) the
-    result. Two computed steps give a line, one gives reuse. It is exact on lines whatever the gaps; beside a parabola
-    it counts curvature half as a gap grows, and so overshoots less far from the last computed step.
+    The second order backward formula (BDF2), for the gaps that there are, gives the slope at the last computed step. A
+    step along that slope is the forecast. The same formula gives the slope there, and a step along the mean of both
+    slopes (Heun) is the result. Two computed steps give a line, one gives reuse. It is exact on lines whatever the
+    gaps. Far from the last computed step it counts half of a parabola's curvature, and so overshoots less.
 
     The paper feeds forecasts back as if they had been computed. Here only computed steps count.
 
@@ -207,7 +207,7 @@ class FoCa(_Newton):
         super().__init__(2, store_dtype)
 
     def compute_weights(self, step: int) -> list[float]:
-        """Those of the mean of both slopes.
+        """The weights of a step along the mean of both slopes.
 
         With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n
         is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
@@ -233,15 +233,15 @@ class DMD(Forecaster):
     forecast advances the modes of the last snapshot by powers of z. All of it follows from the inner products of the
     snapshots, a small matrix: no tensor is decomposed, and the result is a weighted sum of snapshots.
 
-    It takes the longest evenly spaced run up to the last snapshot. With fewer than four of them it is the line through
-    the last two snapshots, and where the decomposition is not finite the last snapshot. It is exact on sums of fewer
-    exponentials than snapshots, each in a direction of its own (complex ones come in pairs). A fit is made with the
-    first forecast after a computed step, and waits for the device.
+    It takes the longest evenly spaced run up to the last snapshot. A run of fewer than four gives the line through the
+    last two snapshots. Where the decomposition is not finite, the forecast is the last snapshot. It is exact on sums
+    of fewer exponentials than snapshots, each in a direction of its own (complex ones come in pairs). The first
+    forecast after a computed step makes the fit, and waits for the device.
 
     Args:
         history: snapshots that are kept.
         rank: exponentials at most; None takes all whose singular value is not noise.
-        ridge: added to the singular values, relative to the first, where they are divided by.
+        ridge: added to each singular value before it divides, relative to the first one.
         store_dtype: the type of snapshots; None is that of the values.
         total: sums inner products over the ranks that hold parts of the sequence.
     """
@@ -306,7 +306,7 @@ class Modes:
         self._fit = (values, of_snapshots, amplitudes)
 
     def compute_weights(self, ahead: float) -> list[float] | None:
-        """Of y_1 .. y_m, in the value `ahead` spacings behind y_m; None where they are not finite."""
+        """The weights of y_1 .. y_m in the value `ahead` spacings after y_m; None where they are not finite."""
         if self._fit is None:
             return None
         values, of_snapshots, amplitudes = self._fit
@@ -321,7 +321,7 @@ def count_even_steps(steps: list[int]) -> int:
 
 
 def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
-    """The inner products of tensors with each other, float64 on the CPU: sums in less would be noise in the modes."""
+    """The inner products of n tensors `[n, n]`, float64 on the CPU: the modes need sums of that precision."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     gram = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
     for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):

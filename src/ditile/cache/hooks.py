@@ -1,7 +1,7 @@
 """Hooks of a cache around the blocks of a transformer, on the instances, until they are removed.
 
-A hook overrides `forward` of one block. While nothing is to be done at a block, which is nearly always, it costs one
-attribute and one call. What was installed later (offloading hooks, those of a runner) lies around it and stays.
+A hook overrides `forward` of one block. At most blocks it has nothing to do, and then costs one attribute and one call.
+Hooks that are installed later (for offloading, or those of a runner) lie around it and stay when it is removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CacheHook:
         flow: how it passes tokens on.
 
     Attributes:
-        handle: what is done in place of a call; None calls the block.
+        handle: runs in place of the block; None runs the block.
         forward: the block's own.
     """
 
@@ -78,7 +78,7 @@ class CacheHook:
         self._mine = vars(self.block)[name] = call_with_hook
 
     def update_compilation(self, compile_: CompileFunction | None) -> None:
-        """The block, or the whole model, may have been compiled since, or be so no more."""
+        """Installs the hook again if the block or the whole model was compiled since, or is compiled no more."""
         around = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
         is_known = get_compiled_call(self.block) is around and compile_ is None and not self._is_compiled
         if not is_known and self._find_hook_attribute() is not None:
@@ -86,7 +86,7 @@ class CacheHook:
             self._is_compiled = compile_ is not None
 
     def remove_hook(self) -> None:
-        """Removes the hook; where something else lies around it by now, it stays and does nothing."""
+        """Removes the hook; a hook that something else lies around by now stays and does nothing."""
         self.handle = None
         name = self._find_hook_attribute() if self._name else None
         if name is None:
@@ -105,20 +105,20 @@ class CacheHook:
         )
 
     def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
-        """Compiles what lies in the block; the hook itself must not be traced."""
+        """Compiles the forward inside of the hook, because the hook itself must not be traced."""
         self.install_hook(compile_)
         self._is_compiled = True
         return self._mine
 
     def read_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
-        """The tokens that a call brings."""
+        """The tokens `[rows, tokens, channels]` among the arguments of a call."""
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if self._text is None:
             return TokenState(image, None)
         return TokenState(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
 
     def copy_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
-        """The tokens that a call brings, for when it has run: some blocks write into what they are given."""
+        """A copy of the tokens of a call, to be used after it has run: some blocks write into their inputs."""
         image, text = self.read_tokens(args, kwargs)
         return TokenState(image.clone(), None if text is None else text.clone())
 
@@ -135,7 +135,7 @@ class CacheHook:
         return (text, image) if self._text_first else (image, text)
 
     def run_block_on_state(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: TokenState) -> TokenState:
-        """Runs the block on other tokens than a call brings."""
+        """Runs the block on other tokens than those among the arguments of a call."""
         named = dict(zip(self._at, args, strict=False)) | kwargs
         named[self.flow.image] = state.image
         if self.has_text and self.flow.text is not None:
@@ -147,7 +147,7 @@ class CacheHook:
         return dict(zip(self._at, args, strict=False)) | kwargs
 
     def unpack_tokens(self, out: Any) -> TokenState:
-        """The tokens that a block returned."""
+        """The tokens that a block returned. Raises `ModelError` if it returned another number of streams."""
         self._is_tuple = isinstance(out, (tuple, list))  # noqa: UP038 - in half the time
         if not self._is_tuple:
             return TokenState(out, None)
@@ -156,7 +156,7 @@ class CacheHook:
         return TokenState(out[self._image_out], out[self._text_out] if self.has_text else None)
 
     def pack_tokens(self, state: TokenState) -> Any:
-        """The same in the form in which the block returns them."""
+        """Tokens in the form in which the block returns them."""
         image, text = state
         if not self._is_tuple:
             return image

@@ -1,9 +1,9 @@
 """The decision whether blocks are left out: for each image with all its rows of a call, and each patch of it.
 
-What is compared is a probe, such as what the first blocks add to the tokens (arXiv 2411.19108 calls this first-block
-caching): with that of the last step that was computed, never with that of one that was left out. The difference is the
-mean absolute difference over the mean absolute value. It is measured as two sums, so that ranks that share out tokens,
-heads or guidance add theirs up before they divide.
+A probe, such as what the first blocks add to the tokens (first-block caching, as of arXiv 2411.19108), is compared with
+that of the last computed step, never with that of a step that was left out. The difference is the mean absolute
+difference over the mean absolute value. It is measured as two sums: ranks that share out tokens, heads or guidance add
+their sums up before they divide.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def split_into_units(batch_size: int, images: int | None, couple: str) -> list[U
 
 
 class UnitKey(NamedTuple):
-    """Whose memory it is."""
+    """What a memory belongs to: a patch of a unit, in one branch of guidance, in calls of one kind."""
 
     branch: int
     kind: tuple[Any, ...]
@@ -66,9 +66,9 @@ class CacheCall(NamedTuple):
     Attributes:
         moment: where the pipeline is.
         step: steps since the blocks were first called, from 0.
-        units: what is decided apart.
-        batch_size: rows.
-        kind: shapes and modes of all that the model was given.
+        units: groups of rows, each of which is decided on by itself.
+        batch_size: rows of the batch.
+        kind: shapes and modes of all arguments of the model.
     """
 
     moment: CallPosition
@@ -78,14 +78,14 @@ class CacheCall(NamedTuple):
     kind: tuple[Any, ...] = ()
 
     def split_by_patch(self, image: Tensor) -> list[tuple[int, Tensor]]:
-        """Image tokens by patch: those that a later step may decide on apart."""
+        """Image tokens `[rows, tokens, channels]` by patch, because a later step may decide on each patch by itself."""
         patches = self.moment.patches
         if len(patches) == 1:
             return [(patches[0], image)]
         return list(zip(patches, image.split(list(self.moment.sizes()), dim=1), strict=True))
 
     def make_unit_key(self, patch: int, unit: Unit) -> UnitKey:
-        """Names what is remembered of a unit's patch."""
+        """The key of what is remembered of a unit's patch."""
         return UnitKey(self.moment.branch, self.kind, patch, unit.place, unit.among)
 
 
@@ -96,7 +96,7 @@ class UnitState:
     Attributes:
         record: what was decided.
         probe: of the last computed step.
-        size: what its absolute values add up to, once that is known.
+        size: the sum of the absolute values of `probe`, once it is known.
     """
 
     record: DecisionRecord = field(default_factory=DecisionRecord)
@@ -109,8 +109,8 @@ class SkipJudge:
 
     Args:
         rules: when a step may be left out.
-        difference: of two probes.
-        dtype: in which probes are kept; None as they come.
+        difference: measures two probes.
+        dtype: the type in which probes are kept; None is their own.
         shares: whether the difference of the first branch of a step counts for the others too.
     """
 
@@ -129,7 +129,7 @@ class SkipJudge:
             probe: `[rows, tokens, channels]`, of this rank's tokens.
             call: the call.
             agreement: adds up differences over ranks.
-            thresholds: of each unit, in place of that of the rules.
+            thresholds: one for each unit, in place of that of the rules.
         """
         states_by_unit = self._collect_states(call)
         verdicts = [self._find_unit_verdict(call, states) for states in states_by_unit]
@@ -148,13 +148,13 @@ class SkipJudge:
         return skips
 
     def record_skips(self, call: CacheCall, skips: Sequence[bool]) -> None:
-        """Writes down what was decided on another stage."""
+        """Records a decision that another stage took."""
         for skipped, states in zip(skips, self._collect_states(call), strict=True):
             for state in states:
                 self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
 
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
-        """Keeps the probe of the units that are computed."""
+        """Keeps the probe `[rows, tokens, channels]` of the units that are computed."""
         for patch, tokens in call.split_by_patch(probe):
             for unit, skipped in zip(call.units, skips, strict=True):
                 if not skipped:
@@ -163,7 +163,7 @@ class SkipJudge:
                     state.probe, state.size = kept if self._dtype is None else kept.to(self._dtype), None
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
-        """What was just measured, of each unit."""
+        """The difference of each unit that was measured in this step; None where none was."""
         return [states[0].record.differences.get(call.step) for states in self._collect_states(call)]
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
@@ -201,7 +201,7 @@ class SkipJudge:
         states_by_unit: list[list[UnitState]],
         verdicts: list[RuleVerdict],
     ) -> list[float | None]:
-        """Of the units that are to be measured."""
+        """The difference of each unit that is to be measured; None for the others."""
         if self._shares and call.moment.branch:
             first = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
             if None not in first:
@@ -238,7 +238,7 @@ class SkipJudge:
             whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None) if unit.among > 1 else None
             for each in call.units:
                 new_state = self._states[call.make_unit_key(patch, each)] = UnitState()
-                # The first step was computed as one unit.
+                # The number of images is known after the first step, so that step was computed as one unit.
                 if whole is not None and whole.probe is not None:
                     new_state.record.computed, new_state.probe = (
                         whole.record.computed,
@@ -250,23 +250,22 @@ class SkipJudge:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The measure.
+    """Measures how far two probes are apart.
 
     Attributes:
         important: count only tokens that changed by more than this share of themselves; 0 counts all.
-        every: count every so many-th channel.
+        every: count every n-th channel.
     """
 
     important: float = 0.0
     every: int = 1
 
     def sum_change_and_size(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The absolute difference and the absolute value before, of `[rows, tokens, channels]` each.
-
-        They are added up in fp32 (in fp64 of fp64), and are numbers of that type.
+        """The sums of the absolute difference and of the absolute value before.
 
         Args:
-            size: that of `before`, if it is known; it is only where all tokens count.
+            before, now: `[rows, tokens, channels]`; sums are in fp32, or in fp64 if these are.
+            size: the sum of `before`, if it is known; it can be known only where all tokens count.
         """
         if self.every > 1:
             before, now = before[..., :: self.every], now[..., :: self.every]
@@ -282,12 +281,12 @@ class Difference:
 
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:
-        """The type in which a probe is added up."""
+        """The type of sums over a probe."""
         return torch.float64 if probe.dtype == torch.float64 else torch.float32
 
 
 def compute_relative_difference(change: float, size: float) -> float:
-    """The relative difference. Nothing that changed into something is infinitely different."""
+    """The relative difference; infinite if `size` is 0 and `change` is not."""
     if size > 0:
         return change / size
     return 0.0 if change == 0 else float("inf")

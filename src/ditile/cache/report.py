@@ -19,7 +19,7 @@ class Decisions:
     """What was decided on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
 
     Attributes:
-        branch, patch, unit: which.
+        branch, patch, unit: their numbers.
         skipped: the steps that were left out.
         differences: (step, relative difference) where one was measured.
     """
@@ -36,14 +36,14 @@ class ContextReport:
     """Blocks that were decided on together.
 
     Attributes:
-        name: the lists of blocks.
-        settings: in one word, as `strify`.
-        blocks: in all.
-        middle: that could be left out.
-        steps: in which they were called.
-        kept_bytes: remembered when it ended, by all contexts of the model.
-        decisions: of each image, branch and patch.
-        stage: of the rank that reports.
+        name: the names of their lists.
+        settings: in one word, as `strify` says them.
+        blocks: their number.
+        middle: the number of those that could be left out.
+        steps: the number of steps in which they were called.
+        kept_bytes: bytes that all contexts of the model remembered when the generation ended.
+        decisions: one for each image, branch and patch.
+        stage: the stage of the rank that reports.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ContextReport:
 
 
 def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
-    """What a generation of so many steps left of a context and its chain."""
+    """The report of a context and its chain after a generation of so many steps."""
     decisions = [
         Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
         for branch, patch, unit, record in chain.iterate_records()
@@ -102,8 +102,8 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
     """The reports of all ranks as one for each stage and context, with the decisions on all images and branches.
 
     Args:
-        reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks with the same place decided
-            alike; halves of guidance did so too, or each on a branch of its own; replicas made images of their own.
+        reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one place have the same
+            decisions. Halves of guidance have the same, or each has those of its branch. Replicas have other images.
     """
     context_reports = []
     for stage in sorted({place[2] for place, _ in reports_by_rank}):
@@ -136,7 +136,7 @@ def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], Co
 
 
 def interpolate_percentile(numbers: Sequence[float], percent: float) -> float:
-    """Of ascending numbers, between neighbours in proportion."""
+    """A percentile of ascending numbers, interpolated linearly between neighbours."""
     at = (len(numbers) - 1) * percent / 100
     low = int(at)
     high = min(low + 1, len(numbers) - 1)

@@ -1,12 +1,12 @@
 """When a step may be left out: masks, warmup, limits and the threshold, for one image at a time. Pure.
 
-The rules apply in this order, and the first one that knows an answer gives it:
+The rules apply in this order, and the first one that has an answer decides:
 
     nothing remembered yet, warmup, mask, number of steps left out, run of steps left out, budget, threshold
 
-A step counts from the first one in which the cached blocks were called (a second transformer, as of Wan 2.2, has a
-warmup of its own); a mask is of the generation, whichever transformer a step calls. Branches of guidance that are calls
-of their own have histories of their own.
+Steps are counted from the first one in which the cached blocks were called, so that a second transformer (as of Wan
+2.2) has a warmup of its own. A mask counts from the first step of the generation, whichever transformer a step calls.
+A branch of guidance that is a call of its own has a history of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 from ditile.cache.config import DBCacheConfig
 
 ALWAYS = 1.0
-"""A threshold from which on steps are left out without a look at the difference."""
+"""With a threshold of this or more, steps are left out and their difference is not measured."""
 
 DYNAMIC_DIFFERENCES = 5  # differences of a step that a dynamic threshold follows
 
@@ -27,7 +27,7 @@ class RuleVerdict(Enum):
 
     COMPUTE = "compute"
     SKIP = "skip"
-    # It depends on the difference.
+    # The difference must be measured, and decides.
     MEASURE = "measure"
 
 
@@ -38,8 +38,8 @@ class DecisionRecord:
     Attributes:
         computed: the last step that was computed; None before the first.
         skipped: the steps that were left out.
-        streak: how many of them in a row, up to the last step.
-        spent: what the differences of left out steps add up to.
+        streak: how many of the last steps in a row were left out.
+        spent: the sum of the differences of steps that were left out.
         differences: step -> difference, where one was measured.
     """
 
@@ -56,14 +56,14 @@ class SkipRules:
 
     Attributes:
         config: warmup, threshold, limits and so on.
-        mask: 1 for each step that must be computed, if there is a mask; that of the config for this generation.
+        mask: the config's mask for this generation: 1 for each step that must be computed; None without a mask.
     """
 
     config: DBCacheConfig
     mask: tuple[int, ...] | None = None
 
     def decide_without_difference(self, step: int, record: DecisionRecord, at: int | None = None) -> RuleVerdict:
-        """What is known of a step before its difference is; `at` is its place in the generation if that differs."""
+        """The verdict before anything is measured; `at` is the step's place in the generation if that differs."""
         config = self.config
         at = step if at is None else at
         if record.computed is None or (
@@ -84,13 +84,13 @@ class SkipRules:
         return RuleVerdict.SKIP if self.threshold >= ALWAYS and self._active_budget is None else RuleVerdict.MEASURE
 
     def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
-        """Whether a step of this difference is left out; the threshold is that of the limits, or another one."""
+        """Whether a step of this difference is left out, by the threshold of the rules or by another one."""
         limit = self.threshold if threshold is None else threshold
         within = self._active_budget is None or record.spent + difference < self._active_budget
         return within and (difference < limit or limit >= ALWAYS)
 
     def record_decision(self, step: int, record: DecisionRecord, *, skipped: bool, difference: float | None) -> None:
-        """Writes down what was decided."""
+        """Records a decision; `difference` is None where nothing was measured."""
         if difference is not None:
             record.differences[step] = difference
         if not skipped:
@@ -104,7 +104,7 @@ class SkipRules:
 
     @property
     def threshold(self) -> float:
-        """A step whose difference is less may be left out."""
+        """The threshold: a step whose difference is less may be left out."""
         hidden = self.config.l1_hidden_states_diff_threshold
         return self.config.residual_diff_threshold if hidden is None else hidden
 
@@ -133,7 +133,7 @@ class SkipRules:
         return budget if budget is not None and budget > 0 else None
 
     def _count_warmup_steps(self, start: int) -> int:
-        """Steps of the warmup that begins at `start`; it ends where a mask first allows to leave a step out."""
+        """The number of warmup steps from `start` on; the first step that a mask lets go ends the warmup."""
         warmup = self.config.max_warmup_steps
         if self.mask is None or 0 not in self.mask[start:]:
             return warmup
@@ -143,8 +143,7 @@ class SkipRules:
 def relax_threshold(threshold: float, differences: list[float], ratio: float, most: float) -> float:
     """The threshold of DBPrune for the rest of a step, once its first blocks were measured.
 
-    Where a step as a whole changes by more than the threshold, but not by much more, the threshold follows: `ratio`
-    times the mean of the first five differences, below `most`.
+    It is `ratio` times the mean of the first five differences, if that is above `threshold` and below `most`.
     """
     first = [difference for difference in differences[:DYNAMIC_DIFFERENCES] if difference > 0]
     if len(differences) < DYNAMIC_DIFFERENCES or not first:

@@ -1,10 +1,10 @@
 """A segment: neighbouring blocks that are run, left out, or run for some images of the batch, together.
 
-While it is left out its blocks pass on what comes, and its last one returns what the first one was given plus the
-residual. What the model's forward does in between (a ControlNet adds to the tokens) was in the residual already.
+While a segment is left out, its blocks pass their inputs on, and its last block returns the input of the first one plus
+the residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
 
-The residual is a forecast, from the steps that were computed: of what the blocks add to the tokens, or with
-`store="hidden"` of the tokens behind them, for each stream, unit and patch.
+The residual is a forecast from the computed steps, for each stream, unit and patch. It is what the blocks add to the
+tokens, or with `store="hidden"` the tokens behind the blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ditile.hooks.block_hooks import TokenState
 from ditile.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
-"""Arguments of blocks that belong to tokens: as `[tokens, channels]` they have no rows, whatever their length."""
+"""Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length."""
 
 
 class Segment:
     """Neighbouring blocks.
 
     Args:
-        hooks: theirs, in order.
-        residuals: what they add.
+        hooks: around the blocks, in order.
+        residuals: the memory of what the blocks add.
     """
 
     def __init__(self, hooks: Sequence[CacheHook], residuals: Residuals) -> None:
@@ -44,7 +44,7 @@ class Segment:
         self._is_known = False
 
     def apply_decision(self, call: CacheCall, skips: Sequence[bool], agreement: SkipAgreement) -> None:
-        """Decides what becomes of the blocks in this call."""
+        """Installs the handlers of this call: run all rows, run some of them, or leave the blocks out."""
         self._call, self._skips, self._start = call, skips, None
         ends: BlockHandler
         inside: BlockHandler | None
@@ -69,7 +69,7 @@ class Segment:
             hook.handle = None
 
     def _get_computed_index(self, device: torch.device) -> Tensor:
-        """The rows that run, made where they are used, once a call: a copy from the CPU would wait for the GPU."""
+        """The rows that run, as indices. They are made on the device, because a copy from the CPU would wait for it."""
         if self._index is None or self._index.device != device:
             batch_index = torch.arange(self._call.batch_size, device=device)
             units = zip(self._call.units, self._skips, strict=True)
@@ -77,7 +77,7 @@ class Segment:
         return self._index
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first or last block of a segment that runs; all of them once, to see what form they return tokens in."""
+        """Runs the first or last block of a segment; in the first call all blocks, to see the form of their results."""
         if hook is self._first:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
@@ -89,7 +89,7 @@ class Segment:
         return out
 
     def _skip_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first or last block of a segment that is left out; those between pass on what comes."""
+        """Leaves out the first or last block of a segment; blocks between them pass their inputs on."""
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
@@ -100,7 +100,7 @@ class Segment:
         return hook.pack_tokens(state)
 
     def _run_part_of_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block that runs for some rows."""
+        """Runs a block for some rows of the batch."""
         named, state = hook.bind_arguments(args, kwargs), hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
@@ -136,11 +136,12 @@ class Segment:
         if hook.has_text and self._is_real_stream("text") and self.residuals.has_stream("text", self._call):
             text = self.residuals.forecast_tokens("text", self._call, start.text)
         elif hook.has_text and self._is_real_stream("text"):
-            text = None  # the last block of some families returns none
+            # The last block of some families returns no text.
+            text = None
         return TokenState(image, text)
 
     def _is_real_stream(self, stream: str) -> bool:
-        """Dummy text passes through."""
+        """Whether a stream is computed: the image always is, and text is unless it is a dummy."""
         return stream == "image" or self._call.moment.has_text()
 
 
@@ -167,7 +168,7 @@ class Residuals:
 
     Args:
         make: a new forecast for a stream.
-        hidden: keep the tokens behind the blocks, and not what is added.
+        hidden: keep the tokens behind the blocks, and not what the blocks add.
     """
 
     def __init__(self, make: Callable[[str], Forecaster], *, hidden: bool = False) -> None:
@@ -177,7 +178,7 @@ class Residuals:
     def store_residuals(
         self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
     ) -> None:
-        """A step was computed for the units that are not left out.
+        """Stores a computed step of the units that are not left out.
 
         Args:
             stream: "image" or "text".
@@ -199,8 +200,8 @@ class Residuals:
         Args:
             stream: "image" or "text".
             call: the call.
-            start: the tokens in front of the blocks, of all rows.
-            unit: whose rows are wanted.
+            start: the tokens in front of the blocks, of all rows `[rows, tokens, channels]`.
+            unit: the unit whose rows are wanted; None is all of them.
         """
         if unit is None and call.units[0].among > 1:
             unit_tokens = [self.forecast_tokens(stream, call, start, each) for each in call.units]

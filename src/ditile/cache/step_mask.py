@@ -1,9 +1,9 @@
 """Step masks: which steps of a generation compute (1), and which may reuse an earlier one (0). Pure.
 
-Early steps shape the picture and an error there is carried on, so masks are dense at the start and thin out (LeMiCa,
-arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit published for 28 steps. For any
-other count the times of their computed steps are interpolated over normalised time: more steps put more computed ones
-between the old ones, so that holes keep their length in steps, and fewer steps shorten the holes with the run.
+Early steps shape the picture, and later steps carry an error in them on. So masks compute most of the early steps and
+fewer of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
+published for 28 steps. For any other number the times of their computed steps are interpolated over normalised time,
+and computed steps are added where a hole (a run of cached steps) would be too long.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def steps_mask(
     Args:
         compute_bins: lengths, in steps, of the runs that compute.
         cache_bins: lengths of the runs between them, which may be cached; as many, or one fewer.
-        total_steps: the length of the mask, which a preset needs to know; by default the sum of the bins. Of bins that
-            cover more, the steps behind it are cut off.
+        total_steps: the length of the mask, which a preset needs; by default the sum of the bins. Bins that cover more
+            steps are cut off.
         mask_policy: a preset: slow, medium, fast or ultra.
 
     Returns:
@@ -70,9 +70,9 @@ def steps_mask(
 def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     """The mask of a preset for any number of steps, at least 1.
 
-    With 28 steps it is the published one. With any other number n the first and the last step compute, the share of
-    computed steps is that of 28 steps to within three steps, and no hole is longer than the longest one times n / 28,
-    rounded up; a preset that is called faster computes no more steps than a slower one.
+    With 28 steps it is the published one. With any other number n the first and the last step compute. The share of
+    computed steps is that of 28 steps to within three steps. No hole is longer than the longest one times n / 28,
+    rounded up. A preset with the name of a faster one computes no more steps than one with that of a slower one.
 
     Raises:
         ModelError: if the name is not known.
@@ -162,7 +162,7 @@ def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
 
 
 def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int]:
-    """`count` different steps of `steps`, at the times of the reference, interpolated; the first and the last too."""
+    """`count` different steps of `steps`, the first and the last included, at the interpolated times of a preset."""
     chosen: list[int] = []
     for k in range(count):
         at = k * (len(times) - 1) / max(count - 1, 1)
@@ -175,7 +175,7 @@ def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int
 
 
 def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
-    """The steps, and as few more between them as keep every hole to `longest` steps."""
+    """The steps, with as few more as needed so that no hole is longer than `longest` steps."""
     result = [chosen[0]]
     for step in chosen[1:]:
         start, gap = result[-1], step - result[-1]
