@@ -1,1 +1,1 @@
-"""See the files."""
+"""The command line: `ditile generate`, `verify`, `plan`, `calibrate`, `bench`, `evaluate` and `models`."""

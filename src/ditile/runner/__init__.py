@@ -1,1 +1,1 @@
-"""See the files."""
+"""What a user calls: load a pipeline, divide it by a plan, quantize it, cache it, and run it."""

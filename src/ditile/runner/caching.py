@@ -5,8 +5,8 @@
     ditile.summary(pipe)
     ditile.disable_cache(pipe)
 
-The names are those of cache-dit, so that a script for it runs. The pipeline stays what it is: a cache lies on the
-instances that it was given, and is gone when it is disabled.
+The names are those of cache-dit, so that a script for it runs. A cache overrides methods of the pipeline's instances
+and of no class. `disable_cache` restores them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from ditile.runner.quantize import quantize_models
 from ditile.runner.runner import Runner, parallelize
 
 _ENABLED = "_enabled_by_ditile"
-"""The attribute of a transformer whose closing takes back what `enable_cache` did."""
+"""The attribute of a transformer that holds the `ExitStack` which undoes `enable_cache`."""
 
 _PIPED = 160
-"""Columns of a table that is written to a file."""
+"""Columns of a table that goes to a file or a pipe, and not to a terminal."""
 
 _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
@@ -72,14 +72,14 @@ def enable_cache(
     """Leaves out blocks whose work hardly changed since the last step that was computed.
 
     Args:
-        pipe_or_adapter: a pipeline, a runner (before or after `parallelize` is the same), a transformer, or a
-            `BlockAdapter` that says where blocks are. What has a cache gets the new one in its place.
-        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default that of `build_default_config`; but no cache
-            at all where one of the last three arguments says what else is wanted.
+        pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
+            says where blocks are. A new cache replaces one that is there.
+        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default that of `build_default_config`, or no cache if
+            one of the last three arguments is given.
         calibrator_config: forecasts what was left out; None takes what was computed last.
-        params_modifiers: what is different in some lists of blocks; with one for each they are decided on apart.
-        parallelism_config: divides the pipeline over the ranks that are running; it is then called as ever, on every
-            rank. `ditile.parallelize` offers more.
+        params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
+        parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
+            before. `ditile.parallelize` offers more.
         attention_backend: the attention kernel, as diffusers names it.
         quantize_config: arguments of `ditile.quantize`. `disable_cache` does not take this back.
 
@@ -88,13 +88,14 @@ def enable_cache(
 
     Raises:
         ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
-            quantization is not to be had here. Nothing was changed then.
+            quantization is not available here. Nothing was changed then.
         PlanError: if the ranks cannot be divided so.
 
     Warns:
         IdleCacheWarning: if the settings leave no block that could be left out.
     """
-    ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)  # refuses what is no config
+    # It raises where one of them is no config.
+    ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)
     pipe = _unwrap_pipeline(pipe_or_adapter)
     runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
     adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None
@@ -113,6 +114,7 @@ def enable_cache(
     if kernel is not None:
         _check_attention_kernel(kernel, transformers)
     _warn_of_idle_caches(made)
+    # Behind all that may refuse: a refusal leaves the earlier cache as it was.
     disable_cache(pipe)
     with ExitStack() as stack:
         for each in adapted:
@@ -129,12 +131,12 @@ def enable_cache(
 
 
 def build_default_config(blocks: int) -> DBCacheConfig:
-    """What `enable_cache` takes where nothing was said, for so many blocks."""
+    """The default `cache_config` of `enable_cache`, for so many blocks: an eighth of them are always computed."""
     return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
 
 def disable_cache(pipe_or_adapter: Any) -> Any:
-    """Takes back what `enable_cache` did; the pipeline is bit for bit what it was. Returns what it was given.
+    """Undoes `enable_cache`, quantization apart; the pipeline is bit for bit what it was. Returns its argument.
 
     Raises:
         StateError: if the pipeline was divided, and its weights were changed or freed since.
@@ -147,16 +149,16 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
 
 
 def refresh_context(transformer: Any, num_inference_steps: int | None = None, **changes: Any) -> None:
-    """A new picture begins: what was remembered is forgotten. Needed for a transformer without a pipeline alone.
+    """Drops what was remembered, for a new picture. Only a transformer without a pipeline needs it.
 
     Args:
         transformer: what `enable_cache` was given.
-        num_inference_steps: the steps of the picture; of a pipeline its scheduler says them.
-        changes: fields of the `cache_config` that are different from now on, or that itself.
+        num_inference_steps: the steps of the picture; in a pipeline the scheduler says them.
+        changes: fields of the `cache_config` that are different from now on, or a whole `cache_config`.
 
     Raises:
         StateError: if there is no cache.
-        ModelError: if a field is not known, or the number of steps is not.
+        ModelError: if a field is not known, or a value is out of its range.
     """
     caches = _require_caches(transformer)
     config = changes.pop("cache_config", None)
@@ -167,12 +169,12 @@ def refresh_context(transformer: Any, num_inference_steps: int | None = None, **
 
 
 def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -> list[ContextReport]:
-    """What was left out in the last generation, one report for each context (of a runner: and stage).
+    """What was left out in the last generation: one report for each context, and in a runner for each stage.
 
     Args:
         pipe_or_adapter: what `enable_cache` was given, or a runner, whose ranks must all call it.
         details: print each image, branch and patch, with percentiles of the differences.
-        logging: print a table; a runner does on rank 0 alone.
+        logging: print a table; a runner prints it only on rank 0.
 
     Raises:
         StateError: if there is no cache.
@@ -198,7 +200,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
 
     Args:
         what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
-        calibrator_config: beside a config.
+        calibrator_config: the calibrator beside a config.
 
     Raises:
         StateError: if there is no cache.
@@ -293,7 +295,7 @@ def _install_caches(
 
 
 def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:
-    """Makes a call of the pipeline one of a runner, on this instance: its class becomes a subclass of its own."""
+    """Makes a call of this pipeline a call of a runner: the instance gets a subclass of its own."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
     plan = config.to_plan(world)
     if plan == Plan() and kernel is None:

@@ -1,8 +1,9 @@
 """The pipeline's callbacks and progress bar: called at the ends of steps, not of micro-steps.
 
 A callback that asks for no tensors sends nothing. One that asks for tensors makes the end of its steps a
-synchronisation point: every rank gets the whole latents and calls its callback, and all use what rank 0's returns.
-After either, constants are computed anew: the callback may have changed the prompt, or the scale of a LoRA.
+synchronisation point: every rank gets the whole latents and calls its callback, and all ranks use what rank 0's
+callback returns. After either, constants are computed again, because a callback may have changed the prompt or the
+scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ditile.runner.report import CallMeter
 
 
 class _SilentBar:
-    """Stands for the pipeline's progress bar; the real one counts steps, on rank 0."""
+    """Replaces the pipeline's progress bar in its loop; the real bar counts steps, on rank 0."""
 
     def __enter__(self) -> _SilentBar:
         return self
@@ -33,7 +34,7 @@ class _SilentBar:
         return None
 
     def update(self, _: int = 1) -> None:
-        """Micro-steps are not shown."""
+        """Does nothing: micro-steps are not shown."""
 
 
 class StepEndCallbacks:
@@ -44,7 +45,7 @@ class StepEndCallbacks:
         mesh: its ranks.
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.
         device: where tensors that callbacks return go.
-        watch: notes each step.
+        watch: records each step.
     """
 
     loop: Loop

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors, one file or several with an index, read tensor by tensor: only what a module still has.
+"""Checkpoints in safetensors, one file or several with an index. Only the tensors that a module still has are read.
 
 A file is mapped into memory, and the mapping is closed after some tens of megabytes: while a checkpoint of any size is
 read, neither anonymous nor file-backed memory holds more than the wanted tensors.
@@ -70,7 +70,7 @@ class Checkpoint:
             module: has tensors of the checkpoint's shapes, on the meta device.
             dtype: of all that is a floating point number.
             keep_fp32: parts of names that stay float32.
-            part: what to read of each tensor; all of it by default.
+            part: selects this rank's share of a tensor; all of it by default.
 
         Returns:
             The bytes that were read.
@@ -93,7 +93,7 @@ class Checkpoint:
                         read += sum(view.numel() * view.element_size() for view in mapped.views)
                         own_dtype = _choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)
                         _store_tensor(module, name, mapped.copy_to_memory(own_dtype))
-                        # These views are the last of the mapping, which ends with them.
+                        # The mapping stays open as long as a view of it is left.
                         del mapped
                         env.report_progress()
         return read
@@ -162,7 +162,7 @@ def _map_own_parts(stored: Any, name: str, shape: tuple[int, ...], part: SelectS
 
 
 def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp32: Sequence[str]) -> torch.dtype:
-    """The rule of diffusers: all floating point numbers in one type, but for modules that are kept in float32."""
+    """The type of a tensor by diffusers' rule: floating point numbers have one type, except in `keep_fp32` modules."""
     if not tensor.is_floating_point():
         return tensor.dtype
     return torch.float32 if set(keep_fp32) & set(name.split(".")) else dtype

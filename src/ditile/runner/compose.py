@@ -67,7 +67,7 @@ class Composition:
     """The strategies of a plan on this rank, built and not yet installed.
 
     Attributes:
-        block_hooks: what is laid on the model that the pipeline calls, its transformer or U-Net.
+        block_hooks: the hooks of the model that the pipeline calls, its transformer or U-Net.
         stages: the blocks of every stage, of which this rank owns one.
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
@@ -134,17 +134,17 @@ class Composition:
     def install_for_call(
         self, callbacks: StepCallbacks, call: Mapping[str, Any], decisions: AgreementGroups | None, *, first: bool
     ) -> Iterator[Loop]:
-        """Everything in its place for the length of one call. The scheduler is the one that the pipeline has now.
+        """Installs all strategies for the length of one call, on the scheduler that the pipeline has now.
 
         Args:
             callbacks: what happens at the ends of steps.
             call: the pipeline's arguments.
-            decisions: who decides together on what caches leave out; None without caches.
+            decisions: the groups of ranks that decide together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
         spec, images = self.spec, count_images(call)
         batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, never=spec.batch)
-        # The hooks of blocks lie around those of caches, so caches settle first what of theirs is compiled.
+        # Before the hooks of blocks, which lie around those of caches: caches first look for compiled blocks.
         for cache in self.model_caches:
             cache.update_compilation()
         with ExitStack() as stack:
@@ -152,7 +152,7 @@ class Composition:
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
             stack.enter_context(self._install_block_hooks())
-            # Behind the hooks of blocks, and so around them: the model sees this rank's part of the batch alone.
+            # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.get_generation, first=first)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
@@ -174,7 +174,7 @@ class Composition:
 
     @contextmanager
     def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
-        """Gives the caches, whose hooks lie inside those of blocks, the loop's clock and a part in decisions."""
+        """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
         loop, chain = self.loop, self.block_hooks.chain
         names = {block_hook.block: block_hook.name for block_hook in chain}
         stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
@@ -198,7 +198,7 @@ class Composition:
                 agreement.close_channels(clean=clean)
 
     def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
-        """Makes one product of several: the products of a patch are small, and small ones are slow."""
+        """Merges several products into one, because the products of a patch are small, and small ones are slow."""
 
         def is_stale() -> bool:
             now = self.loop.get_generation()
@@ -217,15 +217,15 @@ class LayerAttentionBuilder:
     """Builds the attention of each layer from the strategies that divide tokens: exchange of heads, keys, kernel.
 
     Args:
-        pipe, plan, mesh: what is divided, how, and over which ranks.
+        pipe, plan, mesh: the pipeline, its plan, and the ranks.
         loop: knows the generation under way.
-        kernel: attends; None is what each processor would use.
-        warmup_group: computes the synchronous steps, where the stages do that together.
-        splits: what is split in the call at hand, where a table says so.
+        kernel: the attention kernel; None is that of each processor.
+        warmup_group: the stages that compute the synchronous steps together, if they do.
+        splits: what is split in the current call, if the model has a table of splits.
         checks: asserts the ages of keys, if given.
 
     Attributes:
-        stale_keys: what keeps the keys of PipeFusion's patches.
+        stale_keys: the class that keeps the keys of PipeFusion's patches.
     """
 
     stale_keys: type[StaleKeys] = StaleKeys
@@ -248,16 +248,16 @@ class LayerAttentionBuilder:
         self._turn = torch.tensor(0)
 
     def choose_dispatch_backend(self, backend: Any) -> Any:
-        """The name of the backend that hands attention to us, given the one that a processor names."""
+        """The name of the backend that calls ditile's attention, given the backend that a processor names."""
         return intercept.register_backend(backend if self._kernel is None else self._kernel.backend)
 
     def build_layer_attention(self, layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
-        """What attends in a layer.
+        """The attention of a layer.
 
         Args:
             layer: its name in the model.
             backend: the kernel that its processor names.
-            joint: whether it sees the text too.
+            joint: whether its sequence includes the text.
             through_dispatch: whether its processor goes through diffusers' dispatch of attention.
         """
         kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
@@ -282,7 +282,7 @@ class LayerAttentionBuilder:
         return UlyssesExchange(axis, traffic)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
-        """Whose keys a layer attends to, and how old they may be."""
+        """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""
         current, check, traffic = self._current, self._checks, self._mesh.traffic
         ring, distrifusion = self._mesh["ring"], self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
@@ -294,7 +294,7 @@ class LayerAttentionBuilder:
             keys = self.stale_keys(current, layer, kernel, fresh, gather, check=check)
         if self._warmup_group is None:
             return keys
-        # Around the others: in the steps that the group computes it attends in their place.
+        # Around the others: it replaces them in the steps that the group computes.
         return WarmupGroupKeys(current, layer, self._warmup_group, kernel, keys)
 
 
@@ -312,15 +312,15 @@ class CompositionOptions(NamedTuple):
 def compose_strategies(
     pipe: Any, plan: Plan, mesh: Mesh, device: torch.device, options: CompositionOptions
 ) -> Composition:
-    """Builds every strategy of a plan, leaves this rank its share of the pipeline's weights, and moves that.
+    """Builds every strategy of a plan, keeps this rank's share of the pipeline's weights, and moves it to the device.
 
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
-        StateError: if the pipeline was cut before.
+        StateError: if the pipeline was divided before, and not restored.
     """
     keep = options.keep_weights
-    # All that may refuse comes first: a refusal leaves the pipeline as it was.
+    # All that may raise comes first, so that an error leaves the pipeline as it was.
     block_hooks, splits = _build_block_hooks(pipe, plan, mesh, options)
     model, spec = block_hooks.transformer, block_hooks.spec
     stages = divide_into_stages(block_hooks, plan)
@@ -328,16 +328,16 @@ def compose_strategies(
     ranks = (mesh.image, mesh.control, device, mesh.traffic)
     encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
-    # While all blocks have their weights: weight streaming describes those of every stage.
+    # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
-    # Before the blocks are claimed, which forgets what was loaded.
+    # Before `claim_blocks`, which clears `loaded_blocks`.
     is_loaded_in_part = block_hooks.loaded_blocks is not None
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
     sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_loaded_in_part, keep=keep)
     encoders.empty_foreign_parts()
-    # Behind all that takes weights out: a device never holds what this rank does not keep.
+    # Behind all that takes weights out, so that the device never gets weights that this rank does not keep.
     move_pipeline(pipe, device)
     # The loop drives the stage, and attention asks the loop for the generation under way.
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
@@ -350,7 +350,7 @@ def compose_strategies(
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
-    """The caches that lie on the models which a pipeline calls now."""
+    """The caches of the models that a pipeline calls now."""
     models = [model for name in DENOISER_NAMES if (model := getattr(pipe, name, None)) is not None]
     return [cache for model in models if (cache := find_transformer_cache(unwrap_compiled(model))) is not None]
 
@@ -370,7 +370,7 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
 
 
 def move_pipeline(pipe: Any, device: torch.device) -> None:
-    """Moves a pipeline to a device, if some of it is elsewhere: diffusers looks through all of it in any case."""
+    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there."""
     modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     if any(x.device != device for part in modules for x in (*part.parameters(), *part.buffers())):
         pipe.to(device)
@@ -400,7 +400,7 @@ def check_pipeline(pipe: Any) -> None:
 def _build_block_hooks(
     pipe: Any, plan: Plan, mesh: Mesh, options: CompositionOptions
 ) -> tuple[TransformerHooks, ContextParallelSplits | None]:
-    """The hooks for a model, by what is known of it, and what a table of splits splits in its calls."""
+    """The hooks for a model, by its spec or its table of splits, and what that table splits in its calls."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
     tables = {} if calls_whole_model else registry.find_cp_plans(pipe, options.cp_plan)
     if tables:
@@ -417,7 +417,7 @@ def _build_context_parallel_hooks(
     """For models that have a table of splits: all weights on every rank, one stage, one patch."""
     transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in tables}
     kind = type(next(iter(transformers.values()))).__name__
-    # It refuses two models that are called in turns: their branches of guidance cannot be shared out.
+    # It raises for two models that are called in turns: their branches of guidance cannot be shared out.
     if plan.cfg * plan.data > 1:
         registry.find_loop_model(pipe)
     if compile:
@@ -475,7 +475,7 @@ def _build_warmup_group(
 def _shard_transformer(
     pipe: Any, model: torch.nn.Module, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool
 ) -> ShardedTransformer:
-    """Leaves this rank its share of the weights of every block, and makes the pipeline refuse what needs whole ones."""
+    """Keeps this rank's share of the weights of every block, and makes the pipeline refuse what needs whole weights."""
     if plan.tensor == 1:
         return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
     table = find_tensor_table(model, spec)

@@ -2,9 +2,9 @@
 
 For a plan, a rank reads its share of the weights and nothing else (docs/loading.md).
 
-What can be seen without reading weights (files that are missing or cut short, pickles) is refused before anything is
-read. huggingface_hub holds a lock while it downloads a file, and ranks that want the file wait for the lock: as long as
-the model's folder in the cache grows, a waiting rank reports progress.
+Files that are missing or cut short, and pickles, are refused before any weight is read. huggingface_hub keeps a lock
+while it downloads a file, and other ranks wait for the lock. A waiting rank reports progress as long as the model's
+folder in the cache grows.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def find_model_source(name: str, variant: str | None = None, *, weights: bool = 
 
     Args:
         variant: of the files that will be read.
-        weights: whether they will be read; configs alone are enough to say how a model would be divided.
+        weights: whether they will be read; to say how a model would be divided, configs are enough.
 
     Raises:
-        ModelError: if `name` is none of the three.
+        ModelError: if `name` is no bundled model, no folder and no hub id.
         LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
     """
     if name and isinstance(name, str | Path):
@@ -91,7 +91,7 @@ def load(
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
-    # Here and not above: listing models and reading their options needs no torch.
+    # Not at the top of the module, because listing models and reading their options must not import torch.
     import safetensors
     from diffusers import DiffusionPipeline
 
@@ -123,10 +123,10 @@ def load(
 
 
 def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
-    """The folder, if it is a pipeline whose weights (of a variant) are there and whole, as far as their headers tell.
+    """The folder, after a check that it is a pipeline and that its weights (of a variant) are there and whole.
 
     Raises:
-        LoadError: if it is not.
+        LoadError: if something is missing, as far as the headers of the weights say.
     """
     for part, entry in _read_json_object(_require_model_index(folder) / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
@@ -141,7 +141,7 @@ def _require_model_index(folder: Path) -> Path:
 
 
 def _check_component(part: Path, variant: str | None) -> None:
-    """A component that is a model has a config.json, and weights beside it."""
+    """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights beside it."""
     if not part.is_dir():
         raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
     if not (part / "config.json").exists():
@@ -159,7 +159,7 @@ def _check_component(part: Path, variant: str | None) -> None:
 
 
 def _list_weight_files(part: Path, variant: str | None) -> list[Path]:
-    """The files that are there or that an index names: of the variant, where there is one of it, else all."""
+    """The files that are there or that an index names: those of the variant if it has some, else all."""
     indices = list(part.glob(f"*.safetensors.index.{variant}.json")) if variant is not None else []
     files = set() if indices or variant is None else set(part.glob(f"*.{variant}.safetensors"))
     if not indices and not files:
@@ -182,7 +182,7 @@ def _check_weight_file(file: Path) -> None:
 
 
 def _check_no_missing_weights(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
-    """Refuses a transformer whose files lack weights: diffusers makes random ones, and draws with them."""
+    """Raises `LoadError` for a transformer whose files lack weights: diffusers would fill them with random numbers."""
     import safetensors
 
     transformer, there = getattr(pipe, "transformer", None), set()
@@ -197,10 +197,10 @@ def _check_no_missing_weights(pipe: DiffusionPipeline, part: Path, variant: str 
 
 
 def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
-    """The type of a model's weights: as it is wanted, else bfloat16 on GPUs; the bundled ones stay in float32.
+    """The type of a model's weights: `wanted` if it is given, else bfloat16 on GPUs, and float32 for bundled models.
 
     Raises:
-        ModelError: if it is not known.
+        ModelError: if the type is not known.
     """
     import torch
 
@@ -234,7 +234,7 @@ def _join_error_lines(error: Exception) -> str:
 def report_download_progress(repository: str) -> Iterator[None]:
     """Reports progress of this rank of `launch` whenever the cache folder of a repository (its hub id) has grown.
 
-    A download that hangs adds nothing, so the run stalls.
+    A download that hangs reports nothing, so `launch` ends the run after its stall timeout.
     """
     if env.read_progress_fd() is None:
         yield
@@ -250,7 +250,7 @@ def report_download_progress(repository: str) -> Iterator[None]:
 
 
 def find_blob_folder(repository: str) -> Path:
-    """Where the files of a model are kept, the unfinished ones too."""
+    """The folder of the hub's cache with the files of a model, unfinished ones included."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -269,7 +269,7 @@ def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and time of each file."""
     file_stats = {}
     for path in folder.glob("*"):
-        # A file that is complete is renamed, maybe just now.
+        # The hub renames a file that is complete, perhaps between `glob` and `stat`.
         with suppress(FileNotFoundError):
             facts = path.stat()
             file_stats[path.name] = (facts.st_size, facts.st_mtime_ns)

@@ -1,8 +1,8 @@
-"""LoRAs on a divided pipeline: each rank loads what belongs to the modules that it holds.
+"""LoRAs on a divided pipeline: each rank loads what belongs to the modules that it has.
 
-The pipeline's own `load_lora_weights` runs. It gets a state dict without the keys of placeholders, in which peft finds
-no target. A component with none of a LoRA's modules gets its name alone, so that the adapter is switched, scaled, fused
-and deleted alike on every rank.
+The pipeline's own `load_lora_weights` runs, on a state dict without the keys of placeholders, in which peft would find
+no target. A component that has none of a LoRA's modules on this rank gets an empty adapter of the same name, so that
+every rank can switch, scale, fuse and delete it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 
 
 def _check_whole_weights(part: nn.Module) -> None:
-    """A LoRA's factors are whole: peft would not fit them to a share of a weight, or fill that up with zeros."""
+    """Raises `ModelError` if only a share of the weights was loaded: peft cannot fit a LoRA's whole factors to it."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and loaded.shard[1] > 1:
         raise ModelError(
@@ -62,11 +62,11 @@ def _check_whole_weights(part: nn.Module) -> None:
 
 
 class _NothingHereError(Exception):
-    """All that a LoRA changes belongs to other ranks; pipelines take an empty state dict for a broken file."""
+    """All modules of a LoRA are on other ranks. It ends the loading, because pipelines refuse an empty state dict."""
 
 
 class _LoraKeyFilter:
-    """Takes the keys of placeholders out of a LoRA, and notes the components of what is kept and dropped."""
+    """Removes the keys of placeholders from a LoRA, and notes the components of the keys that it keeps and drops."""
 
     def __init__(self, pipe: Any, parts: dict[str, nn.Module]) -> None:
         self._read, self._parts = pipe.lora_state_dict, parts
@@ -87,7 +87,7 @@ class _LoraKeyFilter:
         return sifted, *(self._select_local_keys(part) if isinstance(part, dict) else part for part in others)
 
     def list_components_elsewhere(self) -> set[str]:
-        """The components of which a LoRA changes modules, but none that are here."""
+        """The components that a LoRA changes on other ranks but not on this one."""
         return self._dropped - self._kept
 
     def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""What a rank reads of a pipeline: its blocks of the transformer, its part of the text encoders.
+"""Loads this rank's share of a pipeline: its blocks of the transformer, and its part of the text encoders.
 
-The transformer is built as diffusers builds it, but empty; blocks of other stages become placeholders; then it is read.
+The transformer is built as diffusers builds it, but without weights. Blocks of other stages become placeholders. Then
+the weights of what is left are read.
 """
 
 from __future__ import annotations
@@ -89,12 +90,12 @@ def load_partial_transformer(
     *,
     variant: str | None = None,
 ) -> nn.Module:
-    """A transformer with the weights of a rank's blocks, and of what every rank holds, on the CPU.
+    """A transformer with the weights of a rank's blocks, and of what every rank has, on the CPU.
 
     Args:
         cls: its class in diffusers.
         locate: finds its files.
-        config: its config.json.
+        config: the path of its config.json.
 
     Raises:
         ModelError: if it has no spec.
@@ -106,7 +107,7 @@ def load_partial_transformer(
     owned = select_local_blocks(divide_into_stages(block_hooks, plan), at["pipefusion"], plan.num_whole_stages)
     stored_variant = variant if variant is not None and _has_variant_files(locate, variant) else None
     checkpoint = Checkpoint.open_checkpoint(locate, STEM, stored_variant)
-    # While all blocks are there: every rank says what any rank lacks.
+    # Before blocks are emptied, so that a missing weight raises on every rank and not only on its owner.
     if lacking := checkpoint.list_missing_names(made.state_dict()):
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
     weights, part, shard = block_hooks.describe_weights(), None, (at["tensor"], plan.tensor)
@@ -121,14 +122,14 @@ def load_partial_transformer(
 
 
 def _build_empty_model(cls: type[Any], config: Path, dtype: torch.dtype) -> Any:
-    """The model with all on the meta device that the checkpoint will fill."""
+    """The model; tensors that the checkpoint will fill are on the meta device."""
     values, unused, _ = cls.load_config(config, return_unused_kwargs=True, return_commit_hash=True)
     with _use_default_dtype(dtype), init_on_meta_device():
         made = cls.from_config(dict(values), **unused)
-    # All on the meta device where all is saved: SD3's table takes more memory while it is computed than a stage does.
+    # If all tensors are saved, all are made on the meta device: computing SD3's table takes more memory than a stage.
     if not any(_has_unsaved_tensors(module) for module in made.modules()):
         return made
-    # A tensor that is not saved (a table of sines) needs its value, as in diffusers: parameters alone are left empty.
+    # A tensor that is not saved (a table of sines) needs its value, so only parameters are left empty, as in diffusers.
     with _use_default_dtype(dtype), no_init_weights(), accelerate.init_empty_weights():
         return cls.from_config(dict(values), **unused)
 
@@ -146,7 +147,7 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
 
 @contextmanager
 def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The dtype that modules are made in."""
+    """Sets the dtype of modules that are made within it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -161,7 +162,7 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
         return locate_in_folder(source / name)
 
     def locate_hub_file(file: str) -> Path | None:
-        # Also raised where the file is not in the cache and the hub cannot be reached.
+        # `EntryNotFoundError` is also raised if the file is not in the cache and the hub cannot be reached.
         try:
             return Path(hf_hub_download(source, file, subfolder=name))
         except EntryNotFoundError:
@@ -180,7 +181,7 @@ def _read_model_index(source: Path | str) -> dict[str, Any]:
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:
-    """Whether a component comes in a variant; where it does not, diffusers takes the plain one."""
+    """Whether a component has files of a variant; if it has none, diffusers takes the plain ones."""
     stems = (STEM, "model")
     names = [f"{s}{end}" for s in stems for end in (f".{variant}.safetensors", f".safetensors.index.{variant}.json")]
     return any(locate(name) is not None for name in names)

@@ -2,9 +2,10 @@
 
     ditile.quantize(pipe, "int8_weight_only")
 
-Weight-only types store few bits and multiply in the dtype of the model. The others quantize each token's activations
-too, while they run; they are fast only with integer or float8 matrix units, and compiled. No layer is touched before
-one of each shape was tried on a few numbers: what cannot run here is refused, or left as it is and reported.
+Weight-only types store few bits and multiply in the dtype of the model. The other types also quantize the activations
+of each token in every call; they are fast only if they are compiled, on devices with integer or float8 matrix units.
+One layer of each shape is tried before any layer is changed. A layer that cannot run here stays as it is and is
+reported; if none can, `ModelError` is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ditile.parallel.tensor.tensor import is_sharded
 
 LOG = logging.getLogger("ditile")
 EXCLUDED = ("embedder", "embed")
-"""Parts of the names of layers that are left alone by default."""
+"""By default, layers with one of these in their names are not quantized."""
 
 ALIASES = {
     "fp8_w8a16_wo": "float8_weight_only",
@@ -39,10 +40,10 @@ ALIASES = {
     "int4_w4a8_dq": "int4",
     "int4_w4a4_dq": "int4_w4a4",
 }
-"""Other names of the types: bits of weights and activations, weight only or dynamic."""
+"""Other names of the types, with the bits of weights (w) and activations (a); wo is weight only, dq dynamic."""
 
 WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
-"""Why layers are left alone that diffusers loads in float32, whichever dtype is asked for."""
+"""The reason for layers that are not quantized because diffusers loads them in float32, whatever the dtype."""
 
 T = TypeVar("T")
 _RECORDS = "_quantized_by_ditile"
@@ -61,8 +62,8 @@ class QuantizationScales:
     """How many numbers share a scale.
 
     Attributes:
-        per_row: a row of weights, and a token, have one each; else a layer has one, and a call.
-        group: numbers of a row of weights that share one, in the 4-bit types.
+        per_row: each row of weights and each token has its own scale; else each layer and each call has one.
+        group: numbers of a row of weights that share a scale, in the 4-bit types.
     """
 
     per_row: bool
@@ -71,12 +72,12 @@ class QuantizationScales:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationRecord:
-    """What became of a model.
+    """What one call of `quantize` did to a model.
 
     Attributes:
-        quant_type: what was asked for, by its first name.
-        layers: those that were quantized.
-        left: those that the type cannot take, or that the model is to keep in float32 -> why.
+        quant_type: the type, under its name in `QUANT_TYPES`.
+        layers: the names of layers that were quantized.
+        left: the names of those that the type cannot take, or that the model keeps in float32 -> the reason.
         bytes_before, bytes_after: of all parameters of the model.
     """
 
@@ -101,10 +102,10 @@ def quantize_models(
     *,
     group_size: int = 128,
 ) -> None:
-    """Quantizes the Linears of one or several models: what `ditile.quantize` does to those of a pipeline.
+    """Quantizes the Linears of one or several models; its arguments are those of `quantize`.
 
     Raises:
-        ModelError: as there. Nothing was changed then, in none of the models.
+        ModelError: as in `quantize`. No model was changed then.
     """
     name = ALIASES.get(quant_type, quant_type)
     scales = QuantizationScales(per_row=per_row, group=group_size)
@@ -116,13 +117,13 @@ def quantize_models(
 
 
 def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
-    """What `quantize` did to a model, call by call."""
+    """The records of a model, one for each call of `quantize` that changed it."""
     return list(vars(unwrap_compiled(model)).get(_RECORDS, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizationWork:
-    """What will be done to a model; all of it was tried."""
+    """The layers of a model that will be quantized, and how; each shape was tried."""
 
     model: nn.Module
     name: str
@@ -134,7 +135,7 @@ class _QuantizationWork:
     def plan_quantization(
         cls, model: nn.Module, name: str, exclude: Sequence[str], scales: QuantizationScales
     ) -> _QuantizationWork:
-        """Refuses what cannot be done, before anything is changed."""
+        """Tries one layer of each shape. Raises `ModelError`, before anything is changed, if none can be quantized."""
         if name not in QUANT_TYPES:
             raise ModelError(f"quant_type={name!r} is not known; try {', '.join(QUANT_TYPES)}")
         if isinstance(exclude, str):
@@ -183,7 +184,7 @@ class _QuantizationWork:
 
 
 def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
-    """The Linears to be quantized, by path; and the paths of those that are kept in float32. LoRAs are neither."""
+    """The Linears to be quantized, by path, and the paths of those that stay in float32. LoRAs are in neither."""
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
     plain = {path: layer for path, layer in own.items() if is_plain_parameter(layer.weight)}
@@ -204,7 +205,7 @@ def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, 
 def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: QuantizationScales
 ) -> None:
-    """Refuses what need not be tried."""
+    """Raises `ModelError` for a type that is known not to run, without a trial."""
     package = "bitsandbytes" if name == "bitsandbytes_4bit" else "torchao"
     if name == "int4_w4a4":
         raise ModelError(
@@ -273,7 +274,7 @@ def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
 
 
 def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
-    """bitsandbytes' Linear quantizes as it is moved to the device where it already is."""
+    """A Linear of bitsandbytes in the type NF4. Its weight is quantized by `to`, even to the device where it is."""
     import bitsandbytes  # type: ignore[import-not-found]
 
     width, out, weight = layer.in_features, layer.out_features, layer.weight
@@ -287,7 +288,7 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
 
 
 def _list_torchao_configs(name: str, device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
-    """The configs of torchao for a type, the best first. None of them sets what the whole process compiles with."""
+    """The configs of torchao for a type, the best first. None of them changes torch.compile's global settings."""
     from torchao import quantization as torchao  # type: ignore[import-untyped]
 
     on_cpu = device.type == "cpu"
@@ -335,20 +336,20 @@ def quantize(
 ) -> T:
     """Quantizes the Linears of a model in place, on the device where they are; before `parallelize` or after it.
 
-    Those of the model's `_keep_in_fp32_modules`, which diffusers loads in float32, stay as they are.
+    Linears of the model's `_keep_in_fp32_modules`, which diffusers loads in float32, are not quantized.
 
     Args:
-        target: a transformer or any other module; or a pipeline or a runner, whose transformers (those of guidance and
-            priors too) and U-Net are meant.
+        target: a transformer or any other module; or a pipeline or a runner, of which all transformers (those of
+            guidance and priors too) and the U-Net are quantized.
         quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
             float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES`.
-        exclude_layers: a layer whose name has one of these in it is left alone.
-        per_row: a scale for each row of weights and each token; False gives a layer and a call one each, so that a
-            token depends on which others it is computed with. Of no effect on the 4-bit types.
+        exclude_layers: a layer whose name has one of these in it is not quantized.
+        per_row: a scale for each row of weights and each token. False gives each layer and each call one scale, so that
+            the result of a token depends on the other tokens of the call. It has no effect on the 4-bit types.
         group_size: numbers of a row that share a scale, in the 4-bit types of torchao.
 
     Returns:
-        The target. What was done is logged, and `ditile.runner.quantize.list_quantization_records(model)` has it.
+        The target. What was done is logged, and `ditile.runner.quantize.list_quantization_records(model)` returns it.
 
     Raises:
         ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or
@@ -363,7 +364,7 @@ def _find_target_models(target: Any) -> list[nn.Module]:
         return [target]
     pipe = getattr(target, "pipe", target)
     models: list[nn.Module] = []
-    # Suppressed, since a pipeline may have a U-Net alone.
+    # A pipeline may have a U-Net and no transformer, which `find_transformers` refuses.
     if hasattr(pipe, "__dict__"):
         with contextlib.suppress(ModelError):
             models = find_transformers(pipe)

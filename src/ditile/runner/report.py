@@ -1,4 +1,4 @@
-"""What one call of a runner took on this rank, by its device's own clock, as numbers."""
+"""The report of one call of a runner on one rank: seconds by the device's own clock, bytes sent, and memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Report:
 
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
-        steps: steps that ran.
-        synchronous: the synchronous ones of them, from 0; with warmup=auto those that it chose.
+        steps: number of steps that ran.
+        synchronous: the synchronous steps, from 0; with warmup=auto those that it chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
-        text_tokens: in the sequence of joint attention; None where no block was looked into.
+        text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;
             empty unless the call was traced.
@@ -53,7 +53,7 @@ class Report:
 
 
 class CallMeter:
-    """Times and counts one call, and never waits for the device before its end.
+    """Times and counts one call. Before its end it never waits for the device.
 
     Args:
         device: of this rank.
@@ -75,19 +75,19 @@ class CallMeter:
         self._began = self._loop_began = self._ended = self._clock.mark_point()
 
     def mark_loop_begin(self) -> None:
-        """The loop begins."""
+        """Notes that the loop begins."""
         self._loop_began = self._ended = self._clock.mark_point()
         self._trace.mark_step()
 
     def record_step_end(self, key_bytes: int, text: int | None) -> None:
-        """A step ended."""
+        """Notes the end of a step, with the bytes of stale keys and the text tokens of the sequence."""
         self._ended = self._clock.mark_point()
         self._trace.mark_step()
         self._steps += 1
         self._key_bytes, self._text = key_bytes, text
 
     def build_report(self, synchronous: list[int], cache_bytes: int) -> Report:
-        """Ends the call, of these synchronous steps, with so many bytes in caches."""
+        """Ends the call, and waits for the device; `synchronous` are its steps, `cache_bytes` the bytes of caches."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)

@@ -1,7 +1,7 @@
-"""The call around the user's pipeline: the same arguments and the same result object, on every rank.
+"""The runner: a pipeline under a plan, which every rank calls with the pipeline's arguments, for the same result.
 
-It binds the arguments, refuses what a patch pipeline cannot honour, makes sure that all ranks were called alike and
-draw the same random numbers, and measures.
+A call binds the arguments, refuses those that cannot be honoured exactly, checks that all ranks were called alike and
+draw the same random numbers, runs the pipeline, and measures.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Runner:
 
     Attributes:
         pipe: the pipeline; between calls it may be used in every way that does not run its transformer.
-            Load LoRAs with `ditile.load_lora`: peft raises on a stage that none of a LoRA's blocks belong to.
+            Load LoRAs with `ditile.load_lora`: peft raises on a stage that has no block of a LoRA.
         plan: how it is divided.
-        mesh: this rank, its place on each axis, and the process groups of them.
-        devices: of each rank.
+        mesh: this rank, its place on each axis, and the process groups of the axes.
+        devices: the device of each rank.
         trace: whether the next call records a trace.
         report: what the last call took on this rank; None before the first.
     """
@@ -70,9 +70,9 @@ class Runner:
         self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: str | None = None
         self._decisions: AgreementGroups | None = None
-        # The shape of the last call and not the call, which may hold images and embeddings.
+        # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
         self._last: Shape | None = None
-        # enable_cache may give the pipeline another class later, whose call is the one of this runner.
+        # The class as it is now: enable_cache may give the pipeline another class later, whose call is this runner.
         self._kind = type(self.pipe)
         self._signature = inspect.signature(self.pipe.__call__)
         parameters = self._signature.parameters.values()
@@ -82,7 +82,7 @@ class Runner:
         """Generates, with the arguments and the result of `pipe(...)`.
 
         Args:
-            output: "all" gives every rank the result; "first" decodes on rank 0 only, the others get None.
+            output: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
 
         Raises:
             ModelError: if an argument cannot be honoured exactly.
@@ -172,7 +172,7 @@ class Runner:
             write_chrome_trace(path, [[TraceEvent(*event) for event in of_rank] for of_rank in events])
 
     def job(self) -> PlannedCall | None:
-        """The last call, or before it the pipeline's default one, as numbers; None without a spec."""
+        """The last call, or before the first the pipeline's default call, as numbers; None without a spec."""
         if not self._parts.spec.blocks:
             return None
         parts, shape = self._parts, self._last or self._build_call_shape({})
@@ -181,7 +181,7 @@ class Runner:
         return PlannedCall(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
 
     def __str__(self) -> str:
-        """Rank -> device, place, blocks, tokens, parameters, keys, bytes per step; for the last call's size."""
+        """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
         name, job, counts = type(self.pipe).__name__, self.job(), self._parameter_counts
         if job is None:
             return describe_whole_model(name, type(self._parts.model).__name__, self.plan, self.devices, counts)
@@ -203,32 +203,32 @@ class Runner:
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
             result = self._kind.__call__(self.pipe, **call)
-        # The last stage of the first replica, which always has images, drew what the pipeline draws.
+        # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
 
     def _find_call_refusal(self, call: Mapping[str, Any]) -> str | None:
-        """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all."""
+        """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all calls."""
         if self._parts.calls_whole_model:
             return None
         reason = self._parts.spec.refuse(self.pipe, call)
-        # Without blocks no patch is stepped: every rank steps whole images.
+        # Without known blocks there are no patches: every rank steps whole images.
         if reason is None and self._parts.spec.blocks:
             reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
-        """Refuses, before anything runs, a call that the plan does not fit."""
+        """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
         if not self._parts.spec.blocks:
             return
         shape = self._build_call_shape(call)
-        # Embeddings may have any length, so the text is not checked.
+        # Prompt embeddings may have any length, so the number of text tokens is not checked.
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
             facts = Facts(branches=facts.branches)
-        # With binning the pipeline draws another size than the call has.
+        # With resolution binning the pipeline draws another size than that of the call.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
@@ -248,7 +248,7 @@ class Runner:
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
 
     def _assert_ranks_agree(self, call: Mapping[str, Any], refused: str | None) -> None:
-        """Raises on every rank if one refuses, or was called with other arguments: the others would wait for it."""
+        """Raises on every rank if one rank refuses or has other arguments: else the others would wait for it."""
         kinds = (str, int, float, bool)
         plain: dict[str, Any] = {name: value for name, value in call.items() if isinstance(value, kinds)}
         plain["cache"] = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
@@ -297,13 +297,12 @@ def parallelize(
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
-        attention: the kernel of all attention that is handed over, as diffusers names it; by default as the pipeline
-            has it.
+        attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
         cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
             class, where it has no `ModelSpec`.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
-        groups: process groups that runners share which run one at a time; by default its own.
+        groups: process groups that several runners share, of which only one runs at a time; by default its own.
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
@@ -313,21 +312,21 @@ def parallelize(
     """
     plan = Plan() if plan is None else require_plan(plan)
     check_pipeline(pipe)
-    # Before there are groups: their first messages make a context on the current GPU.
+    # Before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
     mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
     options = CompositionOptions(keep_weights, text_after, attention, cp_plan, compile, checks)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
-    # Behind all refusals: a rank that raised would leave the others waiting here.
+    # Behind all that may raise: the other ranks would wait here for a rank that raised.
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 
 
 def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call needs statistics of the whole prediction, which are not exact where that is partly stale, or None."""
+    """Why a call needs statistics of the whole prediction, which are not exact if it is partly stale; or None."""
     if call.get("guidance_rescale"):
         return (
             f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "

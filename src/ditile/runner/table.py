@@ -1,4 +1,4 @@
-"""The table of a plan on a model: what each rank holds, keeps and sends, and how fast it can get at best."""
+"""The table of a plan on a model: what each rank stores and sends, and the upper bound of the speed-up."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     """The table as text.
 
     Args:
-        model: what to call it.
+        model: the name that the table shows.
         job: the call under its plan.
-        devices: of each rank.
-        parameters: that each rank holds; by default an estimate, which divides norms and biases too.
+        devices: the device of each rank.
+        parameters: the number that each rank has; by default an estimate, which divides norms and biases too.
     """
     plan, shape, weights = job.plan, job.shape, job.weights
     rows = [job.image_layout.count_rows(patch) for patch in range(job.image_layout.num_patches)]
@@ -60,7 +60,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_whole_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int]
 ) -> str:
-    """The same for a model without a `ModelSpec`: every rank has the whole of its weights."""
+    """The table for a model without a `ModelSpec`: every rank has all of its weights."""
     table = Table("rank", "device", "place", "parameters")
     for rank, device in enumerate(devices):
         table.add_row(str(rank), device, _format_rank_place(plan, rank), f"{parameters[rank] / 1e6:,.2f} M")
@@ -68,7 +68,7 @@ def describe_whole_model(
 
 
 def _format_rank_place(plan: Plan, rank: int) -> str:
-    """The coordinates of a rank on the axes that are used; with one rank there are none."""
+    """The coordinates of a rank on the axes that are used; "-" if none is."""
     at = compute_coordinates(plan, rank)
     names = {"pipefusion": "stage"}
     used = [name for name in AXES if getattr(plan, name) > 1]
@@ -84,7 +84,7 @@ def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:
-    """The bound: that of the stages, times the degrees that divide every step; replicas make more images at a time."""
+    """The bound of the stages, times the degrees that divide every step; data parallelism makes more images."""
     parts = compute_axis_bounds(job)
     named = " x ".join(f"{name} {bound:.2f}".removesuffix(".00") for name, bound in parts.items())
     return f"{math.prod(parts.values()):.2f}x" + (f" ({named})" if len(parts) > 1 else "")

@@ -1,1 +1,1 @@
-"""What is measured: speed, memory and quality of plans and caches, this machine, and predictions beside all of it."""
+"""`ditile bench`: measures seconds and memory of plans and caches side by side, beside what was predicted."""

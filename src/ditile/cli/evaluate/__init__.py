@@ -1,1 +1,1 @@
-"""See the files."""
+"""`ditile evaluate`: draws captions with plans and caches, and judges the pictures and the time."""
