@@ -1,1 +1,1 @@
-"""Which plan for this model, this size, this machine: cost, price, search."""
+"""Chooses the plan for a model, a size and a machine: counts work and bytes, predicts seconds, searches plans."""

@@ -1,4 +1,4 @@
-"""Answers the question of `ditile plan`, as a table and as JSON; `ditile.plan_for` returns the first plan."""
+"""The answer of `ditile plan`, as a table and as JSON; `ditile.plan_for` returns its first plan."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ALIKE = 0.005
-"""Plans whose latencies differ by less are as fast as each other; of a latency, a part that is not worth a word."""
+"""Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """The profile of the machine in a question.
+    """The profile of the machine that a question names, or of this machine.
 
     Raises:
-        PlanError: if there is none.
-        ModelError: if a file is none.
+        PlanError: if the hardware is not known, or this machine was not measured.
+        ModelError: if a file is no profile.
     """
     if ask.hardware is not None:
         return hardware.load_profile(ask.hardware, ask.interlink)
@@ -65,7 +65,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
 
 
 def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
-    """The arguments of the call, the model's own where none are given."""
+    """The arguments of the call that a question is about; the model's own defaults fill the gaps."""
     if ask.model in list_published_models():
         own = json.loads((CONFIGS / ask.model / "generation.json").read_text("utf-8"))
     else:
@@ -84,11 +84,11 @@ def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Prices, the best first.
+    """What `ditile plan` found.
 
     Attributes:
-        model, hardware, devices: of the question.
-        result: the prices.
+        model, hardware, devices: those of the question.
+        result: the prices, the fastest plan first.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
     """
 
@@ -173,10 +173,10 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
 
     Args:
         ask: the question.
-        all_devices: only plans that use every device: the ranks that are there already.
+        all_devices: search only plans that use every device, as when the ranks were started already.
 
     Raises:
-        PlanError: if no plan fits, or the priced one does not.
+        PlanError: if no plan fits, or the plan to be priced does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
     profile = load_machine_profile(ask)
@@ -209,12 +209,12 @@ def plan_for(
 ) -> Plan:
     """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
 
-    The first rank says it in one line on standard error.
+    The first rank prints it as one line on standard error.
 
     Args:
         model: a published model, a bundled one, a folder or a hub id.
-        min_psnr: in dB: instead, the fastest plan without a cache that was evaluated (`ditile evaluate`) with at least
-            that; `devices` and `max_latency` are its upper bounds.
+        min_psnr: in dB. With it nothing is predicted: the plan is the fastest one without a cache that `ditile
+            evaluate` measured with at least this PSNR; `devices` and `max_latency` are its upper bounds.
         evaluation: the folder of that evaluation; the one that comes with the model by default.
         asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others of
             `ditile plan`.
@@ -248,7 +248,7 @@ def _print_on_first_rank(line: str) -> None:
 
 
 def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
-    """For each price one phrase: what the first is made of, and why each other is slower."""
+    """One phrase for each price: the parts of the first one's latency, and why each other plan is slower."""
     best = prices[0]
     yield f"the fastest: {describe_shares(best)}" if len(prices) > 1 else describe_shares(best)
     for price in prices[1:]:
@@ -262,7 +262,7 @@ def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
 
 
 def describe_shares(price: Price) -> str:
-    """The share of compute, and the largest other part."""
+    """The share of compute in a latency, and the largest other part."""
     parts = _split_latency(price)
     share = {kind: parts[kind] / price.latency_s for kind in parts}
     name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])

@@ -1,7 +1,7 @@
-"""Picks a plan and a cache from a stored evaluation (`ditile evaluate`) for a budget of quality or time. Pure.
+"""Chooses a plan and a cache from a stored evaluation (`ditile evaluate`) for a budget of quality or time.
 
-choose(rows, min_psnr=30)       the fastest setting whose mean PSNR to the original pipeline is at least 30 dB
-choose(rows, max_latency=5)     of the settings that took at most 5 s, the one that comes closest to the original
+choose(rows, min_psnr=30)      the fastest setting whose mean PSNR to the original pipeline is at least 30 dB
+choose(rows, max_latency=5)    of the settings that took at most 5 s, the one that comes closest to the original
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ditile.plan.flags import define_option
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "assets" / "evaluations"
 IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
-"""The keys of a row that `choose` reads; JSON may have a whole number for a float."""
+"""The keys of a row that `choose` reads; JSON may have a whole number in place of a float."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What a picture may cost; plan and cache then come from an evaluation.
+    """Bounds on the quality or the time of a picture, for which plan and cache are chosen from an evaluation.
 
     Raises:
-        ModelError: if a value is out of its range, or belongs to a budget and there is none.
+        ModelError: if a value is out of its range, or needs a bound that is not given.
     """
 
     min_psnr: float | None = define_option(
@@ -72,13 +72,13 @@ def choose(
 
     Args:
         rows: the `settings` of an `evaluation.json`, the original pipeline among them.
-        min_psnr: dB, of the mean over captions. The fastest of the settings that have it is picked.
-        max_latency: seconds, as they were measured. Without `min_psnr` the setting of the highest PSNR is picked, of
-            several the fastest.
-        world: ranks that there are; settings of more are left out.
+        min_psnr: the least mean PSNR over captions, in dB. The fastest of the settings that reach it is chosen.
+        max_latency: the most seconds, as they were measured. Without `min_psnr` the setting of the highest PSNR is
+            chosen, of several the fastest.
+        world: the number of ranks that there are; settings of more ranks are left out.
 
     Raises:
-        PlanError: if no setting will do; it says the best there is.
+        PlanError: if no setting is within the bounds; the message names the best one.
     """
     there = [row for row in rows if world is None or row["world"] <= world]
     if not there:
@@ -111,7 +111,7 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
 
     Args:
         model: as `--model` names it.
-        source: the folder or file; by default what comes with this package for the model.
+        source: the folder or file; by default the evaluation of the model in this package.
 
     Raises:
         LoadError: if there is none, or it cannot be read.

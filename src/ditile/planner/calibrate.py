@@ -1,10 +1,11 @@
-"""Measures this machine into a profile: curves of one device, links between ranks, and one fit to real calls.
+"""Measures this machine for a profile: curves of one device, links between ranks, and a fit to real calls.
 
-Every rank computes with the same number of threads. One rank measures the curves. What a kernel costs besides its work
-is on no curve: it is fitted to calls of the bundled models.
+Every rank computes with the same number of threads. One rank measures the curves. The curves do not show what a kernel
+costs besides its work, so that is fitted to calls of the bundled models.
 
-On CPUs a product of matrices, timed behind each measurement, says whether somebody else slowed the cores meanwhile. It
-alone decides what is measured again, so that no method is favoured. `ditile bench --remeasure` uses it too.
+On CPUs a product of matrices is timed after each measurement. If it is slow, another process slowed the cores, and the
+measurement is repeated. No other rule repeats one, so that no method is favoured. `ditile bench --remeasure` does this
+too.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ PARTS, LINK_PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES), 10
 LARGEST = 2**33
 """Operations of the largest call that is timed."""
 BUDGET, REPEATS = 0.03, 5
-"""Seconds that a call is repeated for, and in how many parts."""
+"""Seconds for which a call is repeated, and the number of parts that they are divided into."""
 
 LIMIT = 1.1
-"""A product that takes so many times its shortest shows that somebody else is there; alone it is within 1.05."""
+"""A product that takes more than this times its shortest was disturbed; on an idle machine it is within 1.05."""
 BUSY = 0.1
-"""Share of the measured seconds: if more than this was disturbed, the result does not describe the machine."""
+"""If a larger share of the measured seconds was disturbed, the result does not describe the machine."""
 PAUSE = 0.1
 SIDE, TIMES = 512, 7
 _Result = TypeVar("_Result")
 
 
 class SlowdownGauge:
-    """How much slower the cores of some ranks are now than at their best so far.
+    """Measures how much slower the cores of some ranks are now than at their best so far.
 
     Only CPUs are watched: a GPU is seldom shared, and slows down when it is warm.
 
     Args:
-        group: the ranks, which all call the gauge at once; None for this process alone. Ranks for which there is no
-            core left compute nothing.
+        group: the ranks, which all call the gauge at once; None for this process alone. If there are more ranks than
+            cores, the ranks without a core compute nothing.
         device: what they compute on.
 
     Attributes:
@@ -72,7 +73,7 @@ class SlowdownGauge:
             self._computes = rank < max(1, len(cores) // torch.get_num_threads())
 
     def __call__(self) -> float:
-        """How many times its shortest time a product takes now, on the slowest rank; the same on all ranks."""
+        """The time of a product over its shortest time, on the slowest rank; the same on all ranks. Collective."""
         if not self.watches:
             return 1.0
         own = 1.0
@@ -96,14 +97,14 @@ class DisturbanceGuard:
     """Repeats measurements that were disturbed, within bounds.
 
     Args:
-        slower: how many times as long as at its best the machine takes now; the same on all ranks.
-        times: how often measurements may be repeated, in all.
-        pauses: how many tenths of a second it may wait for others to leave, in all.
+        slower: measures by what factor the machine is slower than at its best; it returns the same on all ranks.
+        times: how many repetitions it may make in all.
+        pauses: how many tenths of a second it may wait in all until the machine is quiet.
 
     Attributes:
-        num_repeats: how often something was measured again.
-        last: how much slower the machine was after the last measurement.
-        seconds, disturbed_s: of all measurements that count, and of those after which the machine was slower.
+        num_repeats: the number of repetitions so far.
+        last: the factor after the last measurement.
+        seconds, disturbed_s: seconds of all measurements that count, and of those after which the machine was slower.
     """
 
     def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
@@ -146,9 +147,9 @@ class Bench:
 
     Args:
         device, dtype: what is measured.
-        done: called when a part of the measurements is done.
+        done: called after each part of the measurements.
         group: the ranks whose links are measured; all by default.
-        again: repeats what others disturbed; by default nothing is repeated.
+        again: repeats disturbed measurements; by default nothing is repeated.
     """
 
     def __init__(
@@ -175,11 +176,11 @@ class Bench:
         return self.make_random_tensor(size // self.dtype.itemsize * parts)
 
     def measure_seconds(self, call: Callable[[], Any]) -> float:
-        """The shortest time of a call in some runs without the first: other work on the machine only adds to it."""
+        """The shortest time of a call, the first run apart: other work on the machine can only add to it."""
         return self._again.measure_undisturbed(lambda: self._time_shortest_run(call))
 
     def measure_and_report(self, measure: Callable[[], float]) -> float:
-        """The result of a measurement that is one part of all."""
+        """The result of a measurement, after which the progress bar advances by one part."""
         value = self._again.measure_undisturbed(measure)
         self.done()
         return value
@@ -233,7 +234,7 @@ def _tabulate_rates(
     count_operations: Callable[[int, int], int],
     prepare: Callable[[int, int], Callable[[], Any]],
 ) -> Curve:
-    """A curve over two sizes; a call that is too large to be timed gets the rate of the next smaller one."""
+    """A curve over two sizes; a call that is too large to be timed gets the rate of the next smaller call."""
     rows = []
     for x in xs:
         row: list[float] = []
@@ -285,7 +286,7 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
 
 
 def measure_link(bench: Bench) -> Link:
-    """What joins the ranks of a group: messages from its first to its second, and collectives of all."""
+    """The link between the ranks of a group: messages from the first rank to the second, and collectives of all."""
     world, group = dist.get_world_size(bench.group), bench.group or dist.group.WORLD
     assert group is not None
     small, large = (_time_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
@@ -323,7 +324,7 @@ def measure_link(bench: Bench) -> Link:
 
 
 def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
-    """Seconds that a call adds to work, after which ranks are not ready at the same time."""
+    """Seconds that a call adds to some work. After work, ranks are not ready at the same time, as in real calls."""
     x, weight, bias = bench.make_linear(128, 512, 512)
 
     def compute_linears() -> None:
@@ -383,7 +384,7 @@ def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -
 
 
 def _measure_overlap(bench: Bench) -> float:
-    """The share of a message's time under which both ends compute on: 1 if it costs no time at all."""
+    """The share of a message's time during which both ends can compute: 1 if the message costs no time."""
     rank, first, second = _get_end_ranks(bench)
     operands, message = bench.make_linear(256, 512, 512), bench.make_message(MESSAGES[-1])
 
@@ -411,7 +412,7 @@ def _measure_overlap(bench: Bench) -> float:
 
     def measure_hidden_share() -> float:
         shares = []
-        # In turn, because the share is a difference of times.
+        # The three calls take turns, because their share is a difference of times.
         for _ in range(2 * REPEATS):
             dist.barrier(bench.group)
             alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
@@ -424,14 +425,14 @@ def _measure_overlap(bench: Bench) -> float:
 
 
 def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:
-    """The profile that comes closest to calls that were measured, by least squares of relative errors.
+    """The profile that comes closest to measured calls, by least squares of relative errors.
 
-    What a kernel costs besides its work is `kernel_s`, at least 0. All rates get one factor, at least 1, for a call
-    finds caches colder than a kernel that runs over and over.
+    `kernel_s`, at least 0, is the cost of a kernel besides its work. All rates are divided by one factor, at least 1,
+    because a kernel in a real call finds colder CPU caches than one that is repeated.
 
     Args:
         profile: with curves.
-        measured: of each call the seconds in the transformer, those of its work by the curves alone, and its kernels.
+        measured: for each call its seconds in the transformer, the seconds that the curves predict, and its kernels.
     """
     work, kernels = (torch.tensor([call[k] / call[0] for call in measured], dtype=torch.float64) for k in (1, 2))
     terms, ones = torch.stack([work, kernels], 1), torch.ones(len(work), 1, dtype=work.dtype)

@@ -1,10 +1,10 @@
-"""The tensors that are alive at once, counted: in a model's forward on the meta device, or exactly in real code.
+"""Counts the tensors that are alive at once: in a model's forward on the meta device, or exactly in real code.
 
-A `Footprint` is in numbers that grow with the tokens of a call. Which moment needs most memory depends on the call: a
-block's feed-forward with many image tokens, the text's with few. So all moments are kept that no other exceeds in every
-kind, and a call's peak is the largest of them at its own lengths.
+A `Footprint` counts numbers (elements of tensors), which grow with the tokens of a call. The moment that needs most
+memory depends on the call: a block's feed-forward with many image tokens, the text's with few. So a footprint keeps
+all moments that no other exceeds in every kind. The peak of a call is the largest of them at its own lengths.
 
-`LiveBytes` counts real tensors; it does not see what kernels use inside:
+`LiveBytes` counts real tensors, but not the memory that kernels use inside:
 
     with LiveBytes() as live:
         vae.decode(latents)
@@ -30,15 +30,15 @@ WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
 
 FRAMES = (3, 4)
-"""Latent frames that a VAE is counted with; what it holds with more of them is on the line through both."""
+"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both."""
 
 
 class LiveNumbers(NamedTuple):
     """Numbers that are alive at one time, of one row.
 
     Attributes:
-        once: whatever the lengths.
-        image, text, both: for each token of the image, the text, and the sequence of both.
+        once: those that do not depend on the lengths.
+        image, text, both: those for each token of the image, of the text, and of the sequence of both.
     """
 
     once: float = 0
@@ -62,10 +62,10 @@ class Footprint:
     """The numbers that are alive in a forward.
 
     Attributes:
-        moments: none of which exceeds another in every kind.
-        fused: the same where GELU is one kernel with the product in front of it.
+        moments: the moments, none of which exceeds another in every kind.
+        fused: the same if GELU is one kernel with the product in front of it.
         attending: the same of the moments in which attention is computed.
-        kept: of each block, the numbers that are kept for a whole generation.
+        kept: for each block, the numbers that are kept for a whole generation.
     """
 
     moments: tuple[LiveNumbers, ...]
@@ -74,7 +74,7 @@ class Footprint:
     kept: tuple[LiveNumbers, ...]
 
     def divide_by_ranks(self, channels: int, ranks: int) -> Footprint:
-        """The footprint of one of the ranks of tensor parallelism; a token has so many channels between blocks."""
+        """The footprint of one rank of tensor parallelism; `channels` is the width of a token between blocks."""
         whole = WHOLE * channels
 
         def divide_moments(moments: tuple[LiveNumbers, ...], whole: int) -> tuple[LiveNumbers, ...]:
@@ -150,7 +150,7 @@ class FootprintTracker(StorageTracker):
         self._attending.add(self._live_numbers)
 
     def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
-        """The footprint of all that was run; `kept` of each block."""
+        """The footprint of all that ran within the tracker; `kept` is that of `Footprint`."""
         every = (self._fused | self._gelu, self._fused, self._attending)
         moments, fused, attending = (tuple(find_pareto_front(candidates)) for candidates in every)
         return Footprint(moments, fused, attending, tuple(kept))
@@ -162,12 +162,12 @@ def count_decoder_numbers(config: Mapping[str, Any], kind: Any = AutoencoderKL) 
 
 
 def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
-    """The same of a VAE of frames, by the number of latent frames: from `FRAMES` on it is a line.
+    """The same for a VAE of frames, as a function of the number of latent frames; above `FRAMES` it is a line.
 
     Args:
         kind: its class.
         config: its config.
-        channels: what that calls the channels of latents.
+        channels: the config's name for the channels of latents.
     """
     peak_of_frames: dict[int, float] = {}
 

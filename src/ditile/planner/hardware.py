@@ -1,7 +1,7 @@
-"""Hardware that is not here: datasheets, and how much of them diffusion transformers get.
+"""Profiles of hardware that is not here: from datasheets, and from measurements that come with this package.
 
-A datasheet says what a device could do at most. What a transformer gets of it is a few shares and sizes, the same for
-all GPUs (`EFFICIENCY`). `python -m benchmarks.published` fits them to published latencies.
+A datasheet says what a device could do at most. `EFFICIENCY` says which shares of that a diffusion transformer reaches,
+the same for all GPUs. `python -m benchmarks.published` fits these shares to published latencies.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Datasheet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkEfficiency:
-    """What a link of any kind gives of its bandwidth, and costs besides.
+    """What transformers reach of a link's bandwidth, and what a message costs besides its bytes.
 
     Attributes:
         latency_s, call_s, crossing, reduce, overlap: see `Link`.
-        exchange: share of the bandwidth between two that a device has while all exchange, with all of its socket or
-            with its neighbours: what its own port gives.
+        exchange: share of the bandwidth between two devices that each device has while all of them exchange, with all
+            of their socket or with their neighbours.
     """
 
     latency_s: float
@@ -65,7 +65,7 @@ class LinkEfficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What transformers get of a GPU.
+    """What transformers reach of a GPU.
 
     Attributes:
         matmul: share of the operations in large matrices.
@@ -74,7 +74,7 @@ class Efficiency:
         attention_half: tokens, of queries and of keys, at which it is half of that.
         memory: share of the memory's bandwidth.
         kernel_s, micro_s: see `Profile`.
-        wire: of the links.
+        wire: the same of its links.
     """
 
     matmul: float
@@ -139,7 +139,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
 
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
-    """The profile of a device that reaches such shares of its datasheet."""
+    """The profile of a device that reaches the shares `gets` of its datasheet."""
     matmul = tuple(
         tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
         for rows in SIZES
@@ -182,10 +182,10 @@ def add_interlink(profile: Profile, interlink: str) -> Profile:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of "100Mbit", "10Gbit".
+    """Bits a second of a text such as "100Mbit" or "10Gbit".
 
     Raises:
-        PlanError: if it is none.
+        PlanError: if the text is no bandwidth.
     """
     bits = _parse_amount(text, "([kmg])()bit(?:/s)?")
     if not bits:
@@ -194,10 +194,10 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_byte_amount(text: str) -> int:
-    """Bytes of "48GB", "40GiB", "512MB".
+    """Bytes of a text such as "48GB", "40GiB" or "512MB".
 
     Raises:
-        PlanError: if it is none.
+        PlanError: if the text is no amount.
     """
     amount = _parse_amount(text, "([kmgt])(i?)b")
     if not amount:
@@ -206,6 +206,6 @@ def parse_byte_amount(text: str) -> int:
 
 
 def _parse_amount(text: str, unit: str) -> float:
-    """A number with a unit, whose groups are the prefix and the "i" of powers of 1024; 0 if the text is none."""
+    """A number with a unit; the groups of `unit` are the prefix and the "i" of powers of 1024. 0 if nothing matches."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
     return float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])) if match else 0.0

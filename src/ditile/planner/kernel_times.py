@@ -1,8 +1,8 @@
 """Counts what a transformer computes: its forward runs once on the meta device, and every kernel is noted.
 
 The forward is the family's own, at a size whose token counts cannot be confused: an operation on 703 rows belongs to
-the image, one on 59 to the text, one on 762 to both. So each kernel shows how it grows with the tokens of a rank, and
-`Work` is how often a block, or the rest of the model, runs each. Blocks that are built alike run once.
+the image, one on 59 to the text, one on 762 to both. So it is known how each kernel grows with the tokens of a rank.
+`Work` says how often a block, or the rest of the model, runs each kernel. Of blocks that are built alike, one runs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
-"""Whose tokens a kernel works on; `once`: of none, the same for any picture."""
+"""Whose tokens a kernel works on; `once` is none, for work that is the same for any picture."""
 
 GRID, TEXT = Grid(19, 37, 37), 59
-"""703 tokens of the image and 59 of the text: no width of a model, nor a multiple of each other."""
+"""703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
@@ -50,11 +50,12 @@ class RooflineKernel(NamedTuple):
     """One operation, for one row of the batch and one token.
 
     Attributes:
-        kind: "matmul" of a token with a matrix; "attention" of a token to another; the others go over numbers once,
+        kind: "matmul" of a token with a matrix; "attention" of a token to another; the others read every number once,
             "norm" and "gelu" with more to compute for each, "interleave" one by one (rotary embeddings).
-        stream: whose tokens.
-        size: (k, n) of the matrix; (channels of all heads, those of one); (numbers read and written of a token, 0).
-        keys: whose keys a token attends to.
+        stream: the tokens.
+        size: of a matmul (k, n) of its matrix; of attention (channels of all heads, of one head); of the others
+            (numbers that are read and written for a token, 0).
+        keys: the tokens whose keys attention reads.
     """
 
     kind: Kind
@@ -68,7 +69,7 @@ Work = Mapping[RooflineKernel, int]
 
 
 class WorkMix(NamedTuple):
-    """The work of some blocks and how often each is done in a call, in a step and in a generation."""
+    """The work of some blocks, and how often it is done in a call (`blocks`), in a step and in a generation."""
 
     blocks: Sequence[tuple[Work, float]]
     steps: Sequence[tuple[Work, float]]
@@ -80,12 +81,12 @@ class TransformerWork:
     """A transformer's work in one call with one row.
 
     Attributes:
-        blocks, block_steps, block_once: of each block, in every call, once in a step, once in a generation.
-        first: before the blocks, on the first stage: the embedding of the latents.
-        last: behind them: the head.
-        every, step, once: of every rank, in every call, once in a step, once in a generation.
+        blocks, block_steps, block_once: work of each block: in every call, once in a step, once in a generation.
+        first: work in front of the blocks, on the first stage: the embedding of the latents.
+        last: work behind the blocks, on the last stage: the head.
+        every, step, once: work of every rank: in every call, once in a step, once in a generation.
         footprint: the numbers that are alive meanwhile.
-        before: of each block, its work up to its first attention.
+        before: for each block, its work up to its first attention.
     """
 
     blocks: tuple[Work, ...]
@@ -100,7 +101,7 @@ class TransformerWork:
     before: tuple[Work, ...] = ()
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
-        """The work of some blocks, each of which runs in such a share of the calls."""
+        """The work of some blocks; `runs` is the share of the calls in which each of them runs."""
         ones = [1.0] * len(blocks)
         work_lists = [
             _merge_same_work([work[block] for block in blocks], times)
@@ -110,7 +111,7 @@ class TransformerWork:
 
 
 def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
-    """Each piece of work once, with the sum of its times."""
+    """Each different work once, with the sum of its times."""
     merged: dict[int, tuple[Work, float]] = {}
     for work, count in zip(works, times, strict=True):
         merged[id(work)] = work, count + merged.get(id(work), (work, 0.0))[1]
@@ -122,10 +123,10 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
 
     Args:
         transformer: on the meta device.
-        spec: its family.
+        spec: that of its family.
 
     Raises:
-        ModelError: if the family's table does not say how to call its forward.
+        ModelError: if the spec has no `example`, which says how to call the forward.
     """
     if spec.example is None:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
@@ -137,7 +138,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
     with ExitStack() as stack:
         for hook in hooks.chain:
             kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
-            # A block that is built like an earlier one is not run: it hands on its inputs.
+            # A block that is built like an earlier one does not run: it passes its inputs on.
             if kind in kinds:
                 override_attribute(stack, hook.block, "forward", _make_passthrough(hook.io.returns))
             first = kinds.setdefault(kind, hook.index)
@@ -218,7 +219,7 @@ class _KernelRecorder(TorchDispatchMode):
 
 
 class _AttentionRecorder(TorchFunctionMode):
-    """Attention as one kernel, before it is taken apart."""
+    """Notes attention as one kernel, before torch divides it into several."""
 
     def __init__(self, add: Callable[[RooflineKernel], None], attend: Callable[[], None]) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ def _find_widest_stream(tensors: list[Tensor]) -> Stream:
 def _count_live_numbers(tensor: Tensor) -> LiveNumbers:
     numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _find_widest_stream([tensor])
     if stream == "once" and numbers >= (image := _count_stream_tokens("image")) and numbers % image == 0:
-        # The image's tokens as rows and columns.
+        # A tensor with the image's tokens as rows and columns, such as a latent.
         stream = "image"
     return LiveNumbers(**{stream: numbers / _count_stream_tokens(stream)})
 
@@ -297,7 +298,7 @@ def select_stream_length(stream: Stream, image: int, text: int) -> int:
 
 
 def _make_passthrough(returns: tuple[str, ...]) -> Callable[..., Any]:
-    """The forward of a block that is built like one before it."""
+    """A forward that passes image and text on, for a block that is built like an earlier one."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         text = kwargs.get("encoder_hidden_states", args[0] if args else None)

@@ -1,4 +1,4 @@
-"""Bytes that a rank needs at its peak: weights, kept keys, what a call has in flight, and the process itself."""
+"""Predicts the bytes that a rank needs at its peak: weights, kept keys, tensors of a call, and the process itself."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ditile.planner.profile import FUSED, Profile
 from ditile.planner.subject import PlanSubject
 
 NUM_LATENT_COPIES = 6
-"""Latents that a pipeline and its scheduler hold at once: theirs, predictions of some steps, and the next ones."""
+"""Tensors of latent size that a pipeline and its scheduler have at once: latents, some predictions, next latents."""
 
 
 class RankMemory(NamedTuple):
     """What a rank needs, by kind.
 
     Attributes:
-        weights, text, vae: parameters, of what it has of the transformer and the text encoders, and of the VAE.
-        keys: keys and values that outlive a step.
-        activations: all else that a call has in flight while it denoises.
-        decode: the same while it decodes, when keys are gone.
-        idle: of the process by itself.
+        weights, text, vae: its parameters of the transformer, of the text encoders, and of the VAE.
+        keys: keys and values that are kept for the next step.
+        activations: all other tensors of a call while it denoises.
+        decode: tensors of a call while it decodes, when keys are freed.
+        idle: memory of the process before it loads a model.
     """
 
     weights: int
@@ -40,19 +40,19 @@ class RankMemory(NamedTuple):
 
     @property
     def denoising_peak(self) -> int:
-        """At the peak of a denoising step, without VAE and process."""
+        """Bytes at the peak of a denoising step, without VAE and process."""
         return self.weights + self.text + self.keys + self.activations
 
     @property
     def peak_bytes(self) -> int:
-        """At the peak."""
+        """Bytes at the peak of the whole call."""
         return self.weights + self.text + self.vae + self.idle + max(self.keys + self.activations, self.decode)
 
 
 def count_rank_memory(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
 ) -> RankMemory:
-    """The memory of a rank in a call whose cross attention sees so many tokens of text."""
+    """The memory of a rank in a call; `text_tokens` is what its cross attention sees."""
     place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
@@ -72,7 +72,7 @@ def count_rank_memory(
 
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
-    """Bytes of the rank that needs most: the first rank of a stage has the largest share of its tokens."""
+    """Bytes of the rank that needs most. Only first ranks of stages are counted: they have the largest shares."""
     plan, last = job.plan, job.plan.pipefusion - 1
     step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
@@ -103,13 +103,13 @@ def _count_activation_bytes(
         job.stages[place.stage], plan.tensor, job.image_layout.image_tokens, text or text_tokens
     )
     if place.stage > 0:
-        # The embedded latents, which later stages keep and do not read.
+        # Later stages keep the embedded latents too, although they do not read them.
         kept += job.image_layout.image_tokens * job.shape.token_channels
     if len(schedule.split_micro_batches(MicroStep(0, None))) > 1:
         # Once for each micro-batch, and once for the whole batch.
         kept *= 2
     latents = NUM_LATENT_COPIES * job.compute_replica_shape(place.data).latent_bytes
-    # DistriFusion has the keys of all layers under way; those of the text are every rank's own.
+    # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
     in_flight = cost.count_key_store_bytes(job, rank, text=False) if plan.distrifusion > 1 else 0
     return int(computed + row * kept) + latents + in_flight
 
@@ -139,7 +139,7 @@ def _count_micro_step_peak(
 
 
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
-    """Of the pictures of a replica, on the rank that gives them out; or of a rank's rows of them."""
+    """Bytes of decoding a replica's pictures, on its first rank; with `vae=rows` those of each rank's rows."""
     shape, plan = job.compute_replica_shape(place.data), job.plan
     if plan.vae == "whole" and rank % (plan.world // plan.data):
         return 0
@@ -152,14 +152,14 @@ def _count_exchange_numbers(job: PlannedCall) -> float:
     """Numbers of a token that an exchange around attention adds to those that are alive then."""
     plan, channels = job.plan, job.shape.token_channels
     if plan.ulysses > 1:
-        # Queries, keys and values as sent, as received, and in order; with a store of keys 5 is fitted.
+        # Queries, keys and values exist as sent, as received, and in order. The 5 with stale keys is fitted.
         return (9 if plan.num_patches == 1 else 5) * channels
     # The keys and values that a ring passes on, the next ones, and the sum so far.
     return 6 * channels if plan.ring > 1 else 0
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the messages that are received before they are needed, and of the one that is read; 0 in step 0."""
+    """Bytes of the messages that are received ahead, and of the one that is being read; 0 in step 0."""
     return (
         (RECEIVES_AHEAD + 1) * cost.count_activation_bytes(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
     )

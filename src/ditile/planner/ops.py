@@ -1,7 +1,7 @@
-"""Seconds of each op of a schedule: what a stage computes in a micro-step, what its ranks exchange, what it sends on.
+"""Seconds of each op of a schedule: the computation of a micro-step, the exchanges within it, and messages.
 
-`kernel_times` counts the work, and `seconds` says how long the machine takes for it and for messages over the link that
-an axis crosses. `price` puts the ops one behind the other.
+`kernel_times` counts the work. `seconds` says how long the machine takes for it, and for messages over the link that an
+axis crosses. `price` puts the ops together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheSkips:
 
     Attributes:
         steps: those whose blocks do not run.
-        first, last: blocks that run all the same: its probe and its tail.
+        first, last: how many first and last blocks run in those steps too: the probe and the tail.
     """
 
     steps: frozenset[int] = frozenset()
@@ -57,13 +57,13 @@ class CacheSkips:
 
 @dataclass(frozen=True)
 class Basis:
-    """One model on one machine, with what is remembered of its work.
+    """One model on one machine, with the seconds of its work, which are computed once.
 
     Attributes:
         transformer_work: the model's work.
         profile: the machine.
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
-        host: ranks that fill a host, one host after the other; None where all are in one.
+        host: ranks on each host; None if all are on one host.
     """
 
     transformer_work: TransformerWork
@@ -84,7 +84,7 @@ class Basis:
         return self._attentions[blocks]
 
     def fingerprint_work(self, blocks: range) -> frozenset[Any]:
-        """What tells some blocks from others with other work."""
+        """A key that is equal for blocks with the same work."""
         if blocks not in self._alike:
             counted = self.transformer_work
             work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
@@ -92,7 +92,7 @@ class Basis:
         return self._alike[blocks]
 
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
-        """The work of some blocks, of which a cache leaves some out."""
+        """The work of some blocks, without those that a cache leaves out."""
         if (blocks, skips) not in self._mixes:
             num_blocks = len(self.transformer_work.blocks)
             runs = [0.0 if skips and skips.can_skip_block(block, num_blocks) else 1.0 for block in blocks]
@@ -100,7 +100,7 @@ class Basis:
         return self._mixes[blocks, skips]
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """Seconds of some work, remembered by the object, which must outlive this, and by the tokens that matter."""
+        """Seconds of some work. They are cached by its `id`, so the work must outlive this, and by the tokens."""
         key = id(work)
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
@@ -111,7 +111,7 @@ class Basis:
 
     @cached_property
     def roofline_device(self) -> RooflineDevice:
-        """Of the machine."""
+        """The machine's device."""
         return RooflineDevice(self.profile)
 
 
@@ -148,7 +148,7 @@ class OpPricer:
         return [find_first_alike(stage, blocks) for stage, blocks in enumerate(self.job.stages)]
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        """Seconds that an op takes of its stage; `free`: with messages that take no time."""
+        """Seconds for which an op occupies its stage; with `free`, messages take no time."""
         stage = self.first_alike_stages[stage]
         key = (stage, op.kind, self.step_kinds[op.step], op.patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
@@ -158,7 +158,7 @@ class OpPricer:
 
     @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
-        """For each step a key; steps with equal keys have the same work and messages."""
+        """A key for each step; steps with equal keys have the same work and messages."""
         return _list_step_kinds(self.op_schedule, self.skips.steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
@@ -179,7 +179,7 @@ class OpPricer:
         return (1 - link.overlap) * self._compute_message_seconds(stage, op)
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
-        """Seconds of a message on its way, behind those that it takes of its sender."""
+        """Seconds of a message on its way, after those for which it occupies its sender."""
         key = ("travel", self.first_alike_stages[stage], op.kind, op.patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
             link = self.get_axis_link("pipefusion")
@@ -193,7 +193,7 @@ class OpPricer:
             num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
             size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
         elif op.kind is OpKind.SEND_KEYS:
-            # Owners get different sizes, and the schedule knows one op: the mean stands for all.
+            # Stages get messages of different sizes, but the schedule has one op for all: it gets the mean.
             owners = range(self.op_schedule.warmup_group_size, job.plan.pipefusion)
             size = sum(
                 n * cost.count_owner_key_bytes(job, owner, joint=joint)
@@ -212,7 +212,7 @@ class OpPricer:
         return MicroStep(op.step, op.patch if stale else None)
 
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
-        """A stage's own blocks, with the ends of the transformer that it has, in one call or a micro-batch of it."""
+        """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
         job, counted, tokens = self.job, self._basis.transformer_work, self._make_rank_tokens(place, micro, op)
         group_size = len(self.op_schedule.select_warmup_group(micro))
         skips = self.skips if op.step in self.skips.steps and not group_size else None
@@ -232,7 +232,7 @@ class OpPricer:
         return total
 
     def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
-        """The share of a stage's blocks that run in a step: those that are left out exchange nothing."""
+        """The share of a stage's blocks that run in a step; blocks that are left out exchange nothing."""
         if step not in self.skips.steps:
             return 1.0
         stage = self.job.stages[place.stage]
@@ -266,12 +266,12 @@ class OpPricer:
 
     @property
     def _text_tokens_per_rank(self) -> int:
-        """Tokens of text beside the sequence that a rank computes: all, unless ranks share them out."""
+        """Tokens of text outside of the sequence that a rank computes: all, unless ranks share them out."""
         ranks = self.job.token_split.num_ranks if self.job.shape.cross_text_tokens else 1
         return -(-self._basis.text_tokens // ranks)
 
     def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
-        """A call with what its ranks send each other: the device waits for bytes, the host starts every exchange."""
+        """The load of a call with its exchanges: the device waits for the bytes, the host starts each exchange."""
         total = own
         for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
             crossed = TOKEN_AXES if kind == "prediction" else (kind,)
@@ -289,7 +289,7 @@ class OpPricer:
         return total
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
-        """A call of the warmup group: weights of blocks arrive under computing, keys of every layer are waited for."""
+        """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
         job, counted, lends = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
         link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
@@ -310,7 +310,7 @@ class OpPricer:
         return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s)
 
     def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
-        """Seconds of attention in a call: what a ring's messages travel under."""
+        """Seconds of attention in a call, during which a ring's messages travel."""
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
         n, attention_work = self.job.plan.ring, self._basis.select_attention(self.job.stages[place.stage])
         return self._basis.compute_load(attention_work, tokens).device * (n - 1) / n
@@ -322,7 +322,7 @@ class OpPricer:
         return link.latency_s + size / link.bandwidth if size else 0.0
 
     def get_axis_link(self, axis: str) -> Link:
-        """The link that an axis crosses at its widest, and what each of the ranks that share it has of it."""
+        """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it."""
         if axis not in self._links:
             self._links[axis] = find_crossed_link(self.job.plan, self._profile, self._host, axis)
         return self._links[axis]

@@ -1,11 +1,11 @@
-"""What a plan costs before it runs: the schedule of its stages with counted work, on a machine that was measured.
+"""Predicts the latency of a plan: simulates the schedule of its stages with counted work, on a measured machine.
 
-    compute      the longest line of work through the stages, as `simulate` finds it with free messages
-    exposed      what messages add: those within a call wait for each other, those between stages travel under work
-    bubble       time in which the busiest stage waits for others with nothing sent late: filling and warmup
+    compute      seconds that the busiest stage computes
+    exposed      seconds that messages add: ranks wait within a call, and messages between stages travel under work
+    bubble       seconds that the busiest stage waits for others even if messages take no time: filling and warmup
 
-The three make up the latency of the denoising loop. Caches enter by the steps that they leave out: a computed step
-among them fills the pipeline anew.
+The latency of the denoising loop is the sum of the three. A cache leaves out steps; a computed step among them fills
+the pipeline anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ditile.planner.ops import Basis, CacheSkips, OpPricer
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
 STEADY = 3
-"""Steps after the warmup that are simulated; the others are like the last of them."""
+"""Steps after the warmup that are simulated; all later steps take as long as the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,12 @@ class Price:
 
     Attributes:
         plan: the plan.
-        latency_s: of the denoising loop.
-        compute_s: of the busiest stage.
-        exposed_s: that messages add.
-        bubble_s: in which that stage waits for others all the same.
-        bytes_per_step: that all ranks send, over the steps.
-        memory_bytes: of the rank that needs most.
+        latency_s: seconds of the denoising loop.
+        compute_s: seconds that the busiest stage computes.
+        exposed_s: seconds that messages add.
+        bubble_s: seconds that the busiest stage waits for others even if messages take no time.
+        bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
+        memory_bytes: peak memory of the rank that needs most.
     """
 
     plan: Plan
@@ -76,15 +76,15 @@ class Pricer(Basis):
         return _Run(self, job, CacheSkips()).simulate_loop(free=False)[0]
 
     def estimate_latency(self, job: PlannedCall, skips: CacheSkips | None = None, most: float = math.inf) -> float:
-        """Seconds of the loop by a formula instead of the simulation; the search sorts plans by them.
+        """Seconds of the loop by a formula and not by simulation; the search sorts plans by them.
 
-        Above `most` counting stops, and the latency is at least what is returned.
+        The count stops above `most`; the latency is then at least what is returned.
         """
         return _Run(self, job, skips or CacheSkips()).estimate_latency(most)
 
 
 class _Hop(NamedTuple):
-    """Seconds that a message takes of its sender, and on its way."""
+    """Seconds for which a message occupies its sender, and seconds on its way."""
 
     seconds: float
     travel: float
@@ -98,7 +98,7 @@ class _Run:
         self._schedule = self._ops.op_schedule
 
     def simulate_loop(self, *, free: bool) -> tuple[float, float]:
-        """Seconds of the loop, and those that its busiest stage works; `free`: with messages that take no time."""
+        """Seconds of the loop, and those that its busiest stage works; with `free`, messages take no time."""
         schedule, steps = self._schedule, self._job.shape.steps
         shown = steps if self._ops.skips.steps else min(steps, schedule.warmup + STEADY)
         spans = simulate_schedule(
@@ -132,9 +132,9 @@ class _Run:
         return total
 
     def estimate_latency(self, most: float) -> float:
-        """Seconds of the loop by `Schedule.makespan`'s formula: the first and the last patch stand for all.
+        """Seconds of the loop by the formula of `Schedule.compute_makespan`, from the first and the last patch alone.
 
-        Above the simulation, which knows of every wait, by less than a hundredth: `search` relies on it.
+        It exceeds the simulation by less than a hundredth, which `search` relies on.
         """
         schedule, steps = self._schedule, self._job.shape.steps
         kinds = _group_alike_steps(
@@ -144,7 +144,7 @@ class _Run:
         for is_stale, alike in kinds:
             if total > most:
                 return total
-            # The first step of all has more to do, so that the second of a kind stands for it.
+            # The first step of the loop has more to do, so the second step of a kind is counted for all.
             like = alike[min(1, len(alike) - 1)]
             if is_stale:
                 total += len(alike) * self._estimate_asynchronous_step(like, (most - total) / len(alike))
@@ -157,7 +157,7 @@ class _Run:
         return total + (self._estimate_drain_time(steps - 1) if schedule.reads_stale_keys(steps - 1) else 0.0)
 
     def _estimate_synchronous_step(self, step: int) -> float:
-        """Seconds of a synchronous step but for its patches' way back."""
+        """Seconds of a synchronous step, without the way of its patches back to the first stage."""
         schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
         op = Op(OpKind.COMPUTE, step, None)
         stepped = self._ops.get_op_seconds(last, Op(OpKind.STEP, 0, None), free=False)
@@ -179,7 +179,7 @@ class _Run:
         schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
         given = last + 1 - schedule.warmup_group_size if schedule.keeps_keys(step) else 0
         op = Op(OpKind.SEND_PREDICTION, step, None)
-        # Stage 0 stands for the senders: it is in every warmup group, and never the last stage.
+        # Stage 0 is counted for all senders: it is in every warmup group, and never the last stage.
         message_seconds = calls * self._ops.get_op_seconds(0, op, free=False) + self._ops.get_travel_seconds(0, op)
         if given:
             message_seconds += calls * given * self._ops.get_op_seconds(0, Op(OpKind.SEND_KEYS, step, None), free=False)
@@ -192,11 +192,11 @@ class _Run:
     def _estimate_asynchronous_step(self, step: int, most: float) -> float:
         """Seconds from one asynchronous step to the next: either a stage is busy, or a patch waits for its return.
 
-        Those in which the first stage is busy, if they are above `most`.
+        If the seconds in which the first stage is busy are above `most`, only these are counted.
         """
         calls, patches = self._job.count_calls_in_step(step), self._num_patches
         ops = [Op(OpKind.COMPUTE, step, self._select_patch(patch)) for patch in (0, patches - 1)]
-        # Messages take longest to count, and most plans are too slow without any of them.
+        # Without messages first: they take longest to count, and most plans are too slow without any.
         for free in (True, False):
             alone = calls * (
                 self._compute_mean_seconds(0, ops[0], free=free)
@@ -218,7 +218,7 @@ class _Run:
         return max(*(work + patches * send for work, send in zip(busy, sends, strict=True)), round_trip)
 
     def _estimate_drain_time(self, step: int) -> float:
-        """Seconds in which the last patch of all goes through the stages behind the busiest one."""
+        """Seconds in which the last patch of the loop goes through the stages behind the busiest one."""
         last = self._num_patches - 1
         each, hops = self._list_patch_seconds(step, last), self._list_patch_hops(step, last)[0]
         return sum(each) + sum(hop.seconds + hop.travel for hop in hops) - max(each)
@@ -257,7 +257,7 @@ class _Run:
         return [seconds_of_stage[stage] for stage in alike]
 
     def _compute_mean_seconds(self, stage: int, op: Op, *, free: bool = False) -> float:
-        """Seconds of a call on a stage, the mean of a step's calls: the first one has more to do."""
+        """Mean seconds of a step's calls on a stage; the first call has more to do than the others."""
         calls, first = self._job.count_calls_in_step(op.step), self._ops.get_op_seconds(stage, op, free=free)
         others = self._ops.get_op_seconds(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
         return (first + (calls - 1) * others) / calls
@@ -267,10 +267,10 @@ class _Run:
 def _group_alike_steps(
     schedule: Schedule, skipped_steps: frozenset[int], even: bool
 ) -> Sequence[tuple[bool, Sequence[int]]]:
-    """Runs of like steps, the longest first, and whether they are stale; the same for many plans.
+    """(whether they are stale, the steps) for each group of steps that are alike, the largest group first.
 
     Args:
-        schedule: of a plan.
+        schedule: that of a plan; many plans have the same, so the result is cached.
         skipped_steps: steps that a cache leaves out.
         even: whether the first step has as many calls as the others.
     """

@@ -1,6 +1,6 @@
-"""A machine as the planner knows it: how fast its devices compute and what its links carry. A JSON file.
+"""The profile of a machine: how fast its devices compute, and the bandwidth of its links. It is kept as JSON.
 
-Curves are read between their points on logarithmic scales, and keep their last value outside of them.
+Curves are interpolated between their points on logarithmic scales, and are constant outside of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Curve:
     """A rate over one or two sizes.
 
     Attributes:
-        x, y: sizes of the points, rising; `y` is empty where the rate depends on `x` alone.
+        x, y: sizes of the points, rising; `y` is empty if the rate depends only on `x`.
         rates: one for each x, or a row for each x with one for each y.
     """
 
@@ -49,17 +49,17 @@ class Link:
     """What joins two ranks.
 
     Attributes:
-        latency_s: seconds before the first byte of a message is there.
+        latency_s: seconds until the first byte of a message arrives.
         bandwidth: bytes a second of one message at a time, from one rank to another.
-        collective: share of that bandwidth that each rank has while all of a group exchange.
-        call_s: seconds of a collective besides its bytes, such as of starting it.
-        sum_s: the same of an all-reduce; None if it is `call_s`.
+        collective: share of that bandwidth that each rank has while all ranks of a group exchange.
+        call_s: seconds of a collective besides its bytes, such as those of starting it.
+        sum_s: the same for an all-reduce; None if it is `call_s`.
         neighbours: share of the bandwidth while each rank sends to the next one.
-        gather: share of it in an all-gather or a broadcast, which go round; None for that of neighbours.
+        gather: share of it in an all-gather or a broadcast, which go round a ring; None if it is `neighbours`.
         reduce: share of it in an all-reduce.
-        overlap: share of a message's time that computing goes on under.
-        socket: ranks that reach each other without the one link that joins two sockets; 0 is all. Half of an
-            all-to-all of n ranks, n^2 / 4 messages, crosses it, but only one message of neighbours.
+        overlap: share of a message's time during which a rank can compute.
+        socket: ranks of one CPU socket; 0 if there is one socket. One link joins two sockets. Half of an all-to-all of
+            n ranks, n^2 / 4 messages, crosses it, but only one message of neighbours does.
         crossing: share of its bandwidth that the link between sockets has while an all-to-all crosses it.
     """
 
@@ -77,7 +77,7 @@ class Link:
 
 
 FUSED = "fused gelu"
-"""GELU in one kernel with the product in front of it (`feed_forward`), as stale steps have it on CPUs."""
+"""The kind of GELU in one kernel with the product in front of it (`fuse_linear_gelu`), as in stale steps on CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,26 +85,26 @@ class Profile:
     """A machine, or several alike.
 
     Attributes:
-        name: of the hardware.
+        name: the name of the hardware.
         source: where the numbers are from, and when.
-        memory_bytes: of a device.
-        element_size: bytes of a number in which the curves were measured.
+        memory_bytes: bytes of a device's memory.
+        element_size: bytes of a number of the type in which the curves were measured.
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
-        head: share of that with so many channels of a head.
+        head: share of that rate, over channels of a head.
         pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"; `FUSED` where there is such a
             kernel), over bytes.
-        kernel_s: seconds of the host for each kernel; it runs ahead of a GPU.
-        runs_ahead: whether the host does (a GPU), or computes itself.
+        kernel_s: seconds of the host for each kernel.
+        runs_ahead: whether the host runs ahead of the device (a GPU), or is the device itself (a CPU).
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
-        idle_bytes: of a process that has loaded no model yet.
-        link: between ranks of a host.
-        interlink: between hosts; None if there was one.
+        idle_bytes: memory of a process that has loaded no model yet.
+        link: the link between ranks of a host.
+        interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
-        together: how many times as long work takes while all of them do; `ditile calibrate` leaves it at 1.
-        product_s: seconds of the shortest product by which `calibrate.SlowdownGauge` notices others; 0 if none was
-            timed.
-        disturbed: share of the measured seconds in which others slowed the cores.
+        together: by what factor work takes longer while all of them compute; `ditile calibrate` leaves it at 1.
+        product_s: seconds of the shortest product that `calibrate.SlowdownGauge` timed; 0 if it timed none.
+        disturbed: share of the measured seconds in which other processes slowed the cores.
+        also: further facts, which the planner does not read.
     """
 
     name: str
@@ -133,10 +133,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, where: str = "the profile") -> Profile:
-        """The inverse.
+        """The inverse of `to_json`; `where` names the text in errors.
 
         Raises:
-            ModelError: if it is no profile.
+            ModelError: if the text is no profile.
         """
         try:
             values = json.loads(text)
@@ -153,7 +153,7 @@ class Profile:
         """A profile from a file.
 
         Raises:
-            ModelError: if it cannot be read, or is none.
+            ModelError: if the file cannot be read, or is no profile.
         """
         try:
             return cls.from_json(Path(path).read_text("utf-8"), str(path))

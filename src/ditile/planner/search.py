@@ -1,8 +1,8 @@
 """Searches the plans for a model, a call and a machine, the fastest first.
 
-Degrees come from the divisors of the ranks, patches from powers of two over the stages. A formula sorts the plans. In
-that order memory is counted until enough plans fit, and these are simulated. `predict_skipped_steps` plays the rules of
-a cache over the steps before anything is measured.
+Degrees are divisors of the ranks; the patches of each stage are 1, 2 or 4. A formula sorts the plans. In that order
+memory is counted until enough plans fit, and these are simulated. `predict_skipped_steps` applies the rules of a cache
+to the steps before anything is measured.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
 SHOWN = 8
-"""Plans that are simulated to the end."""
+"""The number of plans that a search returns."""
 SIFTED = 2 * SHOWN
-"""Plans whose other kinds of warmup are tried."""
+"""The number of plans for which other kinds of warmup are tried."""
 ABOVE = 1.01
-"""How many times the simulation's latency the formula's is at most."""
+"""The formula's latency is at most this times that of the simulation."""
 FACTORS = (1, 2, 4)
 """Patches for each stage."""
 
@@ -47,9 +47,9 @@ class SearchRequest:
 
     Attributes:
         devices: ranks at most, over all hosts.
-        hosts: how many.
-        memory_bytes: of a device; the profile's by default.
-        max_latency_s: plans that take longer are set aside.
+        hosts: the number of hosts.
+        memory_bytes: memory of a device; by default that of the profile.
+        max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys.
         all_devices: only plans that use every device.
     """
@@ -78,14 +78,14 @@ class NearMiss(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The plans that a search comes to.
+    """The result of a search.
 
     Attributes:
         prices: of the plans that fit, the fastest first.
-        too_large: the plans that need more memory than there is, among the fastest ones that were looked at (all where
-            none fits), the fastest first.
+        too_large: the plans that need more memory than there is, the fastest first; only plans that were looked at
+            before enough fitted (all plans, if none fits).
         legal: how many plans were searched: all that the model and the call allow.
-        missed: the fastest of `too_large`, where it would be as fast as the first that fits.
+        missed: the fastest of `too_large`, if it would be as fast as the first plan that fits.
     """
 
     prices: tuple[Price, ...]
@@ -95,10 +95,10 @@ class SearchResult:
 
 
 class _PlanEstimate(NamedTuple):
-    """A plan by the formula's seconds, then by the order of the search.
+    """A plan that is sorted by the formula's seconds, and then by the order of the search.
 
     Attributes:
-        is_whole: whether the formula was counted to its end; if not, the latency is at least these seconds.
+        is_whole: whether the formula was computed to its end; if not, the latency is at least these seconds.
         memory: bytes of the rank that needs most, once they are counted.
     """
 
@@ -111,7 +111,7 @@ class _PlanEstimate(NamedTuple):
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Turns the collection of cycles off: a search makes many objects, and torch's would be scanned again and again."""
+    """Turns garbage collection off: a search makes many objects, and each collection would scan all of torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -129,10 +129,10 @@ def search_plans(
     wanted: SearchRequest,
     skips: CacheSkips | None = None,
 ) -> SearchResult:
-    """Prices every legal plan.
+    """The fastest of all legal plans that fit, with their prices.
 
     Raises:
-        PlanError: if none fits the memory or the latency.
+        PlanError: if no plan fits the memory or the latency.
     """
     shape = subject.make_call_shape(call, profile.element_size)
     pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
@@ -185,7 +185,7 @@ def price_single_plan(
     plan: Plan,
     skips: CacheSkips | None = None,
 ) -> Price:
-    """Prices one plan, as it is.
+    """The price of one plan, without variants that need less memory.
 
     Raises:
         PlanError: if it does not fit the model, the devices, the memory or the latency.
@@ -205,9 +205,9 @@ def price_single_plan(
 
 
 def fit_plan_to_memory(subject: PlanSubject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> SizedJob:
-    """A plan under which a call fits a device, or else the smallest of it.
+    """The plan, or a variant under which a call fits a device; if none fits, the one that needs the least memory.
 
-    One that is too large is tried with the decode by rows, with the text encoders shared out, and with both.
+    The variants divide the decode by rows, share out the text encoders, or do both.
     """
 
     def size_plan_variant(**also: Any) -> SizedJob:
@@ -231,7 +231,7 @@ def _format_gigabytes(size: int) -> str:
 def _queue_by_estimate(
     subject: PlanSubject, shape: Shape, pricer: Pricer, wanted: SearchRequest, skips: CacheSkips | None
 ) -> list[_PlanEstimate]:
-    """Every plan, as a heap; those that are above the fastest ones so far are not counted to the end."""
+    """Every plan, as a heap; the formula stops for plans that are slower than the fastest ones so far."""
     estimates, least = list[_PlanEstimate](), [math.inf] * SIFTED
     for order, plan in enumerate(iterate_plans(subject, shape, wanted)):
         job, most = subject.make_plan_job(plan, shape), least[-1]
@@ -244,7 +244,7 @@ def _queue_by_estimate(
 
 
 def _select_fastest(pricer: Pricer, rough: Iterable[_PlanEstimate], skips: CacheSkips | None) -> list[Price]:
-    """The fastest plans, the first one first; a plan is simulated unless its formula alone makes it too slow."""
+    """The fastest plans in order; a plan is simulated unless its formula alone says that it is too slow."""
     fastest: list[Price] = []
     for each in rough:
         if len(fastest) >= SHOWN and each.seconds > ABOVE * fastest[SHOWN - 1].latency_s:
@@ -257,7 +257,7 @@ def _select_fastest(pricer: Pricer, rough: Iterable[_PlanEstimate], skips: Cache
 def _find_near_miss(
     pricer: Pricer, nearest: _PlanEstimate, best: Price, space: int, skips: CacheSkips | None
 ) -> NearMiss | None:
-    """The fastest of the plans that do not fit, by the formula, where the simulation has it as fast as the best."""
+    """`nearest`, the fastest plan that does not fit, if it is as fast as the best one in the simulation too."""
     if nearest.seconds > ABOVE * best.latency_s:
         return None
     price = pricer.price_call(nearest.job, skips, nearest.memory)
@@ -265,12 +265,12 @@ def _find_near_miss(
 
 
 def make_pricer(subject: PlanSubject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
-    """The pricer of a model's calls; `host` is how many ranks fill one."""
+    """The pricer of a model's calls; `host` is the number of ranks on a host, None if there is one host."""
     return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host)
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> Iterator[Plan]:
-    """Every plan that the model and the call allow, on all devices or, unless all must work, on a divisor of them."""
+    """Every plan that the model and the call allow, on all devices or, unless `all_devices`, on a divisor of them."""
     facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
     for world in [wanted.devices] if wanted.all_devices else list_divisors(wanted.devices):
         for degrees in _iterate_degrees(world, shape):
@@ -281,7 +281,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> 
 
 
 def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Products of degrees that make up a world. Each stale method excludes the other; ring is not tried with it."""
+    """Degrees whose product is `world`. DistriFusion excludes PipeFusion and ring."""
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
@@ -334,11 +334,11 @@ def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: fl
     Args:
         config: the cache; None leaves nothing out.
         steps: of the generation.
-        hit_rate: of the steps that are decided by what is measured, the share that is left out, from 0 to 1. Caches
-            whose rules alone decide (a threshold of 1, a static mask) need none.
+        hit_rate: the share, from 0 to 1, that is left out of the steps whose difference is measured. Caches whose rules
+            alone decide (a threshold of 1, a static mask) need none.
 
     Raises:
-        PlanError: if there is a hit rate to say and none is given.
+        PlanError: if the cache measures differences and no hit rate is given.
     """
     if config is None:
         return CacheSkips()

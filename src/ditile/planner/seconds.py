@@ -1,6 +1,6 @@
 """Seconds of counted work on a device (roofline model, Williams et al. 2009, with measured roofs), and of messages.
 
-A rank has a part of the links and the cores of a machine while others use them too.
+Ranks share the links and the cores of a machine, so that each has only a part of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ditile.planner.profile import FUSED, Link, Profile
 
 
 class RankTokens(NamedTuple):
-    """What a rank has in a micro-step, for one call.
+    """The tokens of a rank in a micro-step, for one call.
 
     Attributes:
         batch: pictures that it computes together.
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
-        heads: share of the heads that it attends with.
+        heads: share of the heads for which it computes attention.
         split: ranks that share out every matrix.
-        share: tokens that it attends from, over those that it computes: with fewer heads it has those of other ranks.
+        share: tokens for which it computes attention, over those that it computes: Ulysses has more, of fewer heads.
         fused: whether GELU is one kernel with the product in front of it.
     """
 
@@ -55,16 +55,16 @@ class DeviceLoad(NamedTuple):
     host: float
 
     def combine_loads(self, other: DeviceLoad, times: float = 1.0) -> DeviceLoad:
-        """Both, one after the other."""
+        """This load, and then `times` the other one."""
         return DeviceLoad(self.device + times * other.device, self.host + times * other.host)
 
     def get_busy_seconds(self, profile: Profile) -> float:
-        """Until both are done: a host runs ahead of a GPU, and a CPU is its own."""
+        """Seconds until both are done: a host runs ahead of a GPU, but a CPU is device and host at once."""
         return max(self.device, self.host) if profile.runs_ahead else self.device + self.host
 
 
 class RooflineDevice:
-    """A device of a machine, with the seconds of each kernel remembered: many plans have most of them in common.
+    """A device of a machine. The seconds of each kernel are cached, because most are the same in many plans.
 
     Args:
         profile: the machine.
@@ -75,7 +75,7 @@ class RooflineDevice:
         self._seen: dict[tuple[RooflineKernel, int, int, bool], float] = {}
 
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
-        """Of some work by one rank."""
+        """The load of some work on one rank."""
         device = sum(times * self._get_kernel_seconds(kernel, tokens) for kernel, times in work.items())
         return DeviceLoad(device, sum(work.values()) * self._profile.kernel_s)
 
@@ -96,7 +96,7 @@ class RooflineDevice:
         return operations / rate
 
     def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: int, fused: bool) -> float:
-        """Of a matrix of which a rank has its share, or of going over numbers; for so many rows."""
+        """Seconds of a product with a rank's share of a matrix, or of reading numbers once; for so many rows."""
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
@@ -112,28 +112,28 @@ def merge_work(works: Iterable[Work]) -> Work:
 
 
 def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Link:
-    """The link that an axis crosses at its widest, and what each of the ranks that share it has of it.
+    """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it.
 
     Args:
         plan: the plan.
         profile: the machine.
-        host: ranks that fill one, one host after the other.
-        axis: of the mesh.
+        host: ranks on each host.
+        axis: the name of the axis.
     """
     n = getattr(plan, axis)
     inner = math.prod(getattr(plan, name) for name in AXES[AXES.index(axis) + 1 :])
     if profile.interlink is None or n == 1 or inner * n <= host:
         return profile.link
-    # Messages of neighbours: one rank of each pipeline or ring sends out of a host.
+    # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
     sharing: float = min(inner, host)
     if axis == "ulysses":
-        # Each rank exchanges with all, of which some are on the same host.
+        # Each rank exchanges messages with all others, some of which are on its own host.
         sharing = host * (n - max(1, host // inner)) / (n - 1)
     return replace(profile.interlink, bandwidth=profile.interlink.bandwidth / sharing)
 
 
 def compute_slowdown(profile: Profile, ranks: int) -> float:
-    """How many times as long work takes while so many ranks of a host do theirs."""
+    """The factor by which work takes longer while so many ranks of a host compute."""
     busy = min(ranks, profile.devices)
     slower = (profile.together - 1) * (busy - 1) / (profile.devices - 1) if profile.devices > 1 else 0.0
     return max(1.0, ranks / profile.devices) * (1 + slower)
@@ -152,17 +152,17 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
 
 
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
-    """Seconds of a message that computing does not hide."""
+    """Seconds of a message that do not overlap with computing."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
 
 
 class WarmupBlock(NamedTuple):
-    """A block that the stages of the warmup group compute together, in seconds.
+    """The seconds of a block that the stages of a warmup group compute together.
 
     Attributes:
         weights: the transfer of its weights from the stage that owns it; 0 where every member has them.
-        before: work up to its attention, before which keys are gathered.
-        keys: the gather.
+        before: its work up to its attention, before which keys are gathered.
+        keys: the gather of the keys.
         after: the rest of its work.
     """
 
@@ -175,8 +175,8 @@ class WarmupBlock(NamedTuple):
 def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: float) -> float:
     """Seconds of blocks whose weights are sent so many blocks ahead of their use (`weight_streaming`).
 
-    One group carries weights and keys in the order in which they are started: a gather stands behind the weights that
-    were started before it.
+    One process group sends weights and keys in the order in which they are started, so a gather of keys waits for the
+    weights that were started before it.
     """
     now = line = 0.0
     arrived: list[float] = []

@@ -1,4 +1,4 @@
-"""The model that a plan is for, without its weights, and its calls as numbers."""
+"""The model that a plan is for, built from its configs without weights, and the shapes of its calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ditile.planner.kernel_times import TransformerWork, count_transformer_work
 from ditile.planner.tables import FamilyTable, VaeScale, check_family_plan, find_family_table, splits_only_tokens
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
-"""Configs of published models, and what cannot be read off them."""
+"""Configs of published models; a `facts.json` has what cannot be read off them."""
 FACTS = "facts.json"
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -44,19 +44,19 @@ class PlanSubject:
     """A pipeline whose transformer has no weights.
 
     Attributes:
-        name: of the model.
-        pipeline: its class.
-        transformer: on the meta device.
+        name: the name of the model.
+        pipeline: the class of the pipeline.
+        transformer: the transformer, on the meta device.
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
         decoder: the config of the VAE, if there is one.
-        family: its `ModelSpec`, where none is registered for its class.
-        uncounted: text encoders whose configs could not be read: they are not in `text`.
+        family: its `ModelSpec`, if none is registered for its class.
+        uncounted: text encoders whose configs could not be read, and which `text` does not include.
         table: the table of a family without a `ModelSpec`.
         frames_of_latent: frames that its VAE makes of a latent one.
         coder: the class of the VAE.
         others: parameters of a second transformer, which is called in turns with the first.
-        decodes: numbers that are alive at once for each latent pixel of a decoded picture, where a file says it.
+        decodes: numbers that are alive at once for each latent pixel of a decoded picture, if a file says so.
     """
 
     name: str
@@ -126,31 +126,31 @@ class PlanSubject:
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """Its family."""
+        """The spec of its family. Raises `ModelError` if there is none."""
         return self.family or (require_model_spec(self.transformer) if self.table is None else self.table.spec)
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
-        """Its blocks."""
+        """Hooks for its blocks, which are not installed."""
         return TransformerHooks(self.transformer, self.model_spec)
 
     @cached_property
     def parameter_counts(self) -> Weights:
-        """Its parameters."""
+        """The numbers of its parameters."""
         return self.block_hooks.describe_weights()
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
-        """Its work."""
+        """Its work, counted on the first use."""
         return count_transformer_work(self.transformer, self.model_spec)
 
     @cached_property
     def replicated_numbers(self) -> int:
-        """Numbers that every rank holds beside its parameters: in its buffers, and in a second transformer."""
+        """Numbers that every rank has beside its parameters: in its buffers, and in a second transformer."""
         return self.others + sum(buffer.numel() for buffer in self.transformer.buffers())
 
     def get_footprint(self, ranks: int) -> Footprint:
-        """What its forward holds on each of so many ranks of tensor parallelism."""
+        """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism."""
         if ranks not in self._footprints:
             config: Any = self.transformer.config
             channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
@@ -209,7 +209,7 @@ class PlanSubject:
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
-        """Words of a plan with which a rank needs less memory, at no cost in the loop."""
+        """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
         return (("vae", "rows"), ("text", "split")) if self.table is None else ()
 
     def can_run_plan(self, plan: Plan) -> bool:
@@ -218,7 +218,7 @@ class PlanSubject:
         return self.table is None or (splits_only_tokens(plan) if self.others else calls)
 
     def make_call_shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
-        """A call of it; the pipeline's own defaults fill the gaps.
+        """The shape of a call; the pipeline's own defaults fill the gaps.
 
         Raises:
             ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
@@ -254,7 +254,7 @@ class PlanSubject:
 
 
 class _OtherParts(NamedTuple):
-    """Parameters beside a transformer, text encoders that were not counted, and a `PlanSubject`'s `decodes`."""
+    """Parameters of text encoders and VAE; `uncounted` and `decodes` as in `PlanSubject`."""
 
     text: int
     vae: int
@@ -263,7 +263,7 @@ class _OtherParts(NamedTuple):
 
 
 def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _OtherParts:
-    """Read from a file, or else counted on models that are made from configs; files of weights need not be there."""
+    """Reads the parameters of other parts from a file, or else counts them on models that are made from configs."""
     facts = Path(source, FACTS)
     if facts.exists():
         counts: dict[str, int] = json.loads(facts.read_text("utf-8"))
@@ -277,7 +277,7 @@ def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, 
 
 
 def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
-    """Parameters of a text encoder, whose class is one of transformers; None where class or config are not there."""
+    """Parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
     kinds: Any = getattr(transformers, kind, None)
     if kinds is None:
         return None

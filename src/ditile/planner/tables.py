@@ -1,4 +1,4 @@
-"""Families that run by diffusers' `_cp_plan`: their inputs, tokens and frames, as the planner needs them.
+"""Tables of families that run by diffusers' `_cp_plan`: what the planner needs of their inputs, tokens and frames.
 
 Their forward is counted like that of a family with a `ModelSpec`. The tables do not say how a model could be cut, so
 only plans of data, cfg, ulysses and ring are priced.
@@ -32,7 +32,7 @@ NUM_TEXT_TOKENS = 512
 
 
 class VaeScale(NamedTuple):
-    """Pixels of a side and frames that a VAE makes of a latent one."""
+    """The pixels of a side that a VAE makes of a latent pixel, and the frames that it makes of a latent frame."""
 
     side: int
     frames: int = 1
@@ -40,17 +40,17 @@ class VaeScale(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyTable:
-    """A family.
+    """What the planner knows of a family.
 
     Attributes:
         spec: how its forward is called and counted.
-        scale: the VAE, without weights -> its scale.
-        channels: the VAE's config -> channels of its latents.
+        scale: (VAE without weights) -> its scale.
+        channels: the name of the latent channels in the VAE's config.
         text_tokens: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the
             sequence.
-        splits_text_tokens: whether ranks share those out, so that every layer gathers their keys.
+        splits_text_tokens: whether ranks share those tokens out, so that every layer gathers their keys.
         is_video: whether a call has frames.
-        decodes_frames: whether the latents of the VAE have frames, be it one.
+        decodes_frames: whether the latents of the VAE have a dim of frames, also for a single picture.
     """
 
     spec: ModelSpec
@@ -65,7 +65,7 @@ class FamilyTable:
         """The shape of a call with all its frames.
 
         Raises:
-            ModelError: if the frames are not those of whole latent ones.
+            ModelError: if the number of frames is not that of whole latent frames.
         """
         if self.is_video and (frames - 1) % of_latent:
             near = frames // of_latent * of_latent + 1
@@ -110,7 +110,7 @@ def find_family_table(transformer: nn.Module, index: Mapping[str, Any]) -> Famil
         index: the pipeline's `model_index.json`.
 
     Raises:
-        ModelError: if the planner cannot call it, and why.
+        ModelError: if the planner cannot call its forward.
     """
     kinds = type(transformer).__mro__
     if any(cls in list_model_specs() for cls in kinds):
@@ -182,7 +182,7 @@ def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
 
 
 def _make_unit_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """One row of one token: the latents are not cut into rows."""
+    """A grid of one token, because the latents are not cut into rows."""
     return Grid(1, 1, 1)
 
 
