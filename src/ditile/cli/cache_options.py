@@ -1,4 +1,4 @@
-"""What `ditile generate` takes about doing less: the flags that cache-dit's examples document, with their defaults."""
+"""The options of `ditile generate` for caches, quantization and LoRAs: the flags that cache-dit's examples document."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ QUANTIZE_TYPES = (
     *("bitsandbytes_4bit", "fp8_w8a8_dq", "fp8_w8a16_wo", "int8_w8a8_dq", "int8_w8a16_wo"),
     *("int4_w4a8_dq", "int4_w4a16_wo", "int4_w4a4_dq"),
 )
-"""What --quantize-type takes; whether it runs here is known when weights are there."""
+"""The values of --quantize-type; only `quantize` knows whether a type runs on this device."""
 
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 """The fields of `CacheOptions` that are fields of a config."""
 
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
-"""What --parallel-type names -> the degree of `Plan`."""
+"""Value of --parallel-type -> the degree of `Plan`."""
 
 _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
-"""The flags that are for a cache which something else asks for."""
+"""The flags that are settings of a cache, and need another flag that asks for one."""
 
 
 def define_cache_flag(name: str, **how: Any) -> Any:
-    """A field that stands for a config's, with its default; see `define_option` for the other arguments."""
+    """An option with the default of a config's field; see `define_option` for the other arguments."""
     row = CACHE_FLAGS[name]
     default = row.config.__dataclass_fields__[str(row.field)].default
     metavar = {"metavar": "X" if isinstance(default, float) else "N"}
@@ -51,10 +51,11 @@ def define_cache_flag(name: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions(Fields):
-    """What to leave out, and how few bits to compute it in. A flag wins over what --config says.
+    """Which cache, quantization and LoRA to use. A flag wins over what --config says.
 
     Raises:
-        ModelError: if a value is out of its range, or belongs to something that is not asked for.
+        ModelError: if a value is out of its range, or a flag needs another one that is not given.
+        LoadError: if the file of --config cannot be read.
     """
 
     cache: bool = define_option(False, "leave out blocks whose work hardly changes (DBCache)")
@@ -115,11 +116,12 @@ class CacheOptions(Fields):
         """The keyword arguments of `enable_cache`, from --config and the flags.
 
         Returns:
-            cache_config, None where nothing is to be cached; and calibrator_config, quantize_config and
-            attention_backend where something says so. Of how ranks divide the work see `collect_plan_values`.
+            cache_config, None without a cache; and calibrator_config, quantize_config and attention_backend if they
+            are given. For the division over ranks see `collect_plan_values`.
 
         Raises:
-            LoadError, ModelError: if the file, or a value, will not do.
+            LoadError: if the file cannot be read.
+            ModelError: if a value is not known or out of its range.
         """
         arguments = self._load_config_file()
         arguments.pop("parallelism_config", None)
@@ -136,7 +138,7 @@ class CacheOptions(Fields):
         return arguments
 
     def describe_settings(self) -> dict[str, Any]:
-        """What of this changes a picture, as JSON types; empty if nothing does."""
+        """The settings that change a picture, as JSON types; empty if there are none."""
         arguments, settings = self.build_cache_arguments(), {}
         for name in ("cache_config", "calibrator_config"):
             if (config := arguments.get(name)) is not None:
@@ -148,7 +150,7 @@ class CacheOptions(Fields):
         return settings
 
     def choose_attention_backend(self, flag_value: str | None) -> str | None:
-        """The attention kernel: its own flag's, else that of --config."""
+        """The attention kernel: that of its own flag, else that of --config."""
         arguments = self._load_config_file()
         config = arguments.get("parallelism_config")
         in_file: str | None = arguments.get("attention_backend") or (config and config.attention_backend)
@@ -156,7 +158,7 @@ class CacheOptions(Fields):
 
     @property
     def cp_plan(self) -> Mapping[str, Any] | None:
-        """What --config says is split over tokens."""
+        """The `cp_plan` of --config, which says what is split over tokens; None if it has none."""
         config = self._load_config_file().get("parallelism_config")
         return None if config is None else config.cp_plan
 
@@ -164,7 +166,7 @@ class CacheOptions(Fields):
         """The values of a `Plan`: those of its own flags, of --parallel-type, and of --config.
 
         Raises:
-            PlanError: if --parallel-type names a degree and nothing says how many ranks there are.
+            PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
         """
         place = env.read_torchrun_place()
         config = self._load_config_file().get("parallelism_config")
@@ -192,7 +194,7 @@ class CacheOptions(Fields):
         return {"cache_config": None} if self.config is None else load_configs(self.config)
 
     def _check_cache_line(self, line: str) -> None:
-        """Raises `ModelError` where something else says how to cache too, or the line cannot be read."""
+        """Raises `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""
         others = [name for name in ("cache", "prune", *_SAYS_HOW) if name in self.given]
         if others or self._load_config_file()["cache_config"] is not None:
             other = format_flag(others[0]) if others else f"--config {self.config}"
@@ -200,7 +202,7 @@ class CacheOptions(Fields):
         parse_cache_line(line)
 
     def _build_cache_config(self) -> DBCacheConfig:
-        """What the flags say of the cache."""
+        """The config of the cache that the flags describe."""
         rows = [row for name, row in CACHE_FLAGS.items() if row.config is DBCacheConfig and name in self.given]
         values: dict[str, Any] = {str(row.field): getattr(self, row.flag) for row in rows}
         if self.steps_mask is not None:

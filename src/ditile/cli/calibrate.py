@@ -41,13 +41,13 @@ from ditile.runner.load import find_model_source, load, read_generation_options
 from ditile.runner.runner import parallelize
 
 ALONE, ON_LINKS = (50, 100), (10, 30)
-"""How often what others disturbed is measured again, and the tenths of a second that it may wait for them, in all."""
+"""(repetitions of disturbed measurements, tenths of a second to wait for a quiet machine) of one rank, and of links."""
 LEARNING = 20
-"""Products that say what the machine's best is."""
+"""Products that are timed first, to find the machine's best."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-"""Models and sizes of the calls that the profile is fitted to."""
+"""Models and sizes of the calls to which the profile is fitted."""
 PATCHES, STEPS, ROUNDS = (1, 4), 3, 2
 KERNEL = 1e-6
 
@@ -56,10 +56,10 @@ def calibrate_machine(wanted: CalibrateOptions) -> Path | None:
     """Measures this machine and writes the profile.
 
     Returns:
-        Where it is; None on the ranks of torchrun that did not write it.
+        Its path; None on the ranks of torchrun that did not write it.
 
     Raises:
-        PlanError: if torchrun started another number of ranks than `wanted` says, or not as many on each host.
+        PlanError: if torchrun started another number of ranks than `wanted` says, or different numbers on the hosts.
     """
     place = env.read_torchrun_place()
     profile = (_calibrate_torchrun_group if place is not None and place.world > 1 else _calibrate_this_machine)(wanted)
@@ -72,7 +72,7 @@ def calibrate_machine(wanted: CalibrateOptions) -> Path | None:
 
 
 def _calibrate_this_machine(wanted: CalibrateOptions) -> Profile:
-    """By ranks that are started here."""
+    """The profile, measured by ranks that are started here."""
     ranks = wanted.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // wanted.threads)
     profile = _launch_single_rank(wanted, ranks)
     if ranks == 1:
@@ -85,7 +85,7 @@ def _calibrate_this_machine(wanted: CalibrateOptions) -> Profile:
 
 
 def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
-    """By the ranks of the group that torchrun's variables describe; None on all but the first."""
+    """The profile, measured by the ranks that torchrun started; None on all but the first rank."""
     join_torchrun()
     hosts = list_ranks_by_host()
     ranks = len(hosts[0])
@@ -95,7 +95,7 @@ def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
     if wanted.ranks not in (None, ranks):
         raise PlanError(f"ranks={wanted.ranks}, and torchrun started {ranks} on each host; leave it out")
     profile = _launch_single_rank(wanted, ranks) if dist.get_rank() == 0 else None
-    # The others wait here, so that the first rank measures a machine that does nothing else.
+    # The other ranks wait here, so that the first rank measures an idle machine.
     dist.barrier()
     if not torch.cuda.device_count():
         torch.set_num_threads(wanted.threads)
@@ -104,7 +104,7 @@ def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
 
 
 def _launch_single_rank(wanted: CalibrateOptions, ranks: int) -> Profile:
-    """What one rank measures in a process of its own, of a machine that has so many."""
+    """The profile that one rank measures in a process of its own; `ranks` is how many the machine has."""
     parts = curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * STEPS
     with show_progress("one rank", parts) as on_progress:
         [alone] = launch(measure_single_rank, 1, (_choose_dtype(wanted),), threads=wanted.threads, progress=on_progress)
@@ -128,7 +128,7 @@ def show_progress(title: str, total: int) -> Iterator[Callable[[int, int], None]
 
 
 def measure_single_rank(dtype: str) -> Profile:
-    """On a rank by itself: the curves, and the costs of real calls that they do not show."""
+    """The profile of one rank by itself: the curves, and the costs of real calls that they do not show."""
     silence_libraries()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
@@ -160,7 +160,7 @@ def measure_single_rank(dtype: str) -> Profile:
 
 
 def _make_warm_gauge(group: dist.ProcessGroup | None, device: torch.device) -> SlowdownGauge:
-    """A gauge that knows the best of the ranks, all of which call this."""
+    """A gauge that has measured the ranks at their best. All ranks of the group must call this."""
     slower = SlowdownGauge(group, device)
     for _ in range(LEARNING):
         slower()
@@ -168,12 +168,12 @@ def _make_warm_gauge(group: dist.ProcessGroup | None, device: torch.device) -> S
 
 
 class MeasuredLinks(NamedTuple):
-    """What joins ranks.
+    """The links between ranks.
 
     Attributes:
-        link, interlink: between those of a host, and between hosts; None if there is one host, and the same if each
-            host has one rank.
-        disturbed: the larger share of both measurements that others slowed.
+        link, interlink: between ranks of a host, and between hosts. The interlink is None if there is one host; both
+            are the same if each host has one rank.
+        disturbed: the share of the measured seconds that other processes slowed, the larger one of both links.
     """
 
     link: Link
@@ -187,11 +187,11 @@ class MeasuredLinks(NamedTuple):
 
 
 def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> MeasuredLinks:
-    """On all ranks: what joins them.
+    """The links between all ranks, each of which must call this.
 
     Args:
         dtype: of the messages.
-        hosts: the ranks of each; by default all are on one.
+        hosts: the ranks of each host; by default all ranks are on one host.
     """
     silence_libraries()
     hosts = hosts or [range(dist.get_world_size())]
@@ -207,7 +207,7 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> M
 
 
 def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> tuple[Link, float]:
-    """What joins some ranks, and the share that others disturbed. All ranks call this; those not in `ranks` wait."""
+    """The link between some ranks, and its disturbed share. All ranks must call this; those not in `ranks` wait."""
     group = Communicators().get_or_make_group("calibrate", ranks, None) if len(ranks) < dist.get_world_size() else None
     on = device if "nccl" in dist.get_backend() else torch.device("cpu")
     link, disturbed = NO_LINK, 0.0
@@ -222,7 +222,7 @@ def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]
 def fit_bundled_calls(profile: Profile, dtype: str, again: DisturbanceGuard) -> Profile:
     """The profile with the costs of the bundled models' calls that its curves do not show.
 
-    The calls are made in turn, so that a machine that grows slower does so for all of them.
+    The calls take turns, so that a machine that becomes slower slows all of them.
     """
     calls = []
     for model, patches in itertools.product(dict.fromkeys(model for model, _ in CALLS), PATCHES):
@@ -252,7 +252,7 @@ def _make_call_arguments(model: str, size: int) -> dict[str, Any]:
 
 
 def _separate_kernels(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
-    """Seconds of a call's work by the curves, and its kernels: what one second of each more would add."""
+    """Seconds of a call by the curves alone, and its number of kernels: how its latency grows with `kernel_s`."""
     subject = PlanSubject.from_configs(model, find_model_source(model))
     job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
     costly = dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)
@@ -261,7 +261,7 @@ def _separate_kernels(model: str, call: dict[str, Any], plan: Plan, profile: Pro
 
 
 class _LoopSeconds(NamedTuple):
-    """Seconds of a denoising loop in its transformer and outside of it, and the calls of the transformer."""
+    """Seconds of a denoising loop inside its transformer and outside of it, and calls of the transformer less one."""
 
     inside: float
     outside: float

@@ -25,16 +25,16 @@ STEPS_SHOWN = 2
 
 
 def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> str:
-    """What a call of a model under a plan would look like.
+    """The table and the schedule of a call of a model under a plan, as text.
 
     Args:
-        wanted: the picture. Of a hub id only configs are fetched; the model's and its pipeline's own options fill gaps.
+        wanted: the picture. For a hub id only configs are fetched. Options of the model and its pipeline fill gaps.
         plan: the plan.
         configs: the keyword arguments of `enable_cache`.
 
     Raises:
-        LoadError, ModelError, PlanError: if the model is not there, has no spec, has no use for something that was
-            asked for, or does not fit the plan or the cache.
+        LoadError, ModelError, PlanError: if the model is not there, has no spec, does not take an option that is
+            given, or does not fit the plan or the cache.
     """
     job = build_dry_run_job(wanted, plan, configs)
     table = describe_plan(wanted.model, job, ["as found"] * plan.world)
@@ -43,7 +43,7 @@ def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, 
 
 
 def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
-    """The call as numbers, if everything fits; arguments and errors as `report`."""
+    """The call as numbers; arguments and errors are those of `describe_dry_run`."""
     subject, base = (
         PlanSubject.from_configs(wanted.model, find_model_source(wanted.model, weights=False)),
         read_generation_options(wanted.model),
@@ -58,7 +58,7 @@ def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str,
 def build_subject_job(
     subject: PlanSubject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]
 ) -> PlannedCall:
-    """The same of a model that is at hand.
+    """The call of a subject as numbers.
 
     Raises:
         ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.

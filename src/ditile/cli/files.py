@@ -1,6 +1,6 @@
-"""Files that get their names when they are whole: nobody ever sees half of one, and none is left where that failed.
+"""Writes files atomically: a file gets its name when it is whole, and a failure leaves no part of it.
 
-PNG files that say how they were made, in their text chunks.
+PNG files keep in their text chunks how they were made.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file, in place of one that is there; a link stays one. What is no file, such as a pipe, is written to.
+    """Writes a file in place of one that is there. Links stay links; a pipe or another special file is written to.
 
     Raises:
-        OSError: if it cannot be written; it names the file.
+        OSError: if it cannot be written; the error names the file.
     """
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
     path = path.resolve()
-    temporary_path = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")  # no other writer has it
+    temporary_path = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")  # of this writer alone
     try:
-        with temporary_path.open("xb") as file:  # never through a link that somebody has put there
+        with temporary_path.open("xb") as file:  # "x" never opens a link that another process made
             file.write(data)
         os.replace(temporary_path, path)
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # of the part nobody knows
+        raise OSError(error.errno, error.strerror, str(path)) from None  # and not the name of the temporary file
     finally:
-        with contextlib.suppress(OSError):  # it has got its name, or was never made
+        with contextlib.suppress(OSError):  # it was renamed, or never made
             temporary_path.unlink()
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Writes a file of JSON, for people to read too.
+    """Writes an indented file of JSON.
 
     Raises:
         OSError: if it cannot be written.
@@ -53,7 +53,7 @@ def write_json_file(path: Path, value: Any) -> None:
 
 
 def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
-    """Writes a picture with its texts.
+    """Writes a picture as PNG, with texts in its text chunks.
 
     Raises:
         OSError: if the file cannot be written.
@@ -67,7 +67,7 @@ def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]
 
 
 def read_png_texts(path: Path) -> dict[str, str]:
-    """The texts of a whole PNG; empty if there is none, or its data or checksums are not right."""
+    """The texts of a PNG; empty if there is no such file, or its data or checksums are wrong."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
             image.verify()

@@ -1,8 +1,8 @@
-"""Flags that people know from xDiT and cache-dit, with the meaning and the checks that they have there.
+"""Flags of xDiT and cache-dit, with the meaning and the checks that they have there.
 
-Each stands for a field of our own options. What xDiT calls `--split_scheme`, `--ulysses` and `--ring`, and cache-dit
-`--steps`, `--height`, `--width`, `--negative-prompt` and `--uaa`, needs no alias: those are our names, and `-` and `_`
-are the same in a flag.
+Each stands for a field of ditile's options. `--split_scheme`, `--ulysses` and `--ring` of xDiT, and `--steps`,
+`--height`, `--width`, `--negative-prompt` and `--uaa` of cache-dit need no alias: ditile has the same names, and `-`
+and `_` are the same in a flag.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class FlagAlias(NamedTuple):
     """A flag that stands for a field of a set of options.
 
     Attributes:
-        name: as it is known.
-        kind: whose field it is.
-        field: its name.
+        name: the flag in the other tool.
+        kind: the class of options that has the field.
+        field: the name of the field.
         value: what a switch sets; None for a flag that takes a value.
     """
 
@@ -58,7 +58,7 @@ _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, st
 
 
 def add_alias_arguments(parser: argparse.ArgumentParser, aliases: Sequence[FlagAlias], *, title: str) -> None:
-    """Adds the aliases, in a group of their own; one that is not given leaves no attribute."""
+    """Adds the aliases, in a group of their own; an alias that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
     for name, kind, field, value in aliases:
         doc = f"as {_name_field(name, field)}" + ("" if value in (None, True) else f" {value}")
@@ -73,11 +73,11 @@ def add_alias_arguments(parser: argparse.ArgumentParser, aliases: Sequence[FlagA
 
 
 def merge_alias_values(arguments: argparse.Namespace, kind: type, flag_values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a set of options: its own flags and the aliases.
+    """The values of a set of options, from its own flags and from aliases.
 
     Raises:
-        ModelError: if a flag and its alias say different things; of a `Plan` a `PlanError`, also for what xDiT would
-            overrule.
+        ModelError: if a flag and its alias say different things; for a `Plan` it is a `PlanError`.
+        PlanError: also for patches without a pipeline, which xDiT would ignore.
     """
     values = dict(flag_values)
     given = [alias for alias in (*XDIT_ALIASES, *CACHE_DIT_ALIASES) if hasattr(arguments, _PREFIX + alias.name)]
@@ -103,7 +103,7 @@ def merge_alias_values(arguments: argparse.Namespace, kind: type, flag_values: d
 
 
 def _name_field(name: str, field: str) -> str:
-    """How a command line says the field that an alias stands for; an alias of its own name is of what has no flag."""
+    """The name of an alias's field on the command line; it is an argument without a flag if both names are equal."""
     return field.upper() if name == field else format_flag(field)
 
 

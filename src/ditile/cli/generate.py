@@ -1,4 +1,4 @@
-"""What one rank of `ditile generate` does: load, divide, run, and on rank 0 write the pictures."""
+"""The work of one rank of `ditile generate`: load, divide, run, and on rank 0 write the pictures."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def draw_prompt_lines(
     missing_lines: Sequence[PromptLine],
     total: int,
 ) -> Outcome | None:
-    """Makes the pictures of some lines, as many at once as there are replicas. Rank 0 returns the outcome, others None.
+    """Draws some lines, as many at once as there are replicas. Rank 0 returns the outcome, the others None.
 
     Args:
         wanted, run, plan, cache: as in `draw_pictures`.
-        missing_lines: the lines to draw; those of rank 0 are drawn on every rank.
-        total: lines of the file.
+        missing_lines: the lines to draw; every rank takes those of rank 0.
+        total: the number of lines in the file.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -127,7 +127,7 @@ def build_outcome(
     images: list[str],
     skipped: int = 0,
 ) -> Outcome:
-    """The outcome of some calls; of the images, `skipped` were there before."""
+    """The outcome of some calls; `skipped` is how many of the images were there before."""
     return Outcome(
         plan=str(plan),
         model=wanted.model,
@@ -143,7 +143,7 @@ def build_outcome(
 
 
 class RunnerCallResult(NamedTuple):
-    """A call of a runner: its result on rank 0, the reports of all ranks, what caches saved, seconds of --perf."""
+    """A call of a runner: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
 
     result: Any
     reports: list[dict[str, Any]]
@@ -152,7 +152,7 @@ class RunnerCallResult(NamedTuple):
 
 
 def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: CacheOptions) -> RunnerCallResult:
-    """Calls a runner with arguments that are made anew for each call: once, or as often as --perf wants."""
+    """Calls a runner once, or as often as --perf wants; `make` makes new arguments for each call."""
     reports = []
     for _ in range(1 + NUM_PERF_CALLS if cache.perf else 1):
         with convert_value_errors(runner.pipe):
@@ -195,7 +195,7 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
 
 
 def _load_lora_weights(pipe: Any, source: str, *, fuse: bool) -> None:
-    """Loads a LoRA into what this rank holds, and fuses it if that is wanted."""
+    """Loads a LoRA into this rank's modules, and fuses it if that is wanted."""
     import safetensors
 
     path = Path(source)
@@ -212,10 +212,10 @@ def _load_lora_weights(pipe: Any, source: str, *, fuse: bool) -> None:
 
 
 def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
-    """Quantizes what this rank holds, and leaves blocks out.
+    """Quantizes this rank's weights, and enables the cache.
 
     Raises:
-        ModelError: also if nothing could be left out, of which the API warns.
+        ModelError: also if nothing could be left out, for which the API only warns.
     """
     from ditile.cache.cached import IdleCacheWarning
 
@@ -256,10 +256,10 @@ def _build_lines_call(
 
 
 def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
-    """The plain call arguments: the model's own, overridden by what was asked for.
+    """The call arguments that are plain values: the model's own options, overridden by the given ones.
 
     Raises:
-        ModelError: if this pipeline has no use for something that was asked for, or no room for the size.
+        ModelError: if this pipeline does not take an argument that is given, or cannot make the size.
     """
     call = merge_call_arguments(type(pipe), wanted, base)
     _check_picture_size(pipe, call)
@@ -267,7 +267,7 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
 
 
 def merge_call_arguments(pipeline: type, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
-    """The same of a class of pipelines; whether the size will do is not known of it."""
+    """The same for a class of pipelines, without a check of the size."""
     known = inspect.signature(pipeline.__call__).parameters
     kind, given = pipeline.__name__, _collect_request_arguments(wanted, base)
     if refused := sorted(set(given) - set(known)):
@@ -282,7 +282,7 @@ def merge_call_arguments(pipeline: type, wanted: GenerateOptions, base: dict[str
 
 
 def _collect_request_arguments(wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
-    """What was asked for. --guidance sets true guidance where the model's own options do and --true-cfg does not."""
+    """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
     given = wanted.to_call_arguments()
     if wanted.guidance is None:
         return given
@@ -308,13 +308,13 @@ def _check_negative_prompt(kind: str, call: dict[str, Any], known: Any) -> None:
 
 
 def _flag_of_argument(argument: str) -> str:
-    """The flag that says an argument of a pipeline's call."""
+    """The flag that sets an argument of a pipeline's call."""
     names = {"true_cfg_scale": "true_cfg", "guidance_scale": "guidance", "num_inference_steps": "steps"}
     return format_flag(names.get(argument, argument))
 
 
 def _check_picture_size(pipe: Any, call: dict[str, Any]) -> None:
-    """Where a `ModelSpec` knows a token's side; other pipelines check themselves (`convert_value_errors`)."""
+    """Checks the size if a `ModelSpec` knows a token's side; other pipelines check it (see `convert_value_errors`)."""
     from ditile.models.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
@@ -334,9 +334,9 @@ def _check_strength(call: dict[str, Any], known: Any) -> None:
 def _build_object_arguments(
     wanted: GenerateOptions, seeds: Sequence[int], *, alone: bool | None = None
 ) -> dict[str, Any]:
-    """The call arguments that are objects: generators, which every rank makes alike, and the picture.
+    """The call arguments that are objects: generators, which every rank makes alike, and the picture to start from.
 
-    With several generators there are as many pictures: each draws the noise of its own.
+    With several generators the call makes as many pictures, each with the noise of its own generator.
     """
     import torch
 
@@ -355,7 +355,7 @@ def _build_object_arguments(
 
 
 def _build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
-    """What a picture says about how it was made, its prompt and seed apart."""
+    """The texts in a picture's file that say how it was made, without its prompt and seed."""
     settings = cache.describe_settings()
     return {
         "Software": f"ditile {ditile.__version__}",
@@ -376,7 +376,7 @@ def _write_picture(image: Image.Image, path: str, texts: dict[str, str]) -> None
 
 
 def _agree_on_seed(seed: int | None, control: ProcessGroup | None) -> int:
-    """The given seed; without one, rank 0's own, which torchrun's ranks have yet to hear."""
+    """The given seed; without one, a random seed of rank 0, which it sends to all ranks."""
     if seed is not None:
         return seed
     return int(gather_json(secrets.randbelow(2**31), control)[0])
@@ -389,11 +389,12 @@ def _set_num_threads(count: int) -> None:
 
 
 def silence_libraries() -> None:
-    """Leaves the terminal to one progress bar; what diffusers has to say is said by rank 0."""
+    """Silences the progress bars of libraries, and the log of diffusers on all ranks but rank 0."""
     env.silence_library_imports()
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # before diffusers is imported, which is what it would warn about
+    # Before diffusers is imported, which transformers would warn about.
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     from diffusers.utils import logging as diffusers_logging
 

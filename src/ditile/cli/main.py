@@ -1,8 +1,8 @@
 """The command line: parses flags, checks options, and starts ranks where a plan needs them.
 
-Bad input is one line on the standard error and exit code 2; a rank that failed is its traceback, one line and 1. Help,
-the version and refused flags are answered without importing torch, which takes seconds: what needs torch is imported
-within functions, and a process that only starts ranks never imports it.
+For bad input the command prints one line on the standard error and exits with 2. If a rank failed it prints the rank's
+traceback and one line, and exits with 1. Help, the version and refused flags do not import torch, which takes seconds:
+modules that need torch are imported within functions, and a process that only starts ranks never imports it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong as a `DitileError`, without the usage lines."""
+    """Raises a `DitileError` for a wrong command line, without the usage lines."""
 
     def error(self, message: str) -> NoReturn:
         raise PlanError(f"{message}; see {self.prog} --help")
@@ -120,7 +120,7 @@ def _build_options(kind: type[Options], arguments: argparse.Namespace) -> Option
 
 
 def _collect_values(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given flags of a set of options, and the aliases for them."""
+    """The values of a set of options that were given, by flags and by aliases."""
     return flag_aliases.merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
 
 
@@ -136,7 +136,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     _check_generate_options(wanted, run, cache)
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
-    # One refusal here, before as many processes are started as would say the same.
+    # Before many processes are started, each of which would raise the same error.
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
         _silence_libraries()
         from ditile.cli.dry_run import build_dry_run_job
@@ -152,7 +152,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
 
 def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
-    """Raises `LoadError` or `ModelError` for files that will not do, and options that contradict each other."""
+    """Raises `LoadError` or `ModelError` for files that cannot be read, and options that contradict each other."""
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora_source(cache.lora)
@@ -166,7 +166,7 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
 
 
 def _resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, given: Plan) -> Plan:
-    """The plan of `--plan`; of `auto` the first of `ditile plan`, which is said.
+    """The plan of `--plan`; for `auto` the first plan of `ditile plan`, which is printed.
 
     Raises:
         DitileError: if flags say a plan too, or this machine was not measured.
@@ -194,7 +194,7 @@ def _resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, gi
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
-    """What is decided by what lies on a host, for a number of hosts: under torchrun by rank 0, for all."""
+    """The result of `decide` (number of hosts), which reads files: under torchrun rank 0 decides for all ranks."""
     if env.read_torchrun_place() is None:
         return decide(1)
     from ditile.distributed.rank0 import decide_on_first_rank
@@ -205,10 +205,10 @@ def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
 def _choose_within_budget(
     budget: Budget, wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Plan, CacheOptions]:
-    """The plan and cache that a budget picks, which is said.
+    """The plan and cache that a budget chooses, which are printed.
 
     Raises:
-        DitileError: if there is no such evaluation, nothing in it will do, or a plan or cache was given too.
+        DitileError: if there is no evaluation, no setting is within the budget, or a plan or cache is given too.
     """
     if plan != Plan() or cache.build_cache_arguments()["cache_config"] is not None:
         given = f"plan '{plan}'" if plan != Plan() else "cache"
@@ -231,7 +231,7 @@ def _choose_within_budget(
 
 
 def _count_devices() -> int:
-    """GPUs, or where there are none cores."""
+    """The number of GPUs, or of cores if there is no GPU."""
     import torch
 
     return torch.cuda.device_count() or os.cpu_count() or 1
@@ -248,7 +248,7 @@ def _generate_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cac
 
 
 def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
-    """The same of a file of prompts. Where nothing is left to make, no model is loaded."""
+    """The outcome of a file of prompts, on rank 0. If no picture is missing, no model is loaded."""
     from ditile.cli import prompts
 
     all_lines: list[prompts.PromptLine] = []
@@ -271,7 +271,7 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
 
 
 def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
-    """The first rank's result of a function on the ranks of a plan: torchrun's, or new ones."""
+    """Runs a function on the ranks of a plan, torchrun's or new ones, and returns the first rank's result."""
     if env.read_torchrun_place() is None and plan.world > 1:
         return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
     result = fn(*args)
@@ -307,7 +307,7 @@ def _print_dry_run(wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> 
 
 
 def _pick_one_line(wanted: GenerateOptions, plan: Plan) -> GenerateOptions:
-    """Of a file of prompts the pictures of one call, which is all that a dry run looks at."""
+    """The options of one call; in place of a file of prompts they have one prompt, which is enough for a dry run."""
     if wanted.prompts_file is None:
         return wanted
     return dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
@@ -412,14 +412,14 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
 
 
 def _silence_libraries() -> None:
-    """Before diffusers is imported, which would warn."""
+    """Silences libraries; it must come before diffusers is imported, which would warn."""
     from ditile.cli.generate import silence_libraries
 
     silence_libraries()
 
 
 def _leave_torchrun() -> None:
-    """Under torchrun the ranks leave their group together."""
+    """Destroys the process group under torchrun; every rank calls this at the end of a command."""
     if env.read_torchrun_place() is not None:
         from ditile.distributed.mesh import leave_process_group
 
@@ -436,7 +436,7 @@ class Command:
     """A command of `ditile`.
 
     Attributes:
-        run: returns the exit code.
+        run: runs the command and returns the exit code.
         options: the dataclasses whose fields are its flags -> the title of the group in `--help`.
     """
 

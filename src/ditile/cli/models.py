@@ -1,6 +1,6 @@
-"""The matrix of families and methods, read off the families' tables: what `ditile models` and docs/matrix.md show.
+"""The matrix of families and methods, which `ditile models` and docs/matrix.md show.
 
-Each cell follows from a field of a `ModelSpec`, so a family that is registered gets its row without a line here.
+Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ditile.plan.spec import ModelSpec
 
 YES, NO = "yes", "-"
 GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
-"""A call whose guidance is on, under the names that any family may have for it."""
+"""Arguments of a call with guidance, under the names of all families."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodColumn:
-    """A column: a method, the flag that asks for it, and what a family has of it."""
+    """A column: a method, its flag, and a function that says which support of it a family has."""
 
     name: str
     flag: str
@@ -90,7 +90,7 @@ def build_matrix_rows() -> Mapping[str, list[str]]:
 
 
 def build_matrix_tables() -> list[Table]:
-    """What `ditile models` prints: the families with their pipelines, then the matrix."""
+    """The tables of `ditile models`: the families with their pipelines, then the matrix."""
     known = Table()
     for title in ("family", "transformer", "pipelines", "support level", "why"):
         known.add_column(title, overflow="fold")
@@ -103,7 +103,7 @@ def build_matrix_tables() -> list[Table]:
 
 
 def format_matrix_markdown() -> str:
-    """docs/matrix.md."""
+    """The text of docs/matrix.md."""
     table = [["family", *(method.name for method in METHOD_COLUMNS)], ["---"] * (len(METHOD_COLUMNS) + 1)]
     table += [["", *(f"`{method.flag}`" if method.flag else "" for method in METHOD_COLUMNS)]]
     table += [[name, *cells] for name, cells in build_matrix_rows().items()]

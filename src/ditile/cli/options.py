@@ -23,7 +23,7 @@ TRUE_CFG = "the same with a second branch, for models whose --guidance is embedd
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model of a command, and the size of its pictures; None is the model's own."""
+    """The model of a command, and the size and steps of its pictures; None is the model's own value."""
 
     # Empty, so that a class with slots of its own can inherit from several of these classes.
     __slots__ = ()
@@ -38,7 +38,7 @@ class ModelOptions:
         check_counts(self, "steps", "height", "width")
 
     def to_generate_options(self, **changes: Any) -> GenerateOptions:
-        """What `ditile generate` would be asked for, from the fields that it has too.
+        """The options of `ditile generate` with the same values, as far as it has the fields.
 
         Args:
             changes: fields with other values.
@@ -52,7 +52,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Where ranks compute, and in which type."""
+    """The device of each rank, and the type in which it computes."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ class GenerateOptions(ModelOptions):
             raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
 
     def to_call_arguments(self) -> dict[str, Any]:
-        """The given values under the names that diffusers uses, guidance and the picture apart."""
+        """The given values under the names that diffusers uses, without guidance and the picture."""
         values = {
             "prompt": self.prompt,
             "num_inference_steps": self.steps,
@@ -172,7 +172,7 @@ class RunOptions(DeviceOptions):
         return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
 
     def check_output_paths(self, paths: Sequence[Path]) -> None:
-        """Raises `ModelError` unless these pictures, and everything else that will be written, can be."""
+        """Raises `ModelError` unless these pictures and all other output files can be written."""
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
             paths_to_check = [("out", path) for path in (Path(self.out), *paths)]
@@ -188,7 +188,7 @@ class RunOptions(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions(DeviceOptions, ModelOptions):
-    """What `ditile verify` runs: a model, in a size that it is quick in.
+    """The options of `ditile verify`: a model and a short call of it.
 
     Raises:
         ModelError: if a value is out of its range.
@@ -251,7 +251,7 @@ def check_image_file(path: str) -> None:
 
 
 def check_lora_source(source: str) -> None:
-    """Raises `ModelError` unless `source` is there, or may be on the hub."""
+    """Raises `ModelError` unless `source` exists, or has the form of a hub id."""
     if not Path(source).exists() and not HUB_ID.fullmatch(source):
         raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
 

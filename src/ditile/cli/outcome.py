@@ -1,6 +1,6 @@
-"""What commands say when they are over, as tables for people and JSON for programs: an `Outcome`, or a `PlanVerdict`.
+"""The results of commands, an `Outcome` or a `PlanVerdict`, as tables for people and as JSON for programs.
 
-Nothing here imports torch: a process that only starts ranks shows what they send back.
+Nothing here imports torch, because a process that only starts ranks shows the results that they return.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NUM_PERF_CALLS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came out of a run: the files, and every rank's report in rank order.
+    """The result of a run of `ditile generate`: the files, and every rank's report in rank order.
 
     Attributes:
-        images: all pictures, those that were there before included.
-        skipped: how many were there before.
-        reports: of all calls together; empty if there was none to make.
-        settings: of what was left out or changed; empty for a plain run.
+        images: the files of all pictures, those that were there before included.
+        skipped: how many of them were there before.
+        reports: one for each rank, over all calls; empty if there was no call.
+        settings: settings of cache, quantization and LoRA; empty for a plain run.
         left_out: what caches left out; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
-        tracks_memory: whether to say what was held.
+        tracks_memory: whether to show the memory of stale keys and caches.
     """
 
     plan: str
@@ -65,7 +65,7 @@ def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The last of several equal calls, with the medians of their seconds, for each rank."""
+    """The report of the last of several equal calls, with the medians of their seconds, for each rank."""
     rank_reports = []
     for of_rank in zip(*reports, strict=True):
         names = of_rank[-1]["seconds"]
@@ -78,8 +78,8 @@ def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict
 def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
     """What caches left out in some calls: an entry for each stage and context, as JSON types.
 
-    Steps that are named are those that were left out for all images, branches and patches of a call; the share counts
-    all that was.
+    `cached_steps` are the steps that were left out for all images, branches and patches of a call. `blocks_saved` also
+    counts blocks that were left out for some of them.
     """
     reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
     for reports in calls:
@@ -113,7 +113,7 @@ MAX_ITEMS_SHOWN = 4
 
 
 def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
-    """The summary as JSON types; seconds are those of rank 0, lists are in the order of the ranks."""
+    """The outcome as JSON types; seconds are those of rank 0, and lists are in the order of the ranks."""
     nothing: dict[str, Any] = {"steps": 0, "synchronous": [], "seconds": dict.fromkeys(SECONDS, 0.0)}
     first = outcome.reports[0] if outcome.reports else nothing
     return {
@@ -132,7 +132,7 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
-    """What only some runs have to say."""
+    """The entries of the summary that only some runs have."""
     facts: dict[str, Any] = {}
     if outcome.settings:
         facts["settings"] = outcome.settings
@@ -147,14 +147,14 @@ def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def _compute_saved_share(entries: list[dict[str, Any]]) -> float:
-    """The share of all runs of blocks."""
+    """The share of all runs of blocks that caches saved."""
     runs: list[int] = [entry["blocks"] * entry["steps"] for entry in entries]
     saved: list[float] = [entry["blocks_saved"] for entry in entries]
     return sum(share * count for share, count in zip(saved, runs, strict=True)) / max(sum(runs), 1)
 
 
 def build_outcome_table(outcome: Outcome) -> Table:
-    """The same as a table."""
+    """The outcome as a table."""
     from rich.table import Table
 
     facts = summarize_outcome(outcome)
@@ -187,7 +187,7 @@ def _list_perf_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """What was done to do less, and what came of it."""
+    """Rows for quantization, LoRA and cache, with what the cache saved."""
     settings, entries = outcome.settings, outcome.left_out
     if "quantize_config" in settings:
         yield "weights", str(settings["quantize_config"]["quant_type"])
@@ -216,7 +216,7 @@ def _list_memory_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _format_image_names(outcome: Outcome) -> str:
-    """All of a few, else the first and the last."""
+    """The names of all files if they are few, else the first and the last."""
     files = outcome.images
     text = " ".join(files) if len(files) <= MAX_ITEMS_SHOWN else f"{files[0]} .. {files[-1]} ({len(files)})"
     return text + (f", {outcome.skipped} of them there before" if outcome.skipped else "")
@@ -228,7 +228,7 @@ def _format_per_rank(counts: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the verdict: true, false, or None where there is nothing to check."""
+    """One line of a verdict; `ok` is None if there is nothing to check, and `says` is what was found."""
 
     name: str
     ok: bool | None
@@ -237,14 +237,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class PlanVerdict:
-    """What `ditile verify` says of a plan, the same on every rank."""
+    """The result of `ditile verify` for a plan, the same on every rank."""
 
     title: str
     checks: list[Check]
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing is false."""
+        """Whether no check failed."""
         return all(check.ok is not False for check in self.checks)
 
 

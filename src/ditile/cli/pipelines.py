@@ -1,6 +1,6 @@
-"""What a pipeline's call returns, as its class tells before anything is loaded, and what the call itself says no to.
+"""Facts of pipeline classes that are known before anything is loaded: their results, and their image-to-image class.
 
-The pipeline that starts from a picture, of the family of one that does not.
+`convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_pipeline_class(source: Path | str) -> type | None:
-    """The class of the pipeline in a folder or on the hub; None where it cannot be seen, which loading will say."""
+    """The class of the pipeline in a folder or on the hub; None if it cannot be read, for which loading raises."""
     import diffusers
 
     try:
@@ -30,7 +30,7 @@ def find_pipeline_class(source: Path | str) -> type | None:
 
 
 def check_returns_pictures(pipeline: type | None) -> None:
-    """Raises `ModelError` if the results of a class of pipelines are known to be no pictures."""
+    """Raises `ModelError` if a class of pipelines is known to return something other than pictures."""
     names = [] if pipeline is None else _list_output_fields(pipeline)
     if pipeline is not None and names and "images" not in names:
         raise ModelError(
@@ -41,7 +41,7 @@ def check_returns_pictures(pipeline: type | None) -> None:
 
 @contextlib.contextmanager
 def convert_value_errors(pipe: Any) -> Iterator[None]:
-    """Makes a `ModelError` of a `ValueError` that the pipeline's own code raises, as of a size; others are bugs."""
+    """Turns a `ValueError` of the pipeline's own code, as of a size, into a `ModelError`; others are bugs."""
     try:
         yield
     except DitileError:
@@ -53,7 +53,7 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
 
 
 def _list_output_fields(pipeline: type) -> list[str]:
-    """The fields of all classes of results in the module of a pipeline."""
+    """The fields of all output classes in the module of a pipeline."""
     from diffusers.utils.outputs import BaseOutput
 
     beside = vars(sys.modules[pipeline.__module__]).values()

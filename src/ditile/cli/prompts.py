@@ -1,7 +1,7 @@
-"""A file of prompts: one picture per line, named by its number, and which of them are still to be made.
+"""A file of prompts: one picture per line, named by its number, and the lines whose pictures are still missing.
 
-A picture is there if its file is whole and says that it was made from the same prompt, seed and settings; so a run that
-was stopped is resumed by the same command. Line k has seed + k.
+A picture is not drawn again if its file is whole and says that it was made from the same prompt, seed and settings. So
+the same command resumes a run that was stopped. Line k has seed + k.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
         ModelError: if it cannot be read, is not UTF-8, or has none.
     """
     try:
-        text = Path(name).read_text("utf-8-sig")  # some editors begin a file with a mark
+        text = Path(name).read_text("utf-8-sig")  # some editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
     prompts = [line.strip() for line in text.splitlines()]
@@ -67,9 +67,9 @@ def list_prompt_lines(wanted: GenerateOptions, run: RunOptions) -> list[PromptLi
 def describe_request(
     wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, defaults: Mapping[str, Any]
 ) -> str:
-    """What pictures have in common that may be taken for each other, as JSON. Image k does not depend on `data`.
+    """All that a picture depends on besides its prompt and seed, as JSON; pictures with equal text are the same.
 
-    Files that were given are known by what is in them, and a dtype that was not by what this machine takes.
+    It has the contents of given files, the dtype that this machine chooses, and no `data`, on which no picture depends.
 
     Raises:
         ModelError: if a file cannot be read, or the dtype is not known.
@@ -99,7 +99,7 @@ def _hash_file_content(name: str) -> str:
 
 
 def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[PromptLine]:
-    """The lines whose picture is not there, or was made otherwise, or is not whole."""
+    """The lines whose picture is missing, is not whole, or was made by another request than `wanted`."""
     return [line for line in all_lines if not _has_matching_picture(line, wanted)]
 
 

@@ -1,13 +1,13 @@
-"""`ditile verify`: checks a plan on this machine, by what must hold for any plan on any model.
+"""`ditile verify`: checks a plan on this machine, by properties that any plan on any model must have.
 
-    exact       with warmup = steps every rank's latents are those of one rank: bit for bit, or up to rounding
-    repeatable  the plan itself, twice: equal on all ranks, and equal to itself
+    exact       with warmup = steps the latents of every rank equal those of one rank: bit for bit, or up to rounding
+    repeatable  two calls under the plan have one result, which is equal on all ranks
     ages        every key that is read is as old as the schedule says
-    no waiting  no micro-step waits for the device (CUDA)
-    bytes       what each rank sent is the formula of `ditile.plan.cost`
-    memory      what a call took is free again when it is over
+    no waiting  in no micro-step the host waits for the device (CUDA)
+    bytes       each rank sends as many bytes as the formula of `ditile.plan.cost` says
+    memory      the memory of a call is free again when it is over
 
-Rank 0 alone needs the whole model, for the first. The tests run the same functions on tiny models.
+Only rank 0 needs the whole model, for the first check. The tests run the same functions on tiny models.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ditile.runner.load import load, read_generation_options
 from ditile.runner.runner import LOG, Runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""By how much of the largest value an exact plan may differ: sums in another order, grown over the steps."""
+"""The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
 
 PipelineFactory = Callable[[Plan | None], Any]
 """See `run_plan_checks`."""
@@ -57,7 +57,7 @@ ArgumentsFactory = Callable[[Any], dict[str, Any]]
 
 
 def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
-    """Runs this rank's part on a model by name.
+    """Checks a plan on a model by name, on this rank; every rank must call it.
 
     Raises:
         DitileError: if the model or the plan does not fit.
@@ -90,13 +90,13 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
 def run_plan_checks(
     make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None = None
 ) -> tuple[list[Check], str]:
-    """All checks of a plan, and on what; every rank must call it, and gets the same.
+    """All checks of a plan, and a description of the machine; every rank must call it, and gets the same.
 
     Args:
-        make: makes the pipeline, alike on every rank: what this rank needs for a plan or, for None, the whole.
-        call: makes the arguments of a call of a pipeline, with new generators each time, that have it return tensors;
-            the first of its results (`images`, `frames`) is compared.
-        plan: what is to be proven.
+        make: (plan) -> the pipeline, alike on every rank, with what this rank needs for the plan; the whole for None.
+        call: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the first of
+            its results (`images`, `frames`) is compared.
+        plan: the plan that is checked.
         steps: of the calls, at least 3.
         device: this rank's; by default its GPU, else the CPU.
     """
@@ -132,7 +132,7 @@ def run_plan_checks(
 
 
 def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor | None) -> Check:
-    """Rank 0 compares; the others must have what it has."""
+    """Rank 0 compares its latents with the reference; the other ranks must have the same latents as rank 0."""
     difference = _compute_difference(latents, reference_latents) if reference_latents is not None else 0.0
     everyone = gather_json(
         [difference, _hash_latents(latents), _find_allowed_rounding(runner, latents)], runner.mesh.everyone
@@ -146,13 +146,13 @@ def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor 
 
 
 def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
-    """What the coarsest type allows: that of the latents, or of the model's weights, which some loops keep finer."""
+    """The rounding of the coarsest type among the latents and the model's weights, which may be of different types."""
     kinds = {latents.dtype} | {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()}
     return max(rounding for kind, rounding in ROUNDING_BY_DTYPE.items() if kind in kinds)
 
 
 def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference_latents: Tensor | None) -> tuple[str, float]:
-    """A call's result, of which no tensor is left: its digest, and on rank 0 how far it is from the plain one."""
+    """The digest of a call's result, and on rank 0 its difference from the reference. It keeps no tensor alive."""
     latents = runner(**call(runner.pipe))[0]
     return _hash_latents(latents), _compute_difference(
         latents, reference_latents
@@ -169,7 +169,7 @@ def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple
 
 
 def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
-    """A wrong age raises `StateError` in mid-run; here it is counted whether any was looked at."""
+    """Checks that the ages of some keys were compared; a wrong age raises `StateError` during the call."""
     everyone = gather_json(ages.passed, runner.mesh.everyone)
     schedule = Schedule.from_plan(runner.plan, steps)
     if not any(schedule.reads_stale_keys(step) for step in range(steps)):
@@ -178,7 +178,7 @@ def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
 
 
 def _count_traffic_bytes(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the last call by kind: counted, and by formula."""
+    """Bytes that this rank sent in the last call, by kind: counted, and by formula."""
     assert runner.report is not None
     job = runner.job()
     return runner.report.sent, {} if job is None else cost.count_traffic_bytes(job, runner.mesh.rank)
@@ -216,7 +216,7 @@ def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
 class _HostSyncCounter:
     """Counts how often the host waits for the device in the micro-steps behind the first stale step.
 
-    Before that, constants are made and schedulers find their place, which may wait.
+    In earlier micro-steps constants are made and schedulers look up their step, which may wait.
     """
 
     def __init__(self, runner: Runner, steps: int) -> None:
@@ -270,7 +270,7 @@ class _HostSyncCounter:
 
 
 def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
-    """The latents of the pipeline without any plan; each call of its model is reported as progress to `launch`."""
+    """The latents of the pipeline without any plan; each call of its model reports progress to `launch`."""
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
     with convert_value_errors(pipe):
@@ -282,14 +282,14 @@ def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.
 
 @contextlib.contextmanager
 def _wait_for_slowest_rank() -> Iterator[None]:
-    """At its end ranks wait for the slowest, however long it takes: the first fetches and runs a whole model."""
+    """At its end all ranks wait for the slowest, however long it takes: rank 0 fetches and runs a whole model."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:
         yield
-    finally:  # of one that fails too, so that the others find out what it did
+    finally:  # also after an error, so that the other ranks do not wait for a rank that failed
         dist.barrier(everyone)
         dist.destroy_process_group(everyone)
 
@@ -319,8 +319,8 @@ def _measure_tensor_bytes(runner: Runner) -> int:
 
 
 def _count_live_cpu_bytes(wait_seconds: float) -> int:
-    """Bytes of tensors on the CPU, after some seconds: a thread of gloo lets go of what it sent a moment later than who
-    waited for it goes on."""
+    """Bytes of tensors on the CPU, after some seconds: a thread of gloo frees a sent tensor a moment after the wait for
+    it has ended."""
     time.sleep(wait_seconds)
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
@@ -333,7 +333,7 @@ def _release_memory() -> None:
 
 
 def _describe_environment(runner: Runner) -> str:
-    """What a bug report must say."""
+    """Versions and devices, which a bug report needs."""
     names = {"cpu": platform.machine()}
     kinds = {torch.device(device).type for device in runner.devices}
     if "cuda" in kinds:

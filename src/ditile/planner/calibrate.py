@@ -3,9 +3,8 @@
 Every rank computes with the same number of threads. One rank measures the curves. The curves do not show what a kernel
 costs besides its work, so that is fitted to calls of the bundled models.
 
-On CPUs a product of matrices is timed after each measurement. If it is slow, another process slowed the cores, and the
-measurement is repeated. No other rule repeats one, so that no method is favoured. `ditile bench --remeasure` does this
-too.
+On CPUs a product of matrices is timed after each measurement, also by `ditile bench --remeasure`. If the product is
+slow, another process slowed the cores, and the measurement is repeated. No other rule repeats one.
 """
 
 from __future__ import annotations
