@@ -1,8 +1,8 @@
-"""A session over a link: two ranks, each on a host of its own, which are network namespaces of this machine.
+"""A session over a link: two ranks on two hosts, which are network namespaces of this machine. It needs root.
 
-    measure_across(task, "100mbit")
+    measure_across_link(task, "100mbit")
 
-needs root. The ranks are started as torchrun would start them on two hosts; one that fails ends the other.
+The ranks are started as torchrun would start them on two hosts. If one fails, the other is ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ditile.cli.bench.session import BenchTask
 
 RANKS, PATIENCE = 2, 5.0
-"""Ranks; seconds that a rank has to end by itself when the other has failed."""
+"""The number of ranks; seconds in which a rank may end by itself when the other has failed."""
 
 
 def measure_across_link(task: BenchTask, rate: str) -> None:
@@ -35,7 +35,7 @@ def measure_across_link(task: BenchTask, rate: str) -> None:
 
     Raises:
         PlanError: if this needs root.
-        DitileError: what a rank raised; `RankError` for anything that is no word of ours.
+        DitileError: the error of a rank; `RankError` if it is no `DitileError`.
     """
     with (
         unwind_on_signals() as check,
@@ -64,11 +64,12 @@ def measure_across_link(task: BenchTask, rate: str) -> None:
 
 
 def main() -> None:
-    """What the rank on one host does."""
+    """Runs the session on one host; its arguments are the task, and the file for an error."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and ends this process
     text, note = sys.argv[1:]
-    env.silence_library_imports()  # before what follows imports diffusers
+    # Before the next import, which imports diffusers.
+    env.silence_library_imports()
     from ditile.cli.bench.session import BenchTask, run_session
 
     try:
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def _wait_for_link_ranks(ranks: list[subprocess.Popen[bytes]], check: Callable[[], None]) -> None:
-    """Until all have ended, or one has failed."""
+    """Waits until all ranks have ended, or one has failed."""
     while any(process.poll() is None for process in ranks):
         check()
         if any(process.poll() for process in ranks):
@@ -88,7 +89,7 @@ def _wait_for_link_ranks(ranks: list[subprocess.Popen[bytes]], check: Callable[[
 
 
 def _end_link_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs."""
+    """Ends the ranks that still run, after `PATIENCE`."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in ranks) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A cell: one thing that is measured. A plan, perhaps a cache with it, a size, and the link between the ranks."""
+"""A cell: one thing that is measured. It is a plan, a cache (or none), a size, and the link between the ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class BenchCell(NamedTuple):
 
     Attributes:
         plan: as `str(Plan)` writes it, or `ONE_RANK`.
-        cache: a line of `steps.line`; "" is none.
-        link: the rate between two hosts; "" is this machine.
+        cache: a line that `parse_cache_line` reads; "" is no cache.
+        link: the rate of the link between two hosts; "" is this machine, without a link.
         height, width: pixels; None is the model's own size.
     """
 
@@ -31,7 +31,7 @@ class BenchCell(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.plan_object.world
 
     @property
@@ -41,17 +41,17 @@ class BenchCell(NamedTuple):
 
     @property
     def cache_configs(self) -> dict[str, Any]:
-        """The keyword arguments of `enable_cache`; what there is to cache may be None."""
+        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
         return parse_cache_line(self.cache or NO_CACHE)
 
     @property
     def num_pictures(self) -> int:
-        """Pictures of a call: one for each replica."""
+        """The number of pictures of a call: one for each replica."""
         return self.plan_object.data
 
     @property
     def one_rank_baseline(self) -> BenchCell:
-        """What this is compared with: the plain pipeline at the same size."""
+        """The cell that this one is compared with: the plain pipeline at the same size."""
         return BenchCell(ONE_RANK, "", "", self.height, self.width)
 
     @property
@@ -64,8 +64,8 @@ def parse_cells(lines: str) -> list[BenchCell]:
     """The cells of `pipefusion=2 patches=4; ulysses=2 | F=1 W=4 R=0.12`, each once.
 
     Raises:
-        PlanError: if there is none, or a plan will not do.
-        ModelError: if a cache will not do.
+        PlanError: if there is no plan, or one cannot be read.
+        ModelError: if a cache cannot be read.
     """
     cells = [_parse_cell(line) for line in lines.split(";") if line.strip()]
     if not cells:

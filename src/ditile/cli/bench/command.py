@@ -1,4 +1,4 @@
-"""`ditile bench`: measures plans side by side, and writes rows and figures. Resumes what a folder has already."""
+"""`ditile bench`: measures plans side by side, and writes rows and figures. It resumes the runs of a folder."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from ditile.planner.search import make_pricer, predict_skipped_steps
 from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"
-"""What stands for a sweep where plans were given."""
+"""The name of the sweep if plans were given."""
 UNKNOWN = "no predictions, as this machine was not measured yet: run `ditile calibrate`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchResult:
-    """What came of it.
+    """The result of a benchmark.
 
     Attributes:
-        rows: of what was asked for, in its order; the plain pipeline's first.
+        rows: a row for each cell, in their order; the plain pipeline's row is the first.
         remarks: what a reader of the rows must know.
     """
 
@@ -54,10 +54,10 @@ class BenchResult:
 
 
 def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
-    """Measures what is not there yet, and writes rows and figures. None on torchrun's other ranks.
+    """Measures what the folder lacks, and writes rows and figures. It returns None on torchrun's other ranks.
 
     Raises:
-        DitileError: if something does not fit; nothing was measured or written then.
+        DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
     """
     silence_libraries()
     if not compared.no_figures and find_spec("matplotlib") is None:
@@ -70,7 +70,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     }
     cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
     every = dict.fromkeys([*cells, *(cell.one_rank_baseline for cell in cells)])
-    # What does not fit says so here, before anything is started.
+    # Before ranks are started: it raises for cells that do not fit.
     jobs = {cell: subject.make_cost_job(cell) for cell in every}
     most = _count_ranks_to_start(cells, compared)
     threads = work.threads or max(1, cpus.count_usable_cores() // most)  # the cores are shared out by default
@@ -106,7 +106,7 @@ def _write_results(
     predictions: Mapping[BenchCell, runs.Prediction],
     remarks: list[str],
 ) -> BenchResult:
-    """Rows and figures of all that was measured."""
+    """Writes rows and figures of all runs in the folder."""
     rows = runs.summarize_runs(
         runs.read_runs(compared.out), {task.keys[cell]: one for cell, one in predictions.items()}
     )
@@ -124,7 +124,7 @@ def _write_results(
 
 
 def _describe_remeasurements(rows: Sequence[Row]) -> list[str]:
-    """What `--remeasure` came to."""
+    """A remark on the runs that `--remeasure` repeated, if it watched any."""
     watched = [row for row in rows if "again" in row]
     again, disturbed = (sum(row[name] for row in watched) for name in ("again", "disturbed"))
     slower = f"{disturbed} runs ended on cores that others slowed by more than {LIMIT - 1:.0%}"
@@ -134,7 +134,7 @@ def _describe_remeasurements(rows: Sequence[Row]) -> list[str]:
 def _list_cells_by_sweep(
     compared: Comparison, work: Workload, subject: BenchSubject, ranks: int
 ) -> dict[str, list[BenchCell]]:
-    """The cells of each sweep, before links."""
+    """The cells of each sweep, without links."""
     size = (work.height, work.width)
     if compared.plans is not None:
         return {PLANS: [cell._replace(height=size[0], width=size[1]) for cell in parse_cells(compared.plans)]}
@@ -144,9 +144,7 @@ def _list_cells_by_sweep(
         fits = sweeps.make_fit_check(lambda plan, at=sizes[0]: subject.make_cost_job(BenchCell(str(plan), "", "", *at)))  # type: ignore[misc]
         cells_by_sweep[name] = sweeps.list_sweep_cells(name, RANKS if name == "links" else ranks, sizes, fits)
         if not cells_by_sweep[name]:
-            subject.make_cost_job(
-                BenchCell(str(Plan()), "", "", *sizes[0])
-            )  # says what is wrong with the size, if that is
+            subject.make_cost_job(BenchCell(str(Plan()), "", "", *sizes[0]))  # raises if the size is what does not fit
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
     return cells_by_sweep
 
@@ -154,7 +152,7 @@ def _list_cells_by_sweep(
 def _choose_sweep_sizes(
     compared: Comparison, work: Workload, subject: BenchSubject
 ) -> list[tuple[int | None, int | None]]:
-    """Squares, smallest first."""
+    """(height, width) of squares, the smallest first."""
     if compared.sizes is not None:
         return [(side, side) for side in sorted(set(compared.sizes))]
     side = work.height or subject.get_native_side()
@@ -164,7 +162,7 @@ def _choose_sweep_sizes(
 
 
 def _count_ranks_to_start(cells: Sequence[BenchCell], compared: Comparison) -> int:
-    """Ranks that must be started."""
+    """The number of ranks that must be started. Raises `PlanError` if links or torchrun do not allow them."""
     most, place = max(group_cells_by_world(cells)), env.read_torchrun_place()
     if compared.link_rates:
         if place is not None:
@@ -208,7 +206,7 @@ def _build_bench_task(
 
 
 def _run_sessions(task: BenchTask, most: int) -> None:
-    """On torchrun's ranks, on new ones, or on those at both ends of each link."""
+    """Runs the sessions: on torchrun's ranks, on new ones, or on two hosts for each link."""
     rates = dict.fromkeys(cell.link for cell, _ in task.todo)
     if env.read_torchrun_place() is not None:
         run_session(task)
@@ -224,7 +222,7 @@ def _run_sessions(task: BenchTask, most: int) -> None:
 
 
 def _select_rows(cells: Sequence[BenchCell], keys: Mapping[BenchCell, str], of_key: Mapping[str, Row]) -> list[Row]:
-    """Those of some cells, each size's one rank first."""
+    """The rows of some cells; that of one rank comes first for each size."""
     every = dict.fromkeys(one for cell in cells for one in (cell.one_rank_baseline, cell))
     return [of_key[keys[cell]] for cell in every if keys[cell] in of_key]
 
@@ -245,7 +243,7 @@ def _list_unfit_plans(
 
 
 def load_prediction_profile(compared: Comparison) -> Profile | None:
-    """The machine that is predicted for; None where none was named, and this one was never calibrated.
+    """The profile for predictions; None if no machine is named and this one was never calibrated.
 
     Raises:
         PlanError, ModelError: if it is not known, or a file is no profile.
@@ -258,7 +256,7 @@ def load_prediction_profile(compared: Comparison) -> Profile | None:
 def predict_cells(
     subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None], profile: Profile
 ) -> dict[BenchCell, Prediction]:
-    """What is known of cells before they run. A cache that decides by what it measures cannot be foretold."""
+    """Predicts cells. For a cache that decides by measured differences, seconds cannot be predicted."""
     return {
         cell: _predict_cell(
             subject, cell, replace(job, shape=replace(job.shape, element_size=profile.element_size)), profile
@@ -284,7 +282,7 @@ def _predict_cell(subject: BenchSubject, cell: BenchCell, job: PlannedCall, prof
 
 
 def _predict_cache_skips(cell: BenchCell, job: PlannedCall) -> CacheSkips | None:
-    """What a cell's cache leaves out; None if only a run can tell."""
+    """The steps that a cell's cache leaves out; None if they depend on measured differences."""
     try:
         return predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
     except PlanError:

@@ -2,8 +2,8 @@
 
     draw_sweep_figures({"methods": rows, "patches": rows}, Path("folder"))
 
-A whisker is from the fastest counted round to the slowest. A diamond is what was predicted of the denoising loop,
-which is the dark part of a bar. Methods have their papers' names.
+A whisker goes from the fastest counted round to the slowest. The dark part of a bar is the denoising loop; a diamond
+is its prediction. Methods have the names of their papers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PARTS = (
 
 
 def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Draws what each sweep is about, and returns the files. Rows of one rank are among those of every sweep."""
+    """Draws the figures of each sweep, and returns their files. Each sweep's rows include those of one rank."""
     files: list[Path] = []
     for sweep, rows in shown.items():
         if not any(row["plan"] != ONE_RANK for row in rows):
@@ -66,7 +66,7 @@ def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list
         which = "links" if any(row["link"] for row in rows) else sweep
         for name, make in FIGURES_OF_SWEEP[which].items():
             if make is draw_exposed_bars and max(row["world"] for row in rows) == 1:
-                continue  # nobody to wait for
+                continue  # one rank waits for no message
             with plt.rc_context(STYLE):
                 figure = make(rows)
                 for suffix in (".png", ".svg"):
@@ -79,7 +79,7 @@ def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list
 
 
 def draw_latency_bars(rows: Sequence[Row]) -> Any:
-    """A bar for each plan, the plain pipeline as a line."""
+    """Draws a bar for each plan, and the plain pipeline as a line."""
     several = len({(row["height"], row["width"]) for row in rows}) > 1
     plans = [row for row in rows if row["plan"] != ONE_RANK]
     figure, axes = _create_bar_axes(len(plans))
@@ -103,7 +103,7 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
 
 
 def draw_memory_bars(rows: Sequence[Row]) -> Any:
-    """Peak bytes of the rank that holds most, in parts."""
+    """Draws the peak memory of the rank that needs most, in parts."""
     some = [row for row in rows if row.get("memory")]
     figure, axes = _create_bar_axes(len(some))
     unit, size = ("GB", 1e9) if max(row["peak_memory_bytes"] for row in some) >= 1e9 else ("MB", 1e6)
@@ -125,7 +125,7 @@ def draw_memory_bars(rows: Sequence[Row]) -> Any:
 
 
 def draw_exposed_bars(rows: Sequence[Row]) -> Any:
-    """The share of the time in which ranks waited for messages, mean of the ranks."""
+    """Draws the share of the time in which ranks waited for messages, the mean of the ranks."""
     plans = [row for row in rows if row["plan"] != ONE_RANK and row["world"] > 1]
     figure, axes = _create_bar_axes(len(plans))
     for place, row in enumerate(plans):
@@ -145,7 +145,7 @@ def draw_exposed_bars(rows: Sequence[Row]) -> Any:
 
 
 def draw_scalability_lines(rows: Sequence[Row]) -> Any:
-    """Speed-up over the number of ranks, a line for each method."""
+    """Draws the speed-up over the number of ranks, a line for each method."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     worlds = sorted({row["world"] for row in rows} | {1})
     axes.plot(worlds, worlds, color="#999999", ls=":", lw=1, label="as many times as ranks")
@@ -155,7 +155,7 @@ def draw_scalability_lines(rows: Sequence[Row]) -> Any:
 
 
 def draw_link_lines(rows: Sequence[Row]) -> Any:
-    """Speed-up over the bandwidth between two hosts."""
+    """Draws the speed-up over the bandwidth between two hosts."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     plans = [row for row in rows if row["link"]]
     lines = _group_points_by_method(plans, lambda row: parse_link_rate(row["link"]) / 1e6)
@@ -169,7 +169,7 @@ def draw_link_lines(rows: Sequence[Row]) -> Any:
 
 
 def draw_patch_count_lines(rows: Sequence[Row]) -> Any:
-    """Seconds over M."""
+    """Draws the seconds over the number of patches M."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.2))
     plans = sorted((row for row in rows if row["plan"] != ONE_RANK), key=_parse_num_patches)
     x = [_parse_num_patches(row) for row in plans]
@@ -196,7 +196,7 @@ def draw_patch_count_lines(rows: Sequence[Row]) -> Any:
 
 
 def draw_resolution_panels(rows: Sequence[Row]) -> Any:
-    """Seconds and speed-up over the size."""
+    """Draws seconds and speed-up over the size, in two panels."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.4))
     lines = _group_points_by_method(rows, lambda row: row["height"])
     ones = sorted((row for row in rows if row["plan"] == ONE_RANK), key=lambda row: row["height"])
@@ -226,7 +226,7 @@ def draw_resolution_panels(rows: Sequence[Row]) -> Any:
 
 
 def draw_warmup_table(rows: Sequence[Row]) -> Any:
-    """A table: W, and the ways of warming up."""
+    """Draws the table of `tabulate_warmups`."""
     header, lines = tabulate_warmups(rows)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.3 * (len(lines) + 2)))
     axes.axis("off")
@@ -264,7 +264,7 @@ FIGURES_OF_SWEEP: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
     "links": {"links": draw_link_lines},
     "cache": {"cache-latency": draw_latency_bars},
 }
-"""What is drawn for a sweep, by the name of the file."""
+"""Sweep -> name of a file -> what draws it."""
 
 
 def _create_bar_axes(count: int) -> tuple[Any, Any]:
@@ -297,7 +297,7 @@ def _plot_line_with_range(
 
 
 def _label_plan_rows(rows: Sequence[Row], several: bool) -> list[str]:
-    """The methods; a cache by itself below the plan that it is with."""
+    """The labels of rows: the method, or only the cache if the row above has the same method."""
     labels, above = [], None
     for row in rows:
         own = describe_row_method(row | {"cache": ""}, size=several)
@@ -307,7 +307,7 @@ def _label_plan_rows(rows: Sequence[Row], several: bool) -> list[str]:
 
 
 def _plot_predicted_loops(axes: Any, rows: Sequence[Row], x: Sequence[int] | None = None) -> None:
-    """Diamonds: over x, or on the bars of the rows where there is none."""
+    """Draws the predictions as diamonds, over x, or on the bars of the rows if x is None."""
     places = range(len(rows)) if x is None else x
     points = [(m, row["predicted_loop_s"]) for m, row in zip(places, rows, strict=True) if "predicted_loop_s" in row]
     if points:
@@ -329,7 +329,7 @@ def _finish_speedup_figure(figure: Any, rows: Sequence[Row], label: str, ticks: 
 
 
 def _place_legend_below(axes: Any, columns: int = 3, below: float = -0.48) -> None:
-    """Below the axes, by inches that the labels there need."""
+    """Places the legend below the axes; `below` is for axes of 100 pixels, because labels need a fixed space."""
     handles, labels = axes.get_legend_handles_labels()
     of_label = dict(zip(labels, handles, strict=True))
     if of_label:
@@ -366,11 +366,11 @@ NAMES = {
 }
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#777777")
 _COLOUR_INDEX_OF_AXIS = {"pipefusion": 0, "distrifusion": 1, "ulysses": 2, "ring": 3, "tensor": 4, "cfg": 5, "data": 6}
-"""Of several methods the first here gives its colour."""
+"""A plan of several methods has the colour of the first of them in this order."""
 
 
 def name_plan_methods(plan: str) -> str:
-    """The methods of a plan: `cfg x PipeFusion`."""
+    """The names of a plan's methods, such as `cfg x PipeFusion`."""
     plan_object = Plan.parse(plan)
     return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
 
@@ -379,8 +379,8 @@ def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -
     """A row's plan and cache, in words: `PipeFusion, M = 4, pipelined warmup | F=1 W=4`.
 
     Args:
-        patches: say M and W where they are the plan's own.
-        size: say how many pixels.
+        patches: also name degrees, M and W.
+        size: also name the pixels.
     """
     if row["plan"] == ONE_RANK:
         return "one rank"
@@ -407,13 +407,13 @@ def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -
 
 
 def choose_plan_colour(plan: str) -> str:
-    """A colour for each method; of several, that of the one that divides most."""
+    """The colour of a plan's method; see `_COLOUR_INDEX_OF_AXIS` for plans of several."""
     plan_object = Plan.parse(plan)
     return COLOURS[next((index for axis, index in _COLOUR_INDEX_OF_AXIS.items() if getattr(plan_object, axis) > 1), 7)]
 
 
 def make_rows_title(rows: Sequence[Row]) -> str:
-    """Model, size, steps and machine: what the rows have in common."""
+    """The model, size, steps and machine that the rows have in common."""
     first = rows[0]
     sizes = {(row["width"], row["height"]) for row in rows}
     size = [] if len(sizes) > 1 or first["height"] is None else [f"{first['width']} x {first['height']} px"]
@@ -425,9 +425,9 @@ def make_rows_title(rows: Sequence[Row]) -> str:
 
 
 def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """The header and the lines of the table over W: seconds, and how much more than the same without warmup.
+    """The header and the lines of the table over W: seconds, and how much more than the same plan without warmup.
 
-    Without warmup all ways are one, which stands where they are serial.
+    Without warmup all modes are the same, and are shown as `serial`.
     """
     plans = [(Plan.parse(row["plan"]), row) for row in rows if row["plan"] != ONE_RANK]
     kinds = dict.fromkeys((name_plan_methods(str(plan)), plan.cfg, mode) for plan, _ in plans for mode in WARMUP_MODES)

@@ -19,11 +19,11 @@ from ditile.errors import PlanError
 _RATE = re.compile(r"(\d+)([kmg])bit")
 _BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _TIMER_HZ = 250
-"""A token bucket must hold what passes between two ticks of the kernel's timer."""
+"""Ticks a second of the kernel's timer; a token bucket must hold the bytes that pass between two ticks."""
 
 
 class Host(NamedTuple):
-    """One end of the link."""
+    """One end of the link; `prefix` in front of a command runs it on this host."""
 
     prefix: tuple[str, ...]
     address: str
@@ -32,13 +32,13 @@ class Host(NamedTuple):
 
 @contextmanager
 def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
-    """Makes both, and takes them away again.
+    """Makes two hosts and their link, and removes them at the end.
 
     Args:
-        rate: such as 100mbit or 10gbit; None is as fast as the machine.
+        rate: such as 100mbit or 10gbit; None is no limit.
 
     Raises:
-        PlanError: if this needs root or iproute2, or the rate is none.
+        PlanError: if the process is not root, iproute2 is missing, or the rate cannot be read.
     """
     check_namespace_rights()
     burst = _compute_burst_bytes(rate)
@@ -66,7 +66,7 @@ def parse_link_rate(rate: str) -> int:
     """Bits per second of a rate such as 100mbit.
 
     Raises:
-        PlanError: if it is none.
+        PlanError: if the text is no rate.
     """
     match = _RATE.fullmatch(rate)
     if match is None or not int(match[1]):

@@ -1,4 +1,4 @@
-"""What `ditile bench` takes: what is compared, and on which work. Checked when made; nothing imports torch."""
+"""The options of `ditile bench`: what is compared, and on which work. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ditile.plan.flags import define_option
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
 RANDOM = "random-"
-"""What the names of models of random weights begin with."""
+"""The prefix of the names of models with random weights."""
 RATES = ("100mbit", "1gbit", "10gbit")
-"""What the sweep over links takes by default."""
+"""The rates of the sweep over links, by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Comparison:
 
     @property
     def link_rates(self) -> list[str]:
-        """The links, as `tc` writes them; none where ranks are on this machine."""
+        """The rates of the links, as `tc` writes them; empty if ranks need no link."""
         if self.links is not None:
             return [rate.strip().lower() for rate in self.links.split(",")]
         return list(RATES) if "links" in self.sweep_names else []
@@ -102,7 +102,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(DeviceOptions, ModelOptions):
-    """What runs: one call of a model.
+    """The call of a model that is measured.
 
     Raises:
         ModelError: if a value is out of its range.

@@ -1,4 +1,4 @@
-"""Models of random weights and no text encoder: real diffusers classes of any width, where there are no checkpoints.
+"""Models of random weights and no text encoder: diffusers classes of any width, for machines without checkpoints.
 
 random-pixart blocks=16 heads=8 head_dim=32      batched guidance, 300 text tokens
 random-flux blocks=57 heads=24 head_dim=128      embedded guidance, 512 text tokens, a third of the blocks double
@@ -48,10 +48,10 @@ class RandomModel:
 
     @classmethod
     def parse_model_name(cls, text: str) -> RandomModel:
-        """`random-pixart blocks=16` as a model.
+        """The model that a name such as `random-pixart blocks=16` stands for.
 
         Raises:
-            ModelError: if it is none.
+            ModelError: if the name is not known, or a size cannot be read.
         """
         first, *words = text.split() or [""]
         family = first.removeprefix(RANDOM)
@@ -74,7 +74,7 @@ class RandomModel:
 
     @property
     def pipeline_class(self) -> type:
-        """Of diffusers."""
+        """Its class of diffusers' pipelines."""
         return PixArtSigmaPipeline if self.family == "pixart" else FluxPipeline
 
     def create_transformer(self, size: int) -> Any:
@@ -126,7 +126,7 @@ class RandomModel:
     def make_call_arguments(
         self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32
     ) -> dict[str, Any]:
-        """The call: 300 text tokens with PixArt (batched guidance), 512 with FLUX (embedded guidance); latents."""
+        """The arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance."""
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {
             "height": height,

@@ -1,7 +1,7 @@
-"""Runs: every run is a line of JSON in a folder, under the key of its job; rows are made of them.
+"""Runs and rows: each run is a line of JSON in a folder, and each row summarizes the runs with the same key.
 
-A line is {"key": {...}, "seconds": .., "one_rank_s": ..} of a counted run, or {"key": {...}, "memory": [..]}. What has
-another key is another job and kept apart; what is there is not measured again.
+A line is {"key": {...}, "seconds": .., "one_rank_s": ..} for a counted run, or {"key": {...}, "memory": [..]}. The key
+has all facts on which the seconds may depend. Runs that the folder has are not measured again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _BEGINS = '{"key": '
 
 
 class Prediction(NamedTuple):
-    """What was predicted of a cell; None where that cannot be.
+    """The prediction for a cell; None for what cannot be predicted.
 
     Attributes:
         loop_s: seconds of the denoising loop.
-        memory_bytes: of the rank that needs most, without the VAE.
+        memory_bytes: peak memory of the rank that needs most, without the VAE.
     """
 
     loop_s: float | None
@@ -37,13 +37,13 @@ class Prediction(NamedTuple):
 
 
 def make_run_key(job: Mapping[str, Any], cell: BenchCell) -> str:
-    """The key of a cell's runs, as text: everything that could change what they take."""
+    """The key of a cell's runs, as text: all that could change their seconds and bytes."""
     one = {"plan": cell.plan, "cache": cell.cache, "link": cell.link, "height": cell.height, "width": cell.width}
     return json.dumps(dict(job) | one, sort_keys=True)
 
 
 def append_run(folder: str, key: str, record: Mapping[str, Any]) -> None:
-    """Adds a line."""
+    """Appends a run to the file of runs."""
     path = Path(folder, RUNS)
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -51,10 +51,10 @@ def append_run(folder: str, key: str, record: Mapping[str, Any]) -> None:
 
 
 def read_runs(folder: str) -> list[Run]:
-    """All lines. One that was cut short, because the run was ended in its midst, is taken out of the file.
+    """All runs of a folder. A last line that was cut short, because writing was interrupted, is removed from the file.
 
     Raises:
-        LoadError: if a line is something else.
+        LoadError: if the file cannot be read, or a line is no run.
     """
     path = Path(folder, RUNS)
     if not path.exists():
@@ -78,7 +78,7 @@ def read_runs(folder: str) -> list[Run]:
 
 
 def count_runs_by_key(runs: Iterable[Run]) -> dict[str, int]:
-    """How many runs are there, by key."""
+    """The number of counted runs, by key."""
     run_counts: dict[str, int] = {}
     for run in runs:
         if "seconds" in run:
@@ -91,8 +91,8 @@ def summarize_runs(runs: Iterable[Run], predicted: Mapping[str, Prediction] | No
     """A row for each key, in the order in which they came.
 
     Args:
-        runs: as read.
-        predicted: by key; it stands beside what was measured.
+        runs: as `read_runs` returns them.
+        predicted: predictions by key, which are added to the rows.
     """
     grouped: dict[str, list[Run]] = {}
     for run in runs:
@@ -152,7 +152,7 @@ def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
 
 
 def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
-    """What only a plan has: ratios to one rank within rounds, bytes, exposed communication."""
+    """The entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
     pictures, last = BenchCell(row["plan"]).num_pictures, timed[-1]
     ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
     of_ranks = [[run["exposed"][rank] for run in timed] for rank in range(len(last["exposed"]))]
@@ -186,15 +186,15 @@ def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
 
 
 def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
-    """The sum of the least seconds of each piece of a loop: at most what it takes where nobody else is on the machine.
+    """The sum of the least seconds of each part of a loop, on the slowest rank: a lower bound for an idle machine.
 
-    It comes near to that the more rounds there are; a wait that falls into another piece in each round drops out of it.
+    The bound becomes better with more rounds. A disturbance that hits another part in each round has no effect on it.
 
     Args:
-        rounds: of each round, of each rank, the seconds of each piece, in their order. The slowest rank counts.
+        rounds: for each round and each rank, the seconds of each part, in their order.
 
     Returns:
-        None for a single round, and where rounds have not the same pieces.
+        None for a single round, or if rounds have different numbers of parts.
     """
     known = [of_ranks for of_ranks in rounds if of_ranks is not None]
     shapes = {tuple(len(pieces) for pieces in of_ranks) for of_ranks in known}

@@ -1,8 +1,8 @@
-"""A session: what each rank does to measure cells side by side.
+"""A session: each rank's part in measuring cells side by side.
 
-For each number of ranks: an untimed run of everything, in which memory is watched too; then rounds, in each of which
-every cell has its turn, behind the plain pipeline on one rank at its size. A speed-up is thus a ratio within a round.
-Pipelines of a world are loaded once and stay; plans that divide no weights share one.
+For each number of ranks, all cells run twice without being counted, once to measure memory. Then come rounds: in each,
+the plain pipeline on one rank runs at each size, and then every cell of that size. So a speed-up is a ratio within a
+round. Pipelines of a world are loaded once and stay in memory; plans that divide no weights share one.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from ditile.planner.footprint import LiveBytes
 from ditile.runner.runner import Runner, parallelize
 
 PAUSES = 100
-"""Tenths of a second that a run waits at most for others to leave, before it is made again."""
+"""Tenths of a second that a run waits at most for a quiet machine, before it is repeated."""
 UNTIMED = 2
-"""Runs of a cell that are not counted: one as the others are, and one in which memory is watched."""
+"""Runs of a cell that are not counted: one to warm up, and one in which memory is measured."""
 SHARED = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTask:
-    """What the ranks of a session are told.
+    """The task of a session, for all its ranks.
 
     Attributes:
-        work: what runs.
-        todo: the cells, each with the rounds that are left.
-        keys: what a cell's runs are kept under; those of the plain pipeline too.
-        bounds: of the speed-up of a cell, where they are known.
-        out: the folder.
-        threads: of each rank.
-        cores: that may be used.
-        load: of the machine before the session, where it says.
-        remeasure: how often a run may be made again that others disturbed.
-        title: of the progress bar.
+        work: the call that is measured.
+        todo: the cells, each with the number of rounds that are missing.
+        keys: cell -> the key of its runs, also for cells of the plain pipeline.
+        bounds: cell -> the bound of its speed-up, if it is known.
+        out: the folder of the runs.
+        threads: CPU threads of each rank.
+        cores: the cores that may be used; None if the system does not say.
+        load: the load average before the session, if the system says it.
+        remeasure: how often a disturbed run may be repeated.
+        title: the title of the progress bar.
     """
 
     work: Workload
@@ -74,14 +74,14 @@ class BenchTask:
     title: str = "runs"
 
     def to_json(self) -> str:
-        """For a rank that is started with a line of text."""
+        """The task as text, for a rank that is started by a command."""
         maps = {name: list(getattr(self, name).items()) for name in ("keys", "bounds")}
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return json.dumps(values | maps | {"work": dataclasses.asdict(self.work)})
 
     @classmethod
     def from_json(cls, text: str) -> BenchTask:
-        """The inverse."""
+        """The inverse of `to_json`."""
         values = json.loads(text)
         maps = {name: {BenchCell(*cell): value for cell, value in values[name]} for name in ("keys", "bounds")}
         todo = [(BenchCell(*cell), left) for cell, left in values["todo"]]
@@ -89,11 +89,11 @@ class BenchTask:
 
 
 def run_session(task: BenchTask) -> None:
-    """Measures, on every rank. Rank 0 writes a line for each run."""
+    """Measures the cells of a task; every rank calls it, and rank 0 writes a line for each run."""
     silence_libraries()
     torch.set_num_threads(task.threads)
     worlds = Worlds.join_shared_store(task.work.stall_timeout, task.cores)
-    task = BenchTask.from_json(worlds.broadcast_text(task.to_json()))  # rank 0 knows what is there already
+    task = BenchTask.from_json(worlds.broadcast_text(task.to_json()))  # only rank 0 has read the folder
     groups = group_cells_by_world(cell for cell, _ in task.todo)
     total = sum(_count_session_runs(cells, dict(task.todo)) for cells in groups.values())
     with show_progress_bar(task.title, total, shown=worlds.rank == 0) as advance:
@@ -108,7 +108,7 @@ def run_session(task: BenchTask) -> None:
 
 
 def rotate_cells(cells: Sequence[BenchCell], number: int) -> list[BenchCell]:
-    """The cells of a round: in each, another one follows the plain pipeline, behind which a machine may be faster."""
+    """The cells in the order of a round: each round another one is first, because a machine may be faster then."""
     first = number % len(cells) if cells else 0
     return [*cells[first:], *cells[:first]]
 
@@ -125,7 +125,7 @@ def _count_session_runs(cells: Sequence[BenchCell], left: Mapping[BenchCell, int
 
 @dataclass(slots=True)
 class _WorldBenchmark:
-    """The cells of one number of ranks, on one of them."""
+    """Measures the cells of one number of ranks, on one of these ranks."""
 
     task: BenchTask
     cells: Sequence[BenchCell]
@@ -135,14 +135,14 @@ class _WorldBenchmark:
     device: torch.device = field(init=False)
     slower: SlowdownGauge = field(init=False)
     again: DisturbanceGuard = field(init=False)
-    """Of the last run that counts."""
+    """The guard of the last counted run."""
     whole: Any = field(init=False, default=None)
     runners: dict[str, Runner] = field(init=False, default_factory=dict)
     loop: list[float] = field(init=False, default_factory=list)
-    """Seconds of the pieces of the plain pipeline's last loop."""
+    """Seconds of the parts of the plain pipeline's last loop."""
 
     def measure_all_cells(self) -> None:
-        """All of it."""
+        """Runs all rounds of all cells."""
         self.rank, self.subject = dist.get_rank(), create_bench_subject(self.task.work)
         place = env.read_torchrun_place()
         self.device = pick_device(self.task.work.device, 0 if place is None else place.local_rank)
@@ -165,7 +165,7 @@ class _WorldBenchmark:
                     )
 
     def _load_pipelines(self) -> None:
-        """The pipelines: a whole one where it is needed, and one for each plan that divides weights."""
+        """Loads a whole pipeline if it is needed, and one for each plan that divides weights."""
         plans, groups = [Plan.parse(text) for text in dict.fromkeys(cell.plan for cell in self.cells)], Communicators()
         if self.rank == 0 or any(_uses_whole_pipeline(plan) for plan in plans):
             self.whole = self.subject.create_pipeline(None)
@@ -180,22 +180,22 @@ class _WorldBenchmark:
             self.runners[str(plan)] = runner
 
     def _run_untimed(self, cell: BenchCell) -> None:
-        """The runs that are not counted."""
+        """Makes the runs of a cell that are not counted."""
         self._time_call(cell)
         self.advance(1)
         if self.task.remeasure:
-            self.slower()  # learns what its best is
+            self.slower()  # the gauge learns the machine's best
         self._append_record(cell, {"memory": self._measure_memory(cell)})
 
     def _measure_call(self, cell: BenchCell) -> float:
-        """Seconds of a call that counts."""
+        """Seconds of a counted call, which is repeated if it was disturbed."""
         self.again = DisturbanceGuard(self.slower, self.task.remeasure, PAUSES)
         seconds = self.again.measure_undisturbed(lambda: self._time_call(cell))
         self.advance(1)
         return seconds
 
     def _time_call(self, cell: BenchCell) -> float:
-        """Seconds of a call: of the slowest rank, from when all were ready."""
+        """Seconds of a call on the slowest rank, from the moment when all ranks were ready."""
         seconds = 0.0
         with self._prepare_call(cell) as call:
             self._synchronize_device()
@@ -207,7 +207,7 @@ class _WorldBenchmark:
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
     def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
-        """Bytes of each rank that computes, without the VAE where that is not divided. Costs a run."""
+        """Bytes of each rank that computes, by use, without the VAE if that is not divided. It makes a run."""
         bytes_by_use: dict[str, int] | None = None
         with self._prepare_call(cell, latent=cell.plan == ONE_RANK or cell.plan_object.vae == "whole") as call:
             if call is not None:
@@ -222,7 +222,7 @@ class _WorldBenchmark:
         return [one for one in gather_json(bytes_by_use, dist.group.WORLD) if one is not None]
 
     def _measure_peak_bytes(self, call: Callable[[], None]) -> int:
-        """The most bytes that a call had at one time besides the weights."""
+        """The most bytes that a call needs at one time, without the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -237,7 +237,7 @@ class _WorldBenchmark:
 
     @contextmanager
     def _prepare_call(self, cell: BenchCell, *, latent: bool = False) -> Iterator[Callable[[], None] | None]:
-        """Everything in place for one call, on all ranks at once; None where this rank waits meanwhile."""
+        """Prepares one call on all ranks at once, and yields it; yields None if this rank only waits."""
         plain = cell.plan == ONE_RANK
         target = self.whole if plain else self.runners[cell.plan]
         with use_cache_within(target, cell.cache_configs, cell.display_label):
@@ -260,7 +260,7 @@ class _WorldBenchmark:
             self.loop = taken()
 
     def _collect_reports(self, cell: BenchCell) -> dict[str, Any]:
-        """What every rank has to say of the last call."""
+        """Bytes, seconds and exposed shares of every rank in the last call."""
         reports = self.runners[cell.plan].reports()
         return {
             "bytes_sent": [report["bytes_sent"] for report in reports],
@@ -287,7 +287,7 @@ def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
     """The share of the steps' time in which a rank waited for messages and computed nothing.
 
     Returns:
-        share: of all steps; warmup: the part of it in synchronous steps, where others are not; kinds: parts by kind.
+        share: that of all steps; warmup: its part in synchronous steps, if not all are; kinds: its parts by kind.
     """
     total = sum(report["step_seconds"]) or 1.0
     kinds = {kind: sum(seconds) / total for kind, seconds in report["waited"].items()}
@@ -297,7 +297,7 @@ def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weight_bytes(pipe: Any) -> int:
-    """Bytes of the weights that a pipeline's models hold here, the VAE's apart."""
+    """Bytes of the weights of a pipeline's models on this rank, without the VAE."""
     models = [part for name, part in pipe.components.items() if isinstance(part, nn.Module) and name != "vae"]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if not tensor.is_meta}
@@ -305,5 +305,5 @@ def count_weight_bytes(pipe: Any) -> int:
 
 
 def _uses_whole_pipeline(plan: Plan) -> bool:
-    """Whether a plan leaves the whole pipeline on every rank, which others may use too."""
+    """Whether a plan leaves the whole pipeline on every rank, so that plans can share it."""
     return not plan.divides_weights and plan.text == "each"

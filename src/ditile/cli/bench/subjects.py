@@ -1,4 +1,4 @@
-"""What is measured: a stored model or one of random weights, with its pipeline and its call."""
+"""The model that is measured: a stored one or one of random weights, with its pipeline and its call."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ditile.planner.subject import PlanSubject as Described
 from ditile.runner.load import find_model_source, load, read_generation_options
 
 SIZE, STEPS = 512, 20
-"""Of a random model, where nothing is said."""
+"""Pixels of a side and steps of a random model, by default."""
 
 
 def create_bench_subject(work: Workload) -> BenchSubject:
-    """The subject.
+    """The subject of a workload.
 
     Raises:
-        ModelError, LoadError: if there is no such model.
+        ModelError, LoadError: if there is no such model, or it cannot be read.
     """
     if work.has_random_weights:
         return RandomSubject(work, str(RandomModel.parse_model_name(work.model)))
@@ -50,7 +50,7 @@ class StoredSubject:
         return Described.from_configs(self.name, find_model_source(self.name))
 
     def get_num_steps(self) -> int | None:
-        """Denoising steps: as asked for, or as the model has them beside it."""
+        """Denoising steps: as given, or as the `generation.json` beside the model says."""
         return self.work.steps or read_generation_options(self.name).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
@@ -59,13 +59,13 @@ class StoredSubject:
         return None if job is None else job.shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
-        """What of a call changes how long it takes, with the model's own options."""
+        """The arguments of a call on which its latency depends, with the model's own options."""
         return build_dry_run_call(
             replace(self._make_generate_options(cell), num_images=cell.num_pictures), read_generation_options(self.name)
         )
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
-        """A cell as numbers, from the configs alone; None where nothing is known of the model.
+        """A cell as numbers, from configs alone; None if the model has no spec and the plan needs none.
 
         Raises:
             DitileError: if the cell does not fit the model.
@@ -86,7 +86,7 @@ class StoredSubject:
         return pipe
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """The arguments of a call, for as many pictures as the cell has; made anew each time."""
+        """New arguments of a call, for as many pictures as the cell has."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), read_generation_options(self.name))
         if cell.num_pictures > 1:
             call["num_images_per_prompt"] = cell.num_pictures
@@ -121,38 +121,38 @@ class RandomSubject:
 
     @cached_property
     def planner_subject(self) -> Described:
-        """From the model on the meta device."""
+        """The model without its weights."""
         with init_on_meta_device():
             transformer = self.random_model.create_transformer(SIZE)
         return Described(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
 
     def get_num_steps(self) -> int:
-        """As asked for, or 20."""
+        """Denoising steps: as given, or 20."""
         return self.work.steps or STEPS
 
     def get_native_side(self) -> int:
-        """512."""
+        """Pixels of a side: 512."""
         return SIZE
 
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
-        """With embeddings for a prompt."""
+        """The arguments of a call, with embeddings in place of a prompt."""
         call = self.random_model.make_call_arguments(
             *self._choose_height_and_width(cell), self.get_num_steps(), self._torch_dtype
         )
         return call | {"num_images_per_prompt": cell.num_pictures}
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall:
-        """From the model on the meta device."""
+        """A cell as numbers. Raises `DitileError` if the cell does not fit the model."""
         return build_subject_job(
             self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
         )
 
     def create_pipeline(self, plan: Plan | None) -> Any:
-        """Whole, whatever the plan: `parallelize` cuts it."""
+        """The whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.random_model.create_pipeline(SIZE, self._torch_dtype)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """With embeddings for a prompt."""
+        """The arguments of a call, with the output type that is measured."""
         return self.make_planning_arguments(cell) | {"output_type": _choose_output_type(self.work)}
 
     @property

@@ -1,4 +1,4 @@
-"""Sweeps: which plans are measured side by side, for a number of ranks. Pure; what does not fit a model is left out.
+"""Sweeps: the plans that are measured side by side, for a number of ranks. Plans that do not fit are left out.
 
 methods      every parallel method of the paper (figures 5 to 7), on all ranks
 scaling      four of them on 2, 4, 8, .. ranks (figure 8)
@@ -31,8 +31,8 @@ def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
 
     Args:
         sweep: one of `options.SWEEPS`.
-        ranks: ranks of each plan; of `scaling`, the most.
-        fits: of several numbers of patches, the first that fits is taken.
+        ranks: ranks of each plan; for `scaling`, the largest number.
+        fits: whether a plan fits; it chooses the number of patches.
     """
     if sweep == "methods":
         return list_method_plans(ranks, fits)
@@ -55,7 +55,7 @@ def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
 def list_sweep_cells(
     sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits
 ) -> list[BenchCell]:
-    """The cells of a sweep: plans at each size, with each cache where caches are compared. Links are not said here."""
+    """The cells of a sweep, without links: plans at each size, with each cache if caches are compared."""
     caches = ("", *CACHES) if sweep == "cache" else ("",)
     sweep_cells = [
         BenchCell(str(plan), cache, "", height, width)
@@ -104,13 +104,13 @@ def list_representative_plans(n: int, fits: Fits) -> list[Plan]:
 
 
 def list_link_plans(n: int, fits: Fits) -> list[Plan]:
-    """What `few` has, PipeFusion with stages that are busy in the warmup too, and the branches of guidance."""
+    """The plans of `list_representative_plans`, PipeFusion with a pipelined warmup, and for two ranks cfg."""
     first, *others = list_representative_plans(n, fits)
     return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
 
 
 def list_warmup_plans(n: int, fits: Fits) -> list[Plan]:
-    """W, and the ways of warming up, which are alike without any."""
+    """PipeFusion with each W and warmup mode; without warmup the modes are the same."""
     patches = choose_pipefusion_plan(n, fits).patches
     warmup_plans = [Plan(pipefusion=n, patches=patches, warmup=w) for w in WARMUPS]
     for mode in ("pipelined", "sequence", "separate"):
@@ -127,7 +127,7 @@ def choose_pipefusion_plan(n: int, fits: Fits) -> Plan:
 
 
 def make_fit_check(check: Callable[[Plan], object]) -> Fits:
-    """`Fits` from what raises a `DitileError` where it does not."""
+    """Makes a `Fits` of a function that raises a `DitileError` for a plan that does not fit."""
     known: dict[Plan, bool] = {}
 
     def check_fits(plan: Plan) -> bool:

@@ -13,12 +13,12 @@ from ditile.plan.units import format_bytes
 
 
 def make_bench_table(rows: Sequence[Row]) -> Table:
-    """The rows, in their order; columns that are empty are left out, and the size where there is one.
+    """The rows, in their order. Empty columns are left out, and so is the size if all rows have the same.
 
-    Seconds are those of whole calls and of the denoising loop, and those predicted of the loop. Speed-ups have the
-    range of the rounds; "undisturbed" is the speed-up in which every step is as fast as in its fastest round. Bytes
-    sent are those of the rank that sends most, memory that of the rank that holds most. Of the exposed share, the part
-    in synchronous warmup steps is in brackets.
+    Seconds are those of whole calls, of the denoising loop, and of the prediction for the loop. Speed-ups have the
+    range of the rounds; "undisturbed" is the speed-up if every step is as fast as in its fastest round. Bytes sent are
+    those of the rank that sends most, memory is that of the rank that needs most. In brackets behind the exposed share
+    is its part in synchronous warmup steps.
     """
     sizes = len({(row["height"], row["width"]) for row in rows})
     shown = Table(title=make_rows_title(rows) if rows else None, title_justify="left")
@@ -57,7 +57,7 @@ def _format_exposed_share(row: Row) -> str:
 
 
 def _format_peak_memory(row: Row, *, weights: bool) -> str:
-    """Of the rank whose peak is highest: its weights, or what it holds beside them."""
+    """The weights of the rank with the highest peak, or the rest of its memory."""
     if not row.get("memory"):
         return ""
     most = max(row["memory"], key=lambda rank: sum(rank.values()))
@@ -65,7 +65,7 @@ def _format_peak_memory(row: Row, *, weights: bool) -> str:
 
 
 def _make_formatter(name: str, text: str) -> Callable[[Row], str]:
-    """A number of a row, "" where there is none."""
+    """A function that formats a number of a row; "" if the row has none."""
     return lambda row: text.format(row[name]) if row.get(name) else ""
 
 
@@ -88,4 +88,4 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         format_bytes(row["predicted_memory_bytes"]) if "predicted_memory_bytes" in row else ""
     ),
 }
-"""What a column says of a row, "" for nothing."""
+"""Column -> its text for a row, "" for none."""

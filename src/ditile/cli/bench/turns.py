@@ -1,7 +1,4 @@
-"""What measurements that take turns share: a cache for one call, the loop's seconds.
-
-The facts of a machine that belong to a measurement.
-"""
+"""Tools of measurements that take turns: a cache for one call, seconds of a loop, and facts of the machine."""
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ from ditile.runner.caching import disable_cache, enable_cache
 
 @contextmanager
 def use_cache_within(target: Any, configs: Mapping[str, Any], name: str = "") -> Iterator[None]:
-    """A pipeline or runner has a cache within; none where the config is None.
+    """Gives a pipeline or runner a cache within the context; no cache if the cache_config is None.
 
     Args:
         target: the pipeline or runner.
-        configs: as `enable_cache` takes them.
-        name: what it is called if it will not do.
+        configs: the keyword arguments of `enable_cache`.
+        name: the name of the cache in errors.
 
     Raises:
-        ModelError: if it could never leave anything out.
+        ModelError: if the cache could never leave anything out.
     """
     if configs["cache_config"] is None:
         yield
@@ -53,10 +50,10 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], name: str = "") ->
 
 @contextmanager
 def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]:
-    """Yields what says, after a call of the pipeline, how many seconds its loop took, piece by piece.
+    """Yields a function that returns, after a call of the pipeline, the seconds of each part of its loop.
 
-    The pieces are the calls of the transformer and what lies between them, up to the end of the last call: a runner's
-    loop, but for the last step of the scheduler.
+    The parts are the calls of the transformer and the times between them. The last step of the scheduler, which a
+    runner's loop has too, is not included.
     """
     trace = GenerationTrace()
     trace.on = True
@@ -73,11 +70,7 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
 
 
 def collect_machine_facts(device: str | None) -> dict[str, Any]:
-    """What was measured on: processor or GPUs, and versions.
-
-    Args:
-        device: that was asked for.
-    """
+    """Processor, GPUs and versions of this machine; `device` is the one that was given, if any."""
     gpu = torch.cuda.is_available() and not (device or "cuda").startswith("cpu")
     count = torch.cuda.device_count() if gpu else 0
     return {
@@ -92,5 +85,5 @@ def collect_machine_facts(device: str | None) -> dict[str, Any]:
 
 
 def read_load_average() -> float | None:
-    """Processes that want a core at a time, mean of the last minute; None where the system does not say."""
+    """The mean number of runnable processes in the last minute; None if the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -1,10 +1,10 @@
 """Worlds of several sizes in one run: the first n of the ranks that were started get a process group of their own.
 
-    worlds = Worlds.join(timeout)
-    with worlds.of(2) as inside:      # on every rank; those outside sleep until the others are done
+    worlds = Worlds.join_shared_store(timeout, cores)
+    with worlds.create_world_group(2, threads) as inside:      # on every rank; inside is False from rank 2 on
         ...
 
-So `torchrun --nproc-per-node 8` measures plans of 2, 4 and 8 ranks, and ranks that a plan does not use cost nothing.
+So `torchrun --nproc-per-node 8` measures plans of 2, 4 and 8 ranks. Ranks outside of a world sleep until it is done.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ditile.distributed.mesh import join_process_group
 from ditile.distributed.transport import gather_json
 
 IDLE = datetime.timedelta(days=30)
-"""How long a rank sleeps at most while others measure; who started the ranks ends those that are left over."""
+"""How long a rank sleeps at most while others measure; the process that started a rank ends it if the others fail."""
 
 
 @dataclass(slots=True)
 class Worlds:
-    """The ranks that were started, out of any group between two worlds.
+    """The ranks that were started; between two worlds they have no process group.
 
     Attributes:
-        rank, size: this process among them.
-        backend: of every group.
-        timeout: after which a rank gives up on the others.
-        cores: that this process may use; None where the system does not say.
+        rank, size: the rank of this process, and the number of ranks.
+        backend: the backend of every group.
+        timeout: the time after which a rank stops waiting for the others.
+        cores: the cores that this process may use; None if the system does not say.
     """
 
     rank: int
@@ -51,8 +51,8 @@ class Worlds:
     def join_shared_store(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
         """Leaves the group that `launch` made, or torchrun's, for a store that all ranks share.
 
-        Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts, on all
-        interfaces: torch's store knows no other way, and asks nobody who he is.
+        Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts. torch's
+        store listens on all interfaces, without authentication.
         """
         place, limit = env.read_torchrun_place(), datetime.timedelta(seconds=timeout)
         if not dist.is_initialized() and place is not None:
@@ -77,7 +77,7 @@ class Worlds:
 
     @contextmanager
     def create_world_group(self, world: int, threads: int) -> Iterator[bool]:
-        """A group of the first `world` ranks, of so many threads each; whether this rank is among them."""
+        """Makes a group of the first `world` ranks, of so many threads each; yields whether this rank is in it."""
         self._num_worlds += 1
         name = f"world-{self._num_worlds}"
         if self.rank >= world:
@@ -99,14 +99,14 @@ class Worlds:
                 self._store.set(name, "done")
 
     def leave_shared_store(self) -> None:
-        """All are done: rank 0, which holds the store, leaves last."""
+        """Ends the use of the store on every rank; rank 0, whose process has the store, leaves last."""
         self._store.set(f"left-{self.rank}", "yes")
         if self.rank == 0:
             self._store.wait([f"left-{rank}" for rank in range(self.size)], self.timeout)
 
 
 def _create_tcp_store(rank: int, limit: datetime.timedelta) -> Any:
-    """A store of rank 0's, on a port that is free."""
+    """A store in the process of rank 0, on a free port."""
     host = env.read_master_address()
     server = dist.TCPStore(host, 0, None, True, limit, False) if rank == 0 else None  # type: ignore[attr-defined]
     port = gather_json(0 if server is None else server.port, dist.group.WORLD)[0]
@@ -114,22 +114,18 @@ def _create_tcp_store(rank: int, limit: datetime.timedelta) -> Any:
 
 
 def wait_for_all_ranks() -> None:
-    """Waits for all ranks of the group, on the CPU."""
+    """Waits until all ranks of the group have called this, on the CPU."""
     dist.all_reduce(torch.zeros(1))
 
 
 def list_allowed_cores() -> list[int] | None:
-    """The cores that this process may use, where the system says."""
+    """The cores that this process may use; None if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 @contextmanager
 def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
-    """The plain pipeline may use any core, as if it were alone; `launch` binds ranks that fill the machine.
-
-    Args:
-        cores: of those that the run may use; by default all that there are.
-    """
+    """Lets this process use any of `cores`, by default all, although `launch` has bound it to its own cores."""
     if not hasattr(os, "sched_getaffinity"):
         yield
         return
