@@ -96,7 +96,7 @@ def measure(job: DecodeJob) -> dict[str, DecodeMeasurement]:
             if way is None and rank > 0:
                 continue
             with ExitStack() as stack:
-                stack.enter_context(allow_all_cores() if way is None else way.installed())
+                stack.enter_context(allow_all_cores() if way is None else way.install_forwards())
                 pictures[name] = _measure_one_decode(vae, latents, found[name], traffic, counted, before)
     if rank == 0:
         for name, picture in pictures.items():
