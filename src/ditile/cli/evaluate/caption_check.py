@@ -1,15 +1,16 @@
-"""Does a picture show its caption? The grammar of captions, and a check by colours and templates, at any size.
+"""Checks whether a picture shows its caption: the grammar of captions, and a check by colours and templates.
 
 A caption of the bundled models names all of a scene of one or two coloured shapes. What it does not name (the direction
 and phase of stripes, the direction of a gradient, the light) is the same in every picture, except for a small jitter of
 place and size. Coordinates are fractions of the width (x) and of the height (y); radii are fractions of the shorter
 side. `training/scenes.py` samples scenes and draws them.
 
-Every pixel is given to the nearest colour of the vocabulary (with its shades). Each thing named in the caption is then
-looked for among the pixels of its colour: enough of them (colour), their centroid near the place in the caption
-(position), the best of the shape templates by intersection over union (shape), and the area (size). The background is
-the most frequent background colour. A picture is all right if all of this holds for every thing and no other colour of
-the vocabulary takes up a visible area. The texture is judged too and reported beside, not within, "all right".
+Every pixel gets the nearest colour of the vocabulary (with its shades). Each thing in the caption is then searched
+among the pixels of its colour. There must be enough of them (colour), their centroid must be near the place in the
+caption (position), the best of the shape templates by intersection over union must be its shape (shape), and the area
+must fit (size). The background is the most frequent background colour. A picture is all right if all of this holds for
+every thing and no other colour of the vocabulary takes up a visible area. The texture is judged too, and reported
+beside "all right", not within.
 """
 
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ VERDICT_ITEMS = ("color", "position", "shape", "size", "background", "clean", "a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
-    """One object of a scene: what the caption says of it, and where and how large it is drawn."""
+    """One object of a scene; its place is in fractions of width and height, its radius in those of the shorter side."""
 
     shape: str
     color: str
@@ -84,7 +85,7 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What a caption says: one or two things, where (`where` is a place or a relation), and the background."""
+    """What a caption describes: one or two things, `where` they are (a place or a relation), and the background."""
 
     things: tuple[Thing, ...]
     where: str
@@ -93,7 +94,7 @@ class Scene:
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene a caption describes, things at their nominal places; ValueError if it is not of the grammar."""
+    """The scene that a caption describes. Raises `ValueError` if the caption is not of the grammar."""
     body, separator, backdrop = caption.rpartition(" on a ")
     words = backdrop.split()
     if not separator or len(words) not in (2, 3) or words[-1] != "background":
@@ -109,7 +110,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
-    """x and y of every pixel centre, as fractions of the width and of the height."""
+    """x and y of every pixel centre `[H, W]`, as fractions of the width and of the height."""
     x = (np.arange(width, dtype=np.float32) + 0.5) / width
     y = (np.arange(height, dtype=np.float32) + 0.5) / height
     grid_x: Field
@@ -156,7 +157,7 @@ def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThingVerdict:
-    """What is right about one thing."""
+    """Which properties of one thing are right."""
 
     color: bool
     position: bool = False
@@ -166,7 +167,7 @@ class ThingVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureVerdict:
-    """What is right about one picture."""
+    """Which properties of one picture are right; `clean` is that it has no unnamed colour."""
 
     things: tuple[ThingVerdict, ...]
     background: bool
@@ -175,19 +176,19 @@ class PictureVerdict:
 
     @property
     def all_right(self) -> bool:
-        """Every thing, the background's colour, and nothing besides."""
+        """Whether every thing and the background's colour are right, and no other colour is there."""
         things = all(t.color and t.position and t.shape and t.size for t in self.things)
         return things and self.background and self.clean
 
     def compute_item_share(self, item: str) -> float:
-        """The share, 0 to 1, of one of `VERDICT_ITEMS`: over the things where it is theirs, else of the picture."""
+        """The share, 0 to 1, of one of `VERDICT_ITEMS`: the mean over things, or that of the whole picture."""
         if item in ("background", "clean", "all_right", "texture"):
             return float(getattr(self, item))
         return float(np.mean([getattr(thing, item) for thing in self.things]))
 
 
 def judge_picture(image: Image, caption: str) -> PictureVerdict:
-    """Judge one uint8 picture [H, W, 3]; ValueError if the caption is not of the grammar."""
+    """The verdict on one uint8 picture `[H, W, 3]`. Raises `ValueError` if the caption is not of the grammar."""
     scene = parse_caption(caption)
     labels = segment_colors(image)
     masks = {color: _filter_by_majority(labels == i) for i, color in enumerate(COLORS)}
@@ -209,7 +210,7 @@ def score_pictures(images: Sequence[Image], captions: Sequence[str]) -> dict[str
 
 
 def segment_colors(image: Image) -> NDArray[np.int64]:
-    """The nearest colour of every pixel [H, W]: an index into COLORS, or BACKDROP + one into BACKGROUNDS."""
+    """The nearest colour of every pixel `[H, W]`: an index into COLORS, or BACKDROP + an index into BACKGROUNDS."""
     palette, labels = _build_palette()
     x = image.reshape(-1, 3).astype(np.float32)
     distance = (palette**2).sum(1) - 2 * x @ palette.T
@@ -273,7 +274,7 @@ def _classify_background(labels: NDArray[np.int64]) -> str:
 
 
 def _filter_by_majority(mask: Mask) -> Mask:
-    """3 x 3 majority: removes the one-pixel mixtures of colours along outlines."""
+    """The mask after a 3 x 3 majority filter, which removes one-pixel mixtures of colours along outlines."""
     height, width = mask.shape
     padded = np.pad(mask.astype(np.int8), 1)
     neighbor_counts = sum(padded[i : i + height, j : j + width] for i in range(3) for j in range(3))

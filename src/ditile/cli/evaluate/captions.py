@@ -1,4 +1,4 @@
-"""Where captions come from: the bundled list, a file of one per line, or COCO's annotations."""
+"""The sources of captions: the bundled list, a file with one per line, or COCO's annotations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUNDLED_SOURCE, COCO_PREFIX = "bundled", "coco:"
 
 
 class Caption(NamedTuple):
-    """What to draw.
+    """A text to draw.
 
     Attributes:
         image: the file of the photograph that the caption describes; None where there is none.
@@ -25,10 +25,10 @@ class Caption(NamedTuple):
 
 
 def load_captions(source: str, count: int | None, default: int) -> list[Caption]:
-    """The first `count` captions of a source, or where that is None the first `default`, or all if there are fewer.
+    """The first `count` captions of a source; if `count` is None, the first `default`, or all if there are fewer.
 
     Raises:
-        ModelError: if it cannot be read, has none, or fewer than `count`.
+        ModelError: if the source cannot be read, or has no captions or fewer than `count`.
     """
     if source == BUNDLED_SOURCE:
         captions = [Caption(line) for line in (ASSETS / "captions.txt").read_text("utf-8").splitlines()]
@@ -45,7 +45,7 @@ def read_coco_captions(path: Path) -> list[Caption]:
     """The first caption (lowest id) of each image of a `captions_*.json`, in the order of the images' ids.
 
     Raises:
-        ModelError: if it is no such file, or has no caption.
+        ModelError: if the file cannot be read, is no such file, or has no caption.
     """
     try:
         content = json.loads(path.read_text("utf-8"))

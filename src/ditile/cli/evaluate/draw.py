@@ -1,8 +1,8 @@
-"""The ranks' part of `ditile evaluate`: each caption by the original pipeline and by every setting, in turn.
+"""The ranks' part of `ditile evaluate`: the original pipeline and every setting draw each caption, in turn.
 
-A rank holds one pipeline for each plan; caches are laid on and taken off between pictures, outside of what is timed.
-The original and caches without a plan share the whole pipeline of rank 0, while the others wait at a barrier. Before
-the first caption each pipeline draws a picture of a few steps, which is not counted.
+A rank has one pipeline for each plan. Caches are enabled and disabled between pictures, outside of the timed part. The
+original and caches without a plan share the whole pipeline of rank 0; the other ranks wait at a barrier meanwhile.
+Before the first caption each pipeline draws a picture of a few steps, which is not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARMUP_STEPS = 3  # steps of the picture that is not counted
 
 
 class CaptionTurn(NamedTuple):
-    """A caption, and who is to draw it."""
+    """A caption, and the settings that draw it."""
 
     place: int
     prompt: str
@@ -52,15 +52,15 @@ class CaptionTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTask:
-    """What the ranks of one session share.
+    """The task of one session, for all its ranks.
 
     Attributes:
         job: what all pictures have in common, for the folder.
-        world: of the session.
-        plans: that it needs, without that of the original.
-        with_original: whether the original draws beside them.
-        threads: of each rank.
-        title: of the progress bar.
+        world: the number of ranks.
+        plans: the plans that the session needs, without that of the original.
+        with_original: whether the original pipeline draws the captions too.
+        threads: CPU threads of each rank.
+        title: the title of the progress bar.
     """
 
     wanted: EvaluateOptions
@@ -74,7 +74,7 @@ class EvaluationTask:
 
 
 def draw_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -> None:
-    """Runs this rank's part; rank 0 writes pictures and rows.
+    """Draws the captions of a session; every rank calls it, and rank 0 writes pictures and rows.
 
     Raises:
         DitileError: if the model, a plan or a cache does not fit.
@@ -120,7 +120,7 @@ def _draw_turns(task: EvaluationTask, turns: Sequence[CaptionTurn], rank: int, d
 
 
 class TimedPicture(NamedTuple):
-    """A picture `[1, H, W, 3]`, seconds, and the share of blocks that was left out."""
+    """A picture `[1, H, W, 3]`, its seconds, and the share of blocks that was left out."""
 
     picture: Pictures
     seconds: float
@@ -128,10 +128,10 @@ class TimedPicture(NamedTuple):
 
 
 class EvaluationPipeline:
-    """A pipeline under a plan; that of the original has none.
+    """A pipeline under a plan, or the original pipeline.
 
     Attributes:
-        base: the arguments of its calls, prompt and generator apart.
+        base: the arguments of its calls, without prompt and generator.
     """
 
     def __init__(self, task: EvaluationTask, plan: str, device: torch.device, groups: Communicators) -> None:
@@ -155,9 +155,9 @@ class EvaluationPipeline:
         """The picture of a caption; None on ranks that do not get it.
 
         Args:
-            configs: of the cache, as `enable_cache` takes them.
-            steps: instead of those of the job.
-            before: waits for the other ranks.
+            configs: the keyword arguments of `enable_cache`.
+            steps: the number of steps, in place of that of the job.
+            before: waits for the other ranks; it is called before the clock starts.
 
         Raises:
             ModelError: if the cache could never leave anything out.
@@ -193,7 +193,7 @@ def _draw_setting(
     *,
     first: bool = False,
 ) -> TimedPicture | None:
-    """One picture of a turn, or before the first turn a short one."""
+    """Draws one picture of a turn; `first` draws a short one, before the first turn."""
 
     def wait_for_ranks() -> None:
         if task.world > 1:

@@ -1,9 +1,9 @@
-"""`ditile evaluate`: what plans and caches do to pictures, and how much sooner these are there.
+"""`ditile evaluate`: measures how plans and caches change pictures, and their latency.
 
 Every caption is drawn by the original pipeline (one process, no cache) and by each plan with each cache, with the same
-seed. Pictures are judged against the original's, against their captions, and as a set against the original's and
-reference pictures. What comes out is a table, `evaluation.json` (from which `ditile generate --min-psnr` picks), a
-sheet of pictures side by side, and quality over latency as a figure (docs/evaluation.md).
+seed. Pictures are compared with those of the original and with their captions; sets of pictures are compared with the
+original's and with reference pictures. The results are a table, `evaluation.json` (from which `ditile generate
+--min-psnr` chooses), a sheet of pictures side by side, and a figure of quality over latency (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ ONE_AT_A_TIME = (
 
 
 def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: SessionOptions) -> dict[str, Any] | None:
-    """Draws what is not there yet, judges, and writes everything. Rank 0 returns what `evaluation.json` says.
+    """Draws missing pictures, judges all, and writes the files. Rank 0 returns the content of `evaluation.json`.
 
     Raises:
-        DitileError: if something does not fit; nothing was written then.
+        DitileError: if a plan, a cache or an option does not fit; nothing was written then.
     """
     silence_libraries()
     check_torchmetrics()
@@ -95,7 +95,7 @@ def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: Sessio
 
 
 def build_evaluation_table(evaluation: Mapping[str, Any]) -> Table:
-    """The means for people."""
+    """The means of an evaluation as a table."""
     from rich.table import Table
 
     columns = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
@@ -149,13 +149,13 @@ def _check_settings_fit(wanted: EvaluateOptions, settings: Sequence[EvaluationSe
         raise ModelError(f"model {wanted.model!r} cannot be loaded: {' '.join(str(error).split())}") from error
     known = {cls.__name__ for cls in list_model_specs()}
     if index.get("transformer", (None, None))[1] not in known:
-        return  # what no table describes says no itself when it is divided, before it draws
+        return  # other models are checked by `parallelize`, before they draw
     for setting in settings:
         build_dry_run_job(wanted.build_generate_options(), Plan.parse(setting.plan), setting.cache_arguments)
 
 
 def _build_job_record(wanted: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
-    """What all pictures have in common."""
+    """The facts that all pictures of an evaluation have in common."""
     call = build_dry_run_call(wanted.build_generate_options(), read_generation_options(wanted.model))
     del call["prompt"], call["num_images_per_prompt"]
     return {
@@ -175,7 +175,7 @@ def _list_session_tasks(
     settings: Sequence[EvaluationSetting],
     threads: int,
 ) -> list[EvaluationTask]:
-    """The sessions in their order. Settings of one process go with those of the most ranks, or are the first by far."""
+    """The sessions in their order. Pictures of one process that no other session draws are drawn by the first."""
     plans = list(dict.fromkeys(setting.plan for setting in settings if not setting.has_original_plan))
     world = {plan: Plan.parse(plan).world for plan in plans}
     groups: list[tuple[int, list[str], bool, str]] = [(1, [], True, "one process")]
@@ -196,7 +196,7 @@ def _list_missing_turns(
     settings: Sequence[EvaluationSetting],
     rows: Mapping[PictureKey, PictureRow],
 ) -> list[CaptionTurn]:
-    """The captions of a session of which pictures are not there. Rank 0's count."""
+    """The captions of a session of which pictures are missing; all ranks use the list of rank 0."""
     first = not task.session.one_at_a_time or not task.plans
     task_settings = [s for s in settings if s.plan in task.plans or (s.has_original_plan and first)]
     if first:
@@ -224,7 +224,7 @@ def _judge_and_write(
     captions: Sequence[Caption],
     rows: dict[PictureKey, PictureRow],
 ) -> dict[str, Any]:
-    """Judges, sums up and writes."""
+    """Judges the pictures, writes all files, and returns the evaluation."""
     count = len(captions)
     complete_settings = list_complete_settings(rows, count)
     settings = [
@@ -283,7 +283,7 @@ def _write_contact_sheet(
 
 
 def _describe_machine() -> dict[str, Any]:
-    """Where it ran, and with what."""
+    """Machine, load and versions."""
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
     return {
         "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}",

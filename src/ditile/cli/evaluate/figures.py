@@ -1,4 +1,4 @@
-"""The figures of an evaluation: pictures side by side, and what plans and caches gain over what they do to pictures."""
+"""The figures of an evaluation: a sheet of pictures side by side, and PSNR over latency."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
     """A sheet with a column for each setting, a row for each caption, and differences below the pictures.
 
-    A difference map is the mean over the colours of how far a picture is from the original's, amplified, on black.
+    A difference is the amplified mean over the colours of the absolute difference from the original, on black.
 
     Args:
-        columns: the original first.
-        captions: in the order of the pictures.
+        columns: the columns, the original first.
+        captions: the captions, in the order of the pictures.
     """
     font = ImageFont.load_default(TEXT)
     pictures = [[Image.fromarray(read_picture(path)) for path, _ in shown] for _, shown in columns]
@@ -68,7 +68,7 @@ def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) 
 
 
 def make_difference_image(picture: Image.Image, original: Image.Image) -> Image.Image:
-    """How far a picture is from the original, amplified; white is a quarter of all or more."""
+    """The amplified difference of a picture from the original; white is a quarter of the range or more."""
     apart = np.abs(np.asarray(picture, np.float32) - np.asarray(original, np.float32)).mean(2)
     return Image.fromarray(np.minimum(apart * AMPLIFIED, 255).astype(np.uint8)).convert("RGB")
 
@@ -109,8 +109,10 @@ def _wrap_text_lines(
 
 
 def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
-    """Draws the settings of an evaluation, PSNR over latency: a colour for each plan, a marker for each cache, a line
-    through those that no other beats. The same picture as the original's has no finite PSNR, and is drawn at the top.
+    """Draws the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
+
+    Each plan has a colour and each cache a marker. A setting whose pictures equal the original's, which have no finite
+    PSNR, is drawn at the top.
     """
     import matplotlib
 

@@ -1,7 +1,7 @@
 """The scores of pictures, by torchmetrics: against the original pipeline's picture, or against the caption.
 
-PSNR and SSIM are always there. LPIPS, the FID and the CLIP score need weights, and nothing here downloads any: what
-cannot be measured is named with its reason.
+PSNR and SSIM are always measured. LPIPS, the FID and the CLIP score need weights, and nothing here downloads any. A
+metric that cannot be measured is reported with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALEXNET, INCEPTION = "alexnet-owt-7be5be79.pth", "weights-inception-2015-12-05-6
 """The files of weights in torch's hub folder: for LPIPS, and for the FID."""
 
 IMPORT_ERRORS = (ImportError, RuntimeError, AttributeError)
-"""What importing a package raises that lacks another, or does not fit the torch that is here."""
+"""The errors of importing a package that lacks another one, or does not fit this torch."""
 
 EXTRA = "pip install 'ditile[evaluate]'"
 
@@ -47,8 +47,8 @@ class Metric:
         title: of the column, with its unit.
         digits: behind the point.
         measure: the picture `[H, W, 3]`, the original one, and the caption -> the number.
-        exact: what the original gets against itself; None if it is measured like the others.
-        whole: judged as drawn, not resized.
+        exact: the number of the original against itself; None if it is measured like the others.
+        whole: whether it judges the picture as drawn, not resized.
     """
 
     name: str
@@ -83,8 +83,8 @@ def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default."""
     from torchmetrics.functional.image import structural_similarity_index_measure
 
-    # torchmetrics takes the variance of a window over 49 pixels and scikit-image over 48. The factor 49 / 48 can be
-    # taken out of the index if the constant of the variances is made smaller by it.
+    # torchmetrics divides the variance of a window by 49 pixels and scikit-image by 48. The factor 49 / 48 cancels in
+    # the index if the constant of the variances is divided by it.
     k2 = 0.03 * math.sqrt(48 / 49)
     _, index = structural_similarity_index_measure(
         _to_float_tensors(a),
@@ -96,7 +96,7 @@ def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
         reduction="none",
         return_full_image=True,
     )
-    # Windows that reach over the edge see reflected pixels: only whole windows count.
+    # Windows at the edge include reflected pixels, so only windows inside of the picture count.
     similarities: NDArray[np.float64] = index[..., 3:-3, 3:-3].mean(dim=(1, 2, 3)).numpy()
     return similarities
 
@@ -104,10 +104,10 @@ def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
 def load_available_metrics(
     model: str, captions: Sequence[str], clip: str | None
 ) -> tuple[list[Metric], dict[str, str]]:
-    """The metrics that can be taken here, and why others cannot.
+    """The metrics that can be measured here; and name -> reason for those that cannot.
 
     Raises:
-        ModelError: if `clip` is named and cannot be loaded.
+        ModelError: if `clip` is given and cannot be loaded.
     """
     metrics = [
         Metric("psnr", "PSNR, dB", 1, lambda a, b, _: float(compute_psnr(a[None], b[None])[0]), exact=100.0),
@@ -130,7 +130,7 @@ def load_available_metrics(
 
 
 def load_inception_features() -> Callable[[Picture], Tensor] | str:
-    """What makes the features `[1, 2048]` of a picture that the FID (arXiv 1706.08500) compares, or why it is not here.
+    """(picture) -> its features `[1, 2048]`, which the FID (arXiv 1706.08500) compares; or why that is not possible.
 
     The network is the Inception of 2015, as torch-fidelity converted it.
     """
@@ -151,7 +151,7 @@ def load_inception_features() -> Callable[[Picture], Tensor] | str:
 
 
 def resize_picture(picture: Picture, side: int | None) -> Picture:
-    """A picture as a square of `side` pixels, its shape not kept; as it is where that is None."""
+    """A picture as a square of `side` pixels, whatever its shape; unchanged if `side` is None."""
     if side is None or picture.shape[:2] == (side, side):
         return picture
     return np.array(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
@@ -177,7 +177,7 @@ def _load_lpips_metric() -> Metric | str:
 
 
 class _ClipFeatures:
-    """A CLIP of transformers 5, whose features are fields of outputs, as torchmetrics calls it: for tensors."""
+    """Adapts a CLIP of transformers 5, whose methods return outputs with fields, to torchmetrics' need of tensors."""
 
     def __init__(self, model: Any) -> None:
         self.config, self._model = model.config, model
@@ -264,7 +264,7 @@ def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str
 
 
 def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
-    """Which package or file of weights is not there, if one is not."""
+    """The package or file of weights that is missing, in a phrase; None if all are there."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: {EXTRA}"
@@ -272,7 +272,7 @@ def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
 
 
 def _find_hub_file(name: str) -> Path:
-    """Where torch's hub keeps a file of weights."""
+    """The path of a file of weights in torch's hub folder."""
     return Path(torch.hub.get_dir(), "checkpoints", name)
 
 
@@ -282,10 +282,10 @@ def _shorten_error(error: Exception) -> str:
 
 
 def _to_byte_tensor(picture: Picture) -> Tensor:
-    """`[3, H, W]`."""
+    """A picture as `[3, H, W]`."""
     return torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
 
 
 def _to_float_tensors(pictures: Pictures) -> Tensor:
-    """`[N, 3, H, W]` from 0 to 1."""
+    """Pictures as `[N, 3, H, W]`, from 0 to 1."""
     return torch.from_numpy(pictures / 255).permute(0, 3, 1, 2)

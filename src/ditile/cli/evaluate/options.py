@@ -1,4 +1,4 @@
-"""What `ditile evaluate` takes: what is compared, how it is judged, and how it is run. Nothing here imports torch."""
+"""The options of `ditile evaluate`: what is compared, how it is judged, and how it is run. No import of torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class EvaluationSetting(NamedTuple):
     """A plan and a cache, as text; equal text is one setting.
 
     Attributes:
-        plan: as `str(Plan)`.
-        cache: in one line (`ditile.cache.config_text`), or `none`.
+        plan: the plan, as `str(Plan)` writes it.
+        cache: a cache in one line (`ditile.cache.config_text`), or `none`.
     """
 
     plan: str
@@ -40,12 +40,12 @@ class EvaluationSetting(NamedTuple):
 
     @property
     def cache_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `enable_cache`; what there is to cache may be None."""
+        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
         return CacheOptions(cache_line=self.cache).build_cache_arguments()
 
     @property
     def has_original_plan(self) -> bool:
-        """Whether one process draws by itself, with the pipeline as it is but for a cache."""
+        """Whether one process draws with the undivided pipeline, with or without a cache."""
         return self.plan == ORIGINAL.plan
 
 
@@ -58,7 +58,7 @@ class EvaluateOptions(ModelOptions):
 
     Raises:
         ModelError: if a value is out of its range, or a cache is not known.
-        PlanError: if a plan is none, or makes more pictures rather than a picture sooner.
+        PlanError: if a plan cannot be read, has data above 1, or there is none beside the original.
     """
 
     plans: str = define_option(
@@ -85,11 +85,7 @@ class EvaluateOptions(ModelOptions):
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
-        """All plans with all caches, each once, without the original.
-
-        Raises:
-            ModelError, PlanError: as for the whole.
-        """
+        """All plans with all caches, each once, without the original; errors are those of the class."""
         plans = [Plan.parse(text) for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]]
         for plan in plans:
             if plan.data > 1:
@@ -103,17 +99,13 @@ class EvaluateOptions(ModelOptions):
         return [setting for setting in dict.fromkeys(all_settings) if setting != ORIGINAL]
 
     def build_generate_options(self) -> GenerateOptions:
-        """The picture of a caption, as `ditile generate` would be asked for it.
-
-        Raises:
-            ModelError: if a value is out of its range.
-        """
+        """The options of `ditile generate` for the picture of a caption; errors are those of the class."""
         return self.to_generate_options(prompt="a caption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeOptions:
-    """How pictures are judged. What is not named is used where its package and its weights are there.
+    """How pictures are judged. Other metrics are measured too if their packages and weights are there.
 
     Raises:
         ModelError: if a value is out of its range, or a folder has no picture.
@@ -136,7 +128,7 @@ class JudgeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions(DeviceOptions):
-    """Where it runs, and where to write.
+    """Where ranks run, and where results are written.
 
     Raises:
         ModelError: if a value is out of its range.
@@ -160,7 +152,7 @@ class SessionOptions(DeviceOptions):
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The pictures of a folder, not of those in it, in the order of their names; none if there is no such folder."""
+    """The pictures of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
     suffixes = (".png", ".jpg", ".jpeg", ".webp")
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes) if folder.is_dir() else []
 

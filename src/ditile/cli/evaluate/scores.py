@@ -29,7 +29,7 @@ NUM_FEATURES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a panel measured of sets of pictures; scores of single pictures are in their rows.
+    """What a panel measured; the scores of single pictures are in their rows.
 
     Attributes:
         metrics: name -> title and digits.
@@ -48,7 +48,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class MetricPanel:
-    """The metrics that are taken.
+    """The metrics that can be measured.
 
     Attributes:
         extract_features: makes the features of a picture for the FID; None without.
@@ -66,7 +66,7 @@ class MetricPanel:
 
     @classmethod
     def from_options(cls, judge: JudgeOptions, model: str, captions: Sequence[Caption]) -> MetricPanel:
-        """What can be measured here, as asked for.
+        """The metrics that can be measured here, with the given options.
 
         Raises:
             ModelError: if what was asked for cannot be had.
@@ -88,7 +88,7 @@ class MetricPanel:
         settings: Sequence[EvaluationSetting],
         count: int,
     ) -> Judgement:
-        """Scores every picture that has no score yet, and takes the distances.
+        """Scores every picture that has no score yet, and computes the distances of sets.
 
         Args:
             store, rows: the pictures and what is known of them.
@@ -119,7 +119,7 @@ class MetricPanel:
         )
 
     def _prepare_missing_metrics(self, row: PictureRow) -> list[Metric]:
-        """The metrics that a row lacks; those of pictures of another size are taken anew."""
+        """The metrics that a row lacks; scores of another size are dropped, and measured again."""
         if row.get("resize", 0) != self.side:
             row["scores"], row["resize"] = {}, self.side
         names = {metric.name for metric in self.metrics}
@@ -150,7 +150,7 @@ class MetricPanel:
 
 
 class SetDistances:
-    """The FID of one set of pictures after another to the original's, and to reference pictures.
+    """The FID of sets of pictures, one set after the other, to the original's and to reference pictures.
 
     Args:
         extract_features: see `load_inception_features`.
@@ -174,7 +174,7 @@ class SetDistances:
             self._has_references = True
 
     def add_picture(self, picture: Picture, *, is_original: bool) -> None:
-        """Adds a picture to the set; those of the original come before all others."""
+        """Adds a picture to the set. The set of the original must come first."""
         features = self._extract(picture)
         if is_original:
             self._to_original.update(features, real=True)
@@ -205,9 +205,9 @@ def read_picture(path: Path) -> Picture:
 
 
 def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
-    """The reference pictures and which these are: those that the captions describe if all are there, else the folder's.
+    """The reference pictures, and a phrase that says which these are.
 
-    The folder has some (`JudgeOptions` checks that).
+    They are those that the captions describe if all of them are there, else all of the folder.
     """
     if folder is None:
         return [], ""

@@ -1,11 +1,11 @@
-"""The folder of an evaluation: its job, a row for each picture, and what they come to.
+"""The folder of an evaluation: its job, a row for each picture, and their means.
 
     job.json          what all pictures have in common; another job is refused
     pictures.jsonl    a line for each picture: setting, caption, seed, seconds, scores
     pictures/         the pictures, a folder for each setting
     evaluation.json   the means (`summarize_settings`), which `ditile generate --min-psnr` reads
 
-A picture is there if its row and its file are, and is not drawn again.
+A picture is not drawn again if its row and its file are there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PictureKey = tuple[EvaluationSetting, int]
 
 
 class EvaluationFolder:
-    """What a folder has.
+    """The files of an evaluation.
 
     Args:
-        out: the folder; it need not be there.
+        out: the folder; it need not exist.
     """
 
     def __init__(self, out: Path) -> None:
@@ -64,7 +64,7 @@ class EvaluationFolder:
                 )
 
     def read_rows_on_disk(self, captions: Sequence[Caption], seed: int) -> dict[PictureKey, PictureRow]:
-        """The rows of pictures that are there. A last line that was cut off is left out.
+        """The rows of pictures whose files exist. A line that was cut off is ignored.
 
         Raises:
             ModelError: if there are pictures of other captions or seeds.
@@ -84,7 +84,7 @@ class EvaluationFolder:
         return rows_on_disk
 
     def create_folder(self, job: Mapping[str, Any]) -> None:
-        """Makes the folder, and says what it is of.
+        """Makes the folder, and writes the file of the job.
 
         Raises:
             ModelError: if it cannot be written.
@@ -97,7 +97,7 @@ class EvaluationFolder:
             raise ModelError(f"out={str(self.out)!r} cannot be written: {error.strerror}") from error
 
     def append_picture_rows(self, rows: Iterable[PictureRow]) -> None:
-        """Adds rows of pictures that are there."""
+        """Appends the rows of pictures whose files exist."""
         path = self.out / ROWS_FILE
         has_cut_line = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ class EvaluationFolder:
     def write_picture_scores(
         self, judged: Mapping[PictureKey, PictureRow], captions: Sequence[Caption], seed: int
     ) -> None:
-        """Writes the scores of pictures into their rows as the folder has them now: others may have added theirs."""
+        """Writes scores into the rows that the folder has now, to which another process may have added rows."""
         rows_on_disk = self.read_rows_on_disk(captions, seed)
         for key in rows_on_disk.keys() & judged.keys():
             rows_on_disk[key] |= {name: judged[key][name] for name in ("scores", "resize")}
@@ -114,7 +114,7 @@ class EvaluationFolder:
 
 
 def make_setting_slug(setting: EvaluationSetting) -> str:
-    """A folder's name: readable, and of this setting alone."""
+    """The name of a setting's folder, which is readable and unique."""
     if setting == ORIGINAL:
         return str(setting)
     digest = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:8]
@@ -130,7 +130,7 @@ def list_complete_settings(rows: Iterable[PictureKey], count: int) -> list[Evalu
 
 
 def compute_latency_ratio(row: PictureRow, rows: Mapping[PictureKey, PictureRow]) -> float:
-    """How long a picture took, over the original's: of the same turn, or else of its own row."""
+    """The seconds of a picture over those of the original in the same turn, or else in the original's own row."""
     original = row["original_s"] or rows[ORIGINAL, row["caption"]]["seconds"]
     return float(row["seconds"] / original)
 
