@@ -3,11 +3,11 @@
     python -m benchmarks.cache_overhead
     python -m benchmarks.cache_overhead --blocks 2,57 --rounds 40 --out overhead.json
 
-Microseconds of CPU time of one forward, one thread, medians over interleaved rounds; cache-dit beside ours
-where it is installed. Blocks pass on two streams of a few numbers, and the first one doubles the image, so that there
-is something to measure.
-Four states: off (threshold 0), measured (a threshold that no step falls below), measured and left out (one that all
-fall below: the first block runs alone), and left out without a look (1).
+Numbers are microseconds of CPU time of one forward, with one thread, medians over interleaved rounds; cache-dit is
+measured too if it is installed. Blocks pass on two streams of a few numbers, and the first block doubles the image, so
+that there is a change to measure. The cache has four states: off (threshold 0), measured (no difference is below the
+threshold), measured and left out (all are below, and only the first block runs), and left out without a measurement
+(threshold 1).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def transformers(blocks: int, forwards: int) -> dict[tuple[str, str], nn.Module]
         config = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=threshold)
         made[OURS, state] = ours = enable_cache(Transformer(blocks), config)
         refresh_context(ours, forwards)
-        if peer.is_installed():  # it patches classes: each of its transformers has one of its own
+        if peer.is_installed():  # cache-dit patches classes, so each of its transformers has a class of its own
             theirs = type(f"Transformer{len(made)}", (Transformer,), {})(blocks)
             peer.enable_on_transformer(theirs, theirs.blocks, config, forwards)
             made[THEIRS, state] = theirs

@@ -1,10 +1,11 @@
-"""Parallelism x cache: what each gains by itself, and what both gain together.
+"""Speed-ups of a plan, of a cache, and of both together.
 
     python -m benchmarks.cache_plans --plan "pipefusion=2 patches=2" --setting "F=1 W=3 R=1 MC=2 taylor=1"
 
-A bundled model, ranks of one thread each, wall time. Every caption is drawn by one rank alone, by one rank with the
-cache, by all ranks, and by all ranks with the cache, in turn; speed-ups are medians over captions of the ratio to the
-first. Efficiency is that of both over the product of the two. PSNR is to the picture of one rank without a cache.
+A bundled model draws, on ranks of one thread each; seconds are of wall time. Every caption is drawn by one rank alone,
+by one rank with the cache, by all ranks, and by all ranks with the cache, in turn. Speed-ups are medians over captions
+of the ratio to the first. The last line is the speed-up of both over the product of the two. PSNR is to the picture of
+one rank without a cache.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def pipeline(job: CachePlansJob, *, cache: bool) -> Any:
 
 
 def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
-    """What one rank sees: a row for each counted caption and way; on ranks that wait, those of the plans alone."""
+    """The rows of one rank: one for each counted caption and way; ranks above 0 have no rows of one rank alone."""
     disable_progress_bar()
     plan, rank = Plan.parse(job.plan), dist.get_rank()
     calls: dict[str, Any] = {

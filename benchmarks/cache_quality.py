@@ -1,15 +1,15 @@
-"""Quality against speed of caches on the bundled models: how far pictures are from those without a cache, and how much
-sooner they are there. cache-dit beside ours, where it is installed.
+"""Quality and speed of caches on the bundled models: PSNR to pictures without a cache, and speed-up over no cache.
 
     python -m benchmarks.cache_quality --model shapes-pixart --captions 100 --out pixart.jsonl
     python -m benchmarks.cache_quality --model shapes-flux --steps 50 --settings "F=1 W=4 R=0.2" --out flux.jsonl
     python -m benchmarks.plots pareto pixart.jsonl flux.jsonl curves.png
 
-One process, one thread, one picture at a time. Every caption is drawn by all settings in turn, in an order that
-rotates; a speed-up is the median over captions of the ratio to the picture without a cache. Seconds are of CPU time,
-which is what the only thread takes on a machine that does nothing else (wall time is written down too). What was
-measured is added to `--out`, caption by caption, and is not measured again. Without a cache all pipelines draw the same
-picture, bit for bit, which is checked before the first caption. Masks of fewer steps than are drawn are left out.
+cache-dit is measured too if it is installed. One process with one thread draws one picture at a time. Every caption is
+drawn by all settings in turn, in an order that rotates; a speed-up is the median over captions of the ratio to the
+picture without a cache. Seconds are of CPU time, which equals wall time for one thread on an idle machine (wall time is
+written too). Results are added to `--out`, caption by caption, and are not measured again. Without a cache all
+pipelines draw the same picture, bit for bit, which is checked before the first caption. Settings with masks of fewer
+steps than are drawn are left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CachePainter:
 
     Args:
         job: what is drawn.
-        setting: of its cache; it is not there before `cache`.
+        setting: the setting of its cache, which `enable_setting_cache` enables.
     """
 
     def __init__(self, job: CacheQualityJob, setting: CacheSetting) -> None:
@@ -98,7 +98,7 @@ class CachePainter:
         self._pipe.vae.decode = self._outside.wrap_timed_call(self._pipe.vae.decode)
 
     def enable_setting_cache(self) -> None:
-        """Lays the cache around it."""
+        """Enables the cache of the setting."""
         self._is_cached = bool(self.setting.engine)
         if self.setting.engine == THEIRS:
             separate = self._call.get("true_cfg_scale", 1) > 1  # its adapter of FLUX does not know

@@ -1,4 +1,4 @@
-"""Settings of caches that are measured, each a line of text (`cache.config_text`), for our engine and cache-dit."""
+"""Settings of caches that are measured, each a line of text (`cache.config_text`), for ditile and for cache-dit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMON = (
     "F=1 mask=3,1,1,1,1,1,1/1,2,2,3,3,2 policy=static taylor=1",
     "F=1 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
 )
-"""What both engines are given: the published settings for 57 blocks, and our best ones as far as both have them."""
+"""The settings for both engines: the published ones for 57 blocks, and ditile's best ones that both engines have."""
 
 OWN = (
     "F=0 W=4 R=1 MC=1 taylor=1",
@@ -55,7 +55,7 @@ OWN = (
     "F=0 mask=2,1,1,1,1,1/2,2,3,3,3 policy=static taylor=1",
     "F=0 mask=2,1,1,1,1,1/1,2,2,4,5 policy=static taylor=1",
 )
-"""What only ours has: no block runs to decide."""
+"""The settings that only ditile has: no block runs to decide."""
 
 
 @dataclass(frozen=True, slots=True)

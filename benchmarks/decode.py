@@ -2,11 +2,11 @@
 
     python -m benchmarks.decode --ranks 1,2,4 --height 1024 --block-size 64
 
-An `AutoencoderKL` of FLUX's layout and widths with random weights, fp32, one thread a rank. In one run of N ranks, all
-decode their rows in blocks, then whole, then rank 0 decodes alone while the others wait; and so on, medians in the end.
-"CPU" are the seconds that the busiest rank computed, whatever else the machine did. "live" is the most that all tensors
-occupy at one time on the rank that holds most, counted exactly in a call of its own; "process" is by how much the
-process has grown at the peak of the first call, what kernels use inside included.
+An `AutoencoderKL` of FLUX's layout and widths with random weights decodes in fp32, with one thread a rank. In each
+round of N ranks, all decode their rows in blocks, then all decode their whole rows, then rank 0 decodes alone while the
+others wait. The table has medians. "CPU" is the CPU time of the busiest rank. "live" is the most memory that all
+tensors need at one time on the rank that needs most, counted exactly in a call of its own. "process" is the growth of
+the process at the peak of the first call, with the memory that kernels use inside.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def measure(job: DecodeJob) -> dict[str, DecodeMeasurement]:
     axis = Axis("image", tuple(range(ranks)), rank, dist.group.WORLD if ranks > 1 else None)
     vae, traffic = autoencoder(job), Traffic()
     latents = torch.randn(1, 16, job.height // 8, job.width // 8)
-    # the least memory first: what an allocator keeps of one way would hide the growth in the next
+    # The way that needs least memory comes first: memory that the allocator keeps would hide the growth of later ways.
     blocks = ParallelVAE(vae, axis, traffic, block_size=job.block_size)
     ways: dict[str, Any] = {f"rows, blocks of {job.block_size}": blocks}
     if ranks > 1:

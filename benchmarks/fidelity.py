@@ -3,10 +3,10 @@
     python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto
     python -m benchmarks.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
 
-For each plan, real gloo runs over the same captions and seeds: PSNR and SSIM against one process, and caption accuracy.
-The controls never read keys of another patch after the warmup: they show that the measure can tell a right exchange
-from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup. A run that was broken off goes
-on where it stopped: rows of the same job that `--out` holds are kept.
+Each plan draws the same captions with the same seeds on real gloo ranks. The numbers are PSNR and SSIM against one
+process, and caption accuracy. The controls never read keys of another patch after the warmup, which shows that the
+numbers tell a right exchange from none. At the end PipeFusion and DistriFusion are compared at equal ranks and warmup.
+A run that was interrupted resumes: rows of the same job in `--out` are not measured again.
 """
 
 from __future__ import annotations

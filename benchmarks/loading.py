@@ -1,11 +1,11 @@
-"""What a rank holds while it loads: peaks of anonymous and of file-backed memory, and the bytes that it reads.
+"""Memory of a rank while it loads: peaks of anonymous and of file-backed memory, and the bytes that it reads.
 
     python -m benchmarks.loading --ranks 4
 
-A checkpoint of several gigabytes is written for the purpose, shard by shard, and deleted afterwards: FLUX.1-dev's
-and T5-XXL's widths with fewer blocks, bfloat16. One line of JSON for each rank, and one for a process that loads
-everything: the share, the peaks above the level before, the limit of each of them (1.1 times the share, and 64 MiB),
-and the bytes asked of the transformer's files. Linux only: the kernel's own numbers are read every millisecond.
+A checkpoint of several gigabytes is written first, shard by shard, and deleted afterwards: it has FLUX.1-dev's and
+T5-XXL's widths with fewer blocks, in bfloat16. Each rank, and one process that loads everything, prints a line of JSON:
+its share, the peaks above the level before, the limit of each peak (1.1 times the share, and 64 MiB), and the bytes
+that it read from the transformer's files. It needs Linux, whose memory numbers are read every millisecond.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What a micro-step spends outside the blocks: embedding, constants, head, scheduler copies, the loop
-itself.
+"""CPU time of a micro-step outside of the blocks: embedding, constants, head, scheduler copies, the loop itself.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --runner    # what a runner of one rank costs beside the plain pipeline, instead
 
-FLUX's real widths, 4096 image and 512 text tokens, 8 patches, one thread, random weights, fp32. Few blocks
-are run, and their time is scaled to the share of the 57 blocks that one of 8 stages owns. CPU time is
-counted, not wall time. With `--runner`: a random PixArt of 16 blocks, 8 heads of 32, 256 image tokens, 4 steps
-with guidance; both ways in turn, each first in every other round.
+The model has FLUX's real widths and random weights: 4096 image and 512 text tokens, 8 patches, one thread, fp32. Two
+blocks run, and their time is scaled to the share of the 57 blocks that one of 8 stages has. With `--runner` the model
+is a random PixArt of 16 blocks, 8 heads of 32 channels, 256 image tokens, 4 steps with guidance. The plain pipeline and
+the runner take turns, and each is first in every other round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md by one command: measures what has no result yet, and puts every table in its place.
+"""Makes docs/benchmarks.md by one command: measures what has no result yet, and puts every table in its place.
 
     python -m benchmarks.page                          # hours; what docs/benchmarks has is kept
     python -m benchmarks.page --only cache-overhead    # some of them; --again takes them anew
@@ -44,10 +44,10 @@ class Section(NamedTuple):
     """A table of the page, and its figures.
 
     Attributes:
-        command: what measures it. It writes to what follows `--out`, or where it says so itself.
-        files: the results that the table is of, below the folder of results.
-        table: of what they hold, one after the other.
-        figures: those that the command draws, and what each shows.
+        command: the command that measures it; `--out` is added unless it names its files itself.
+        files: the results that the table shows, below the folder of results.
+        table: makes the table of their rows, those of one file after those of the other.
+        figures: file of a figure that the command draws -> what it shows.
     """
 
     command: str

@@ -1,4 +1,4 @@
-"""cache-dit, beside which our caches are measured. It is no dependency: benchmarks import it here, if it is there.
+"""cache-dit, with which ditile's caches are compared. It is no dependency: only this module imports it, if it is there.
 
 pip install cache-dit==1.5.3
 """
@@ -39,10 +39,10 @@ def cache_dit() -> ModuleType:
 
 
 def config_of(ours: DBCacheConfig, *, separate: bool | None = None) -> Any:
-    """Its config with the fields of ours that both have and that are not ours by default.
+    """cache-dit's config, with the fields of a config of ditile that are not at ditile's defaults.
 
     Raises:
-        ModelError: if a field was set that it does not have.
+        ModelError: if a field was set that cache-dit does not have.
     """
     cls = cache_dit().DBCacheConfig
     known = {field.name for field in dataclasses.fields(cls)}
@@ -57,7 +57,7 @@ def config_of(ours: DBCacheConfig, *, separate: bool | None = None) -> Any:
 
 
 def calibrator_of(ours: Calibration | None) -> Any:
-    """Its calibrator of the same kind."""
+    """cache-dit's calibrator of the same kind."""
     module = cache_dit()
     if ours is None:
         return None
@@ -86,7 +86,7 @@ def keep_apart(pipe: Any) -> None:
 
 
 def enable_for(pipe: Any, config: DBCacheConfig, calibrator: Calibration | None, steps: int, separate: bool) -> None:
-    """Caches a pipeline that was kept apart.
+    """Caches a pipeline for which `keep_apart` was called.
 
     Args:
         separate: whether a step has a call of the transformer for each branch of guidance.

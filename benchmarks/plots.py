@@ -1,5 +1,4 @@
-"""Figures for the docs: the Gantt chart of a real trace, where keys are fresh, and what caches gain and lose. The only
-user of matplotlib.
+"""Figures for the docs: the Gantt chart of a real trace, the ages of keys, and quality over speed.
 
 python -m benchmarks.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m benchmarks.plots freshness docs/images/freshness.png --patches 4

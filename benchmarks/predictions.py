@@ -1,11 +1,11 @@
-"""Predicted beside measured: plans of up to two ranks and hybrids of four, on a machine calibrated before each job.
+"""Predictions beside measurements: plans of up to two ranks and hybrids of four, on a machine calibrated for each job.
 
     python -m benchmarks.predictions --out predictions.json
 
-Forty minutes on two cores that nobody else uses, seven calibrations included; what others disturbed is measured again.
-A run that was interrupted goes on where it stopped (`ditile bench` does, in the folder `predictions`). An error is that
-of the seconds of the denoising loop, the median of its rounds; that of the speed-up over one rank, measured in turn
-with the plans, is free of what the machine's speed did since it was calibrated.
+It takes forty minutes on two idle cores, with seven calibrations; disturbed runs are repeated. A run that was
+interrupted resumes (`ditile bench` does, in the folder `predictions`). Errors are those of the seconds of the denoising
+loop, the median of its rounds. The error of the speed-up over one rank, which is measured in turn with the plans, does
+not depend on how the machine's speed changed since the calibration.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ HYBRIDS = (
 )
 ONE = "one rank"
 AGAIN, CALIBRATIONS = "4", 3
-"""How often a run that others disturbed is made again; calibrations of a job, if these were disturbed."""
+"""How often a disturbed run is repeated; how often a job is calibrated at most."""
 ALIKE = 1.05
-"""So many times as long at most does the shortest product take of two goes of one machine."""
+"""The shortest product of two calibrations of one machine differs by at most this factor."""
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
@@ -54,7 +54,7 @@ class PredictionJob(NamedTuple):
     Attributes:
         model, size, steps: the call.
         plans: as `ditile bench` takes them.
-        rounds: each plan is measured so often; a short one, as long as a burst of somebody else's work, oftener.
+        rounds: how often each plan is measured; short calls, which a short disturbance can cover, need more rounds.
     """
 
     model: str

@@ -1,12 +1,12 @@
-"""Predictions beside published latencies: what transformers get of a GPU, fitted, and held against machines that it
-never saw.
+"""Predictions beside published latencies: fits the shares of a GPU that transformers reach, and tests them on hardware
+that the fit did not see.
 
     python -m benchmarks.published               # every row, predicted by shares fitted without its hardware
-    python -m benchmarks.published --fit         # fits anew: shares for planner/hardware.py, assets/left_out.json
+    python -m benchmarks.published --fit         # fits again: shares for planner/hardware.py, assets/left_out.json
 
-The rows are in assets/published.csv with their sources: seconds of the denoising loop and speedups (PipeFusion, arXiv
-2405.14430), and latencies relative to the fastest method (the article of 2024-09), of which a scale of their own is
-free. A few rows are set aside, each with its reason.
+The rows are in assets/published.csv with their sources: seconds of the denoising loop and speed-ups (PipeFusion, arXiv
+2405.14430), and latencies relative to the fastest method (the article of 2024-09), which get a common factor that fits
+best. A few rows are left out, each with its reason.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ START = Efficiency(
     micro_s=1e-3,
     wire=LinkEfficiency(latency_s=1e-4, call_s=3e-4, exchange=0.5, crossing=0.5, reduce=0.7, overlap=0.2),
 )
-"""Where each fit begins, and what it keeps to where rows do not tell: guesses, which saw no hardware."""
+"""The start of each fit, to which it keeps where rows say nothing: guesses that were made without any row."""
 
 _SWAPPED = (
     "the article has this figure, to its third digit, as the other one's of Ring and Ulysses, and says that Ulysses is "
@@ -126,7 +126,7 @@ class PublishedRow:
 
     @property
     def comparison_key(self) -> tuple[Any, ...]:
-        """What rows have in common whose order can be told."""
+        """The facts that rows must have in common so that their order can be compared."""
         return self.hardware, self.devices, self.model, self.pixels, self.scale
 
 
@@ -218,9 +218,9 @@ def predicted(some: Sequence[PublishedRow], gets: Efficiency, *, rough: bool = F
 
 
 def margins(predictions: Predictions) -> Iterator[float]:
-    """Of two methods on one machine and job, how much longer the one takes by prediction that does as published.
+    """For two methods on one machine and job, the log of predicted seconds of the published slower over the faster one.
 
-    A logarithm: above 0 their order is right. What differs by less than `TIE` as published has no order.
+    Above 0 the order is right. Methods whose published figures differ by less than `TIE` have no order.
     """
     alike: dict[tuple[Any, ...], list[tuple[PublishedRow, float]]] = {}
     for row, estimate in predictions:

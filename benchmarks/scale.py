@@ -1,11 +1,11 @@
-"""Predicted scaling past the machines that are here: 8 to 512 devices, two jobs, two kinds of cluster.
+"""Predicted scaling on large clusters: 8 to 512 devices, two jobs, two kinds of cluster.
 
     python -m benchmarks.scale docs/images/scale.png          # the tables as Markdown, the figure as a file
 
-Every group of methods has the best of its plans on so many devices, by the formula that the planner sifts with, the
-first few of them with other ways to run their synchronous steps; the best of each is simulated.
+For each group of methods and number of devices, the planner's formula sorts the plans, and the first few are also tried
+with other ways to run their synchronous steps. The best plan is simulated.
 
-Wan has no `ModelSpec` yet: what it would have beside `planner.tables` is here, to be counted and no more.
+Wan has no `ModelSpec` yet, only a table in `planner.tables`. What a spec would have besides is here, for counting only.
 """
 
 from __future__ import annotations
