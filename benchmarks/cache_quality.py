@@ -101,7 +101,7 @@ class CachePainter:
         """Enables the cache of the setting."""
         self._is_cached = bool(self.setting.engine)
         if self.setting.engine == THEIRS:
-            separate = self._call.get("true_cfg_scale", 1) > 1  # its adapter of FLUX does not know
+            separate = self._call.get("true_cfg_scale", 1) > 1  # cache-dit's adapter of FLUX does not see it
             peer.enable_for(self._pipe, self.setting.cache_config, self.setting.calibrator, self._job.steps, separate)
         elif self.setting.engine:
             enable_cache(self._pipe, self.setting.cache_config, self.setting.calibrator)

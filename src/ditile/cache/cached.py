@@ -182,6 +182,7 @@ class TransformerCache:
         try:
             yield
         finally:
+            # After an error the chains of this call are still there, and the own clock must not find them.
             self.end_generation()
             self._clock, self._agreement = self._own_clock, own_agreement
             self._own_clock.start_watching()

@@ -171,7 +171,8 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
     if run.threads is not None:
         _set_num_threads(run.threads)
     check_returns_pictures(find_pipeline_class(find_model_source(wanted.model)))
-    needs_whole_model = cache.lora is not None and plan.tensor > 1  # whose factors are cut with the weights
+    # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
+    needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if needs_whole_model else plan)
     if wanted.image is not None:
         pipe = convert_to_image_to_image(pipe)
@@ -220,7 +221,7 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
     from ditile.cache.cached import IdleCacheWarning
 
     wanted = cache.build_cache_arguments()
-    wanted.pop("attention_backend", None)  # the runner has it
+    wanted.pop("attention_backend", None)  # `parallelize` has set it
     if wanted["cache_config"] is None and "quantize_config" not in wanted:
         return
     try:

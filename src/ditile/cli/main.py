@@ -320,7 +320,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
         verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
         raise
-    except StateError as error:  # keys of other ages than scheduled, or another promise broken in mid-run
+    except StateError as error:  # such as a key of another age than scheduled, which is found during a call
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
         from ditile.cli.outcome import build_verdict_table

@@ -176,7 +176,7 @@ class RunOptions(DeviceOptions):
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
             paths_to_check = [("out", path) for path in (Path(self.out), *paths)]
-        elif os.path.exists(folder) and not folder.is_dir():  # False where the system says no
+        elif os.path.exists(folder) and not folder.is_dir():  # os.path.exists is False without permission
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
         else:
             paths_to_check = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]

@@ -64,7 +64,7 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
     """
     with contextlib.redirect_stdout(sys.stderr):
         silence_libraries()
-        LOG.setLevel(logging.ERROR)  # these few steps are not those that a user means to run
+        LOG.setLevel(logging.ERROR)  # advice on a plan does not fit the few steps of a check
         if proof.threads is not None:
             torch.set_num_threads(proof.threads)
         join_torchrun(proof.stall_timeout)

@@ -141,6 +141,7 @@ class Runner:
                 "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
                 "quantize it before"
             )
+        # All weights come back before the move, so that they are moved too.
         self._parts.sharded.restore_whole_weights()
         self._parts.block_hooks.restore_blocks()
         self._parts.encoders.refill_foreign_parts()
@@ -191,6 +192,7 @@ class Runner:
         parts = self._parts
         generators = rng.list_generators(call.get("generator"), parts.device)
         watch = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
+        # Before anything is drawn: all ranks continue rank 0's generators.
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch)

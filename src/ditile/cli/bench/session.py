@@ -93,7 +93,8 @@ def run_session(task: BenchTask) -> None:
     silence_libraries()
     torch.set_num_threads(task.threads)
     worlds = Worlds.join_shared_store(task.work.stall_timeout, task.cores)
-    task = BenchTask.from_json(worlds.broadcast_text(task.to_json()))  # only rank 0 has read the folder
+    # Only rank 0 has read the folder, so its task has the runs that are missing.
+    task = BenchTask.from_json(worlds.broadcast_text(task.to_json()))
     groups = group_cells_by_world(cell for cell, _ in task.todo)
     total = sum(_count_session_runs(cells, dict(task.todo)) for cells in groups.values())
     with show_progress_bar(task.title, total, shown=worlds.rank == 0) as advance:

@@ -84,6 +84,7 @@ class Worlds:
             yield False
             self._store.wait([name], IDLE)
         else:
+            # First undo the binding of an earlier world: `pin_to_own_cores` chooses among the cores it may use now.
             _bind_to_cores(self.cores)
             if not torch.cuda.is_available():
                 pin_to_own_cores(self.rank, world, threads)
