@@ -139,7 +139,7 @@ def lent() -> str:
 
 def test_quantized_weights_are_not_lent(pool: Pool) -> None:
     for message in pool.run(lent, 2):
-        assert message.startswith("warmup_mode=sequence lends plain weights")
+        assert message.startswith("warmup_mode=sequence sends plain weights")
 
 
 def with_lora(folder: str, plan: dict[str, Any]) -> list[Tensor]:

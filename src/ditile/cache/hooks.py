@@ -6,7 +6,6 @@ Hooks that are installed later (for offloading, or those of a runner) lie around
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import TokenState
 from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
-from ditile.hooks.overrides import find_forward_attribute, locate_override
+from ditile.hooks.overrides import find_forward_attribute, list_parameter_names, locate_override
 from ditile.plan.spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
@@ -38,8 +37,7 @@ class CacheHook:
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:
         self.index, self.block, self.flow = index, block, flow
         self.handle: BlockHandler | None = None
-        names = [name for name in inspect.signature(type(block).forward).parameters if name != "self"]
-        self._at = {name: k for k, name in enumerate(names)}
+        self._at = {name: k for k, name in enumerate(list_parameter_names(block))}
         self.has_text = "text" in flow.returns
         self._is_tuple = len(flow.returns) > 1
         self._image, self._image_at = flow.image, self._at.get(flow.image, -1)

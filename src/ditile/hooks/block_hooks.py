@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from ditile.hooks.batch_rows import join_batch_results, slice_batch_arguments
 from ditile.hooks.compile import CompileFunction, bypass_compiled_model, find_compiler, wrap_block_call, wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.memoize import OutputMemoizer, embed_patches
-from ditile.hooks.overrides import match_modules, override_attribute
+from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
 from ditile.hooks.placeholders import (
     ModuleContents,
     ReplacementBlock,
@@ -286,7 +285,7 @@ class TransformerHooks:
 
     def _hook_forward(self, stack: ExitStack, policy: BlockPolicy, current: Callable[[], Generation]) -> None:
         forward = self.transformer.forward
-        names = _list_parameter_names(self.transformer)
+        names = list_parameter_names(self.transformer)
 
         def forward_micro_batches(*args: Any, **kwargs: Any) -> Any:
             now, inputs = current(), dict(zip(names, args, strict=False)) | kwargs
@@ -311,7 +310,7 @@ class TransformerHooks:
         self, hook: BlockHook, policy: BlockPolicy, current: Callable[[], Generation], block_forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         forward: Callable[..., Any] = self.replacement_blocks.get(hook.index) or block_forward
-        io, names, streams = hook.io, _list_parameter_names(hook.block), "text" in hook.io.returns
+        io, names, streams = hook.io, list_parameter_names(hook.block), "text" in hook.io.returns
 
         def forward_through_policy(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
@@ -419,7 +418,3 @@ def _slice_token_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -
 def _list_varying_arguments(io: BlockIO, current: Callable[[], Generation]) -> Sequence[str]:
     """The arguments of a block that have another number of tokens from patch to patch."""
     return ("hidden_states", "encoder_hidden_states", *io.tokens) if current().branch_layout.num_patches > 1 else ()
-
-
-def _list_parameter_names(module: nn.Module) -> list[str]:
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]

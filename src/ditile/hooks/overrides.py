@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -57,6 +58,11 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> N
 def find_forward_attribute(module: nn.Module) -> str:
     """The attribute of a module that holds its forward, inside of accelerate's hooks."""
     return ACCELERATE_FORWARD if ACCELERATE_FORWARD in vars(module) else "forward"
+
+
+def list_parameter_names(module: nn.Module) -> list[str]:
+    """The parameters of a module's own forward, whatever hooks lie around it."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 
 
 def locate_override(module: nn.Module, mine: object) -> str | None:

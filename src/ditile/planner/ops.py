@@ -290,7 +290,7 @@ class OpPricer:
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
-        job, counted, lends = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
+        job, counted, streams_weights = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
         link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))
@@ -302,9 +302,9 @@ class OpPricer:
             )
             sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
             gathers = len(layers) if n > 1 else 0
-            weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s if lends else 0.0
+            weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s if streams_weights else 0.0
             blocks.append(WarmupBlock(weights, before, sent / rate + gathers * link.latency_s, whole - before))
-            exchanges += gathers + lends
+            exchanges += gathers + streams_weights
         alone = sum(block.before + block.after for block in blocks)
         took = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
         return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s)

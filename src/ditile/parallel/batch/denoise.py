@@ -7,7 +7,6 @@ rows of this replica's images and of this half's guidance branches.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
+from ditile.hooks.overrides import list_parameter_names
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -53,7 +53,7 @@ class DataCfgBatch:
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
-        self._names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self._names = list_parameter_names(model)
         self.begin_generation()
 
     @property

@@ -77,7 +77,7 @@ class WeightStream:
         self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
         if any(gather_json(bool(list_quantized_parameters(hooks.transformer)), mesh.everyone)):
             raise ModelError(
-                "warmup_mode=sequence lends plain weights, and this model is quantized; use another warmup_mode"
+                "warmup_mode=sequence sends plain weights, and this model is quantized; use another warmup_mode"
             )
         own = [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]]
         self._entries = _gather_block_specs(own, stages, mesh)
@@ -96,7 +96,7 @@ class WeightStream:
             if [entry[:2] for entry in own_entries] != [entry[:2] for entry in self._entries[index]]:
                 raise ModelError(
                     f"{self._names[index]} has other weights on the stage that owns it than here or in the model's "
-                    "config, so warmup_mode=sequence cannot lend them; use another warmup_mode"
+                    "config, so warmup_mode=sequence cannot send them; use another warmup_mode"
                 )
 
     def explain_refusal(self) -> str | None:
@@ -107,18 +107,18 @@ class WeightStream:
             name = self._names[index]
             if any(hasattr(module, "merged_adapters") for module in block.modules()):
                 return (
-                    f"{name} has LoRA layers, and warmup_mode=sequence lends plain weights to the others; fuse them "
+                    f"{name} has LoRA layers, and warmup_mode=sequence sends plain weights to the others; fuse them "
                     "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
                 )
             if any(_has_weight_hooks(module) for module in block.modules()):
                 return (
                     f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
-                    "warmup_mode=sequence lends plain weights to the others; remove them, or use another warmup_mode"
+                    "warmup_mode=sequence sends plain weights to the others; remove them, or use another warmup_mode"
                 )
             if list_quantized_parameters(block) or _lay_out_tensors(block) != self._entries[index]:
                 return (
                     f"the weights of {name} have other names, shapes or types than when the pipeline was divided, and "
-                    "warmup_mode=sequence lends them as they were; divide the pipeline anew, or use another warmup_mode"
+                    "warmup_mode=sequence sends them as they were; divide the pipeline anew, or use another warmup_mode"
                 )
         return None
 

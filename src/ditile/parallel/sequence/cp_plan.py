@@ -8,7 +8,6 @@ refused.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +21,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather
 from ditile.errors import PlanError
 from ditile.hooks.generation import LayerTokens
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "tokens"
@@ -215,11 +214,11 @@ def install_split_hooks(
 ) -> None:
     """Splits and gathers as a table says until the stack is closed."""
     for entries in module_entries:
-        names = _list_parameter_names(entries.module)
+        names = list_parameter_names(entries.module)
         hook = partial(_split_and_gather, entries, splits, names, entries.module.forward)
         override_attribute(stack, entries.module, "forward", hook)
     # Last, so that it runs before the splits of the transformer's own arguments.
-    forward, names = transformer.forward, _list_parameter_names(transformer)
+    forward, names = transformer.forward, list_parameter_names(transformer)
 
     def begin_call_and_forward(*args: Any, **kwargs: Any) -> Any:
         splits.begin_call(dict(zip(names, args, strict=False)) | kwargs)
@@ -288,9 +287,9 @@ def _resolve_entry(transformer: nn.Module, path: str, entry: Any) -> Iterator[Mo
         gathers = tuple(_parse_entry(one, path) for one in (entry if isinstance(entry, list | tuple) else (entry,)))
     modules = list(_find_modules(transformer, path, path.split(".") if path else []))
     for module in modules:
-        missing = [name for name in inputs if name not in _list_parameter_names(module)]
+        missing = [name for name in inputs if name not in list_parameter_names(module)]
         if missing:
-            known = ", ".join(_list_parameter_names(module))
+            known = ", ".join(list_parameter_names(module))
             raise PlanError(f"cp_plan: {path or 'the transformer'} has no argument {missing[0]!r}; it has {known}")
         yield ModuleEntries(path, module, inputs, outputs, gathers)
 
@@ -319,7 +318,3 @@ def _find_modules(module: nn.Module, path: str, parts: list[str]) -> Iterator[nn
         yield from _find_modules(children[parts[0]], path, parts[1:])
     elif not (parts[0].isdigit() and isinstance(module, nn.ModuleList)):
         raise PlanError(f"cp_plan names {path!r}, and {type(module).__name__} has no {parts[0]!r}; check the path")
-
-
-def _list_parameter_names(module: nn.Module) -> list[str]:
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]

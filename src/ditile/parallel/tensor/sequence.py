@@ -9,7 +9,6 @@ so that rotary tables are those of the undivided call.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Axis
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import match_modules
+from ditile.hooks.overrides import list_parameter_names, match_modules
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.plan.layout import pick_even_chunk
@@ -95,7 +94,7 @@ def install_token_gathers(
             if after is not None:
                 stack.callback(module.register_forward_hook(partial(_gather_result, after)).remove)
             if gather:
-                names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+                names = list_parameter_names(module)
                 hook = partial(_gather_arguments, names, gather)
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     for path, style in cuts.styles.items():
