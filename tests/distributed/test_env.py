@@ -1,21 +1,30 @@
-"""What is left out of the log: how torchao complains while it is imported, and nothing else."""
+"""What the environment says of this process, and what is left out of its log."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import pytest
 
-from ditile.distributed import env
+from ditile.distributed import env, mesh
+from ditile.distributed.mesh import build_mesh, find_process_rank
+from ditile.errors import JoinError, PlanError
+from ditile.plan.plan import Plan
 
 
 @pytest.mark.parametrize("name", env.TORCHAO)
-def test_only_complaints_of_an_import_are_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_complaints_of_an_import_are_left_out(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failure means that a user reads a dozen lines about kernels, or misses a warning that concerns him."""
     for _ in range(2):
         env.silence_torchao()
     logger = logging.getLogger(name)
+    # Once diffusers was imported, its loggers end at one of its own.
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
     logger.warning(env.TORCHAO[name] + " and so on", *["one"] * env.TORCHAO[name].count("%s"))
     logger.warning("weights were skipped")
     assert [record.getMessage() for record in caplog.records if record.name == name] == ["weights were skipped"]
@@ -28,3 +37,65 @@ def test_what_is_said_while_connecting_is_no_answer(capfd: pytest.CaptureFixture
         raise ZeroDivisionError
     os.write(1, b"{}\n")
     assert tuple(capfd.readouterr()) == ("{}\n", "connected\n")
+
+
+PLACES: list[tuple[dict[str, str], env.Torchrun | None | str]] = [
+    ({}, None),
+    ({"RANK": "0"}, None),
+    ({"WORLD_SIZE": "4"}, None),
+    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+    ({"RANK": "1", "WORLD_SIZE": "4"}, env.Torchrun(1, 4, 1)),
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, env.Torchrun(3, 4, 1)),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2', WORLD_SIZE='2' of the environment .*unset them"),
+    ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc'"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
+    ({"RANK": "", "WORLD_SIZE": "1"}, "RANK=''"),
+    ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9{20}' of"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+]
+"""Variables of the environment, and the place that they name, or what is said of them."""
+
+
+@pytest.mark.parametrize(("variables", "wanted"), PLACES)
+def test_places_by_the_environment(
+    variables: dict[str, str], wanted: env.Torchrun | None | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure means that variables which a container has set are taken for torchrun's, or end in a traceback."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(wanted, str):
+        with pytest.raises(PlanError, match=wanted):
+            env.read_torchrun_place()
+    else:
+        assert env.read_torchrun_place() == wanted
+
+
+@pytest.mark.parametrize("call", [find_process_rank, build_mesh, env.check_torchrun_world])
+def test_variables_left_over_are_named(call: Callable[[Plan], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a user waits for ranks that nobody starts, or reads of ranks that do not run."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PlanError, match=r"needs 2 rank\(s\) and 4 .*RANK=0 and WORLD_SIZE=4 .*unset them"):
+        call(Plan(pipefusion=2))
+
+
+def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure means ten minutes of silence where one of the ranks was never started."""
+    monkeypatch.setattr(mesh, "NOTICE_SECONDS", 0.05)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
+        mesh.join_torchrun(1.0)
+    assert "rank 0 of 2 still waits for the others at 127.0.0.1:0" in caplog.text and "unset RANK" in caplog.text
+
+
+def test_an_address_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means a traceback of torch's."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JoinError, match=r"at \(no MASTER_ADDR\).*MASTER_ADDR.*unset RANK and WORLD_SIZE"):
+        mesh.join_torchrun(1.0)

@@ -272,6 +272,7 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
 
 def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
     """Runs a function on the ranks of a plan, torchrun's or new ones, and returns the first rank's result."""
+    env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
         return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
     result = fn(*args)

@@ -4,7 +4,7 @@ DITILE_CHECK=1          every attention asserts that the ages of its keys are wh
 DITILE_PROGRESS_FD      set by `launch`: a file descriptor; a rank that writes a full stop reports progress
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
-RANK, WORLD_SIZE, LOCAL_RANK   set by torchrun and by `launch`
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
 GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
 """
 
@@ -17,6 +17,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from ditile.errors import PlanError
+from ditile.plan.plan import Plan
+
+_PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class Torchrun(NamedTuple):
@@ -44,14 +49,43 @@ def find_profile_path() -> Path:
 
 
 def read_torchrun_place() -> Torchrun | None:
-    """This process's place by torchrun's variables; None outside torchrun.
+    """This process's place by torchrun's variables; None outside torchrun, and where they name one process alone.
 
     A script that sets them itself may leave out LOCAL_RANK, which is then RANK.
+
+    Raises:
+        PlanError: if they are no place of a process.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    names = [name for name in _PLACE_VARIABLES if name in os.environ]
+    if names[:2] != ["RANK", "WORLD_SIZE"]:
         return None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Torchrun(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+    values = [os.environ[name].strip() for name in names]
+    numbers = [int(value) for value in values if value.isdecimal() and len(value) < 10]
+    if len(numbers) < len(names) or not numbers[0] < numbers[1]:
+        given = ", ".join(f"{name}={value[:20]!r}" for name, value in zip(names, values, strict=True))
+        raise PlanError(f"{given} of the environment are no rank among ranks; unset them, or start with torchrun")
+    # Containers and schedulers set both for a process that is alone.
+    rank, world, local_rank = (*numbers, numbers[0])[:3]
+    return Torchrun(rank, world, local_rank) if world > 1 else None
+
+
+def check_torchrun_world(plan: Plan) -> None:
+    """Raises `PlanError`, which names the variables, unless a plan uses all ranks that torchrun's variables promise."""
+    place = read_torchrun_place()
+    if place is None or place.world == plan.world:
+        return
+    try:
+        plan.check_world(place.world)
+    except PlanError as error:
+        raise PlanError(
+            f"{error}; RANK={place.rank} and WORLD_SIZE={place.world} are in the environment: unset them if torchrun "
+            "did not start this process"
+        ) from None
+
+
+def describe_master() -> str:
+    """Where the ranks of torchrun meet, as host:port."""
+    return f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
 
 
 def read_master_address() -> str:

@@ -10,8 +10,11 @@ gloo groups share one thread (see `backend`), which needs options that `DeviceMe
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterable, Sequence
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +27,11 @@ from ditile.distributed.transport import Traffic, connect_group
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
+LOG = logging.getLogger("ditile")
 STALL_SECONDS = 600.0
 """Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
+NOTICE_SECONDS = 10.0
+"""Seconds after which a rank says that it waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +190,10 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         PlanError: if the plan does not use all ranks.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
+    # Before this rank waits for others that nobody starts.
+    find_process_rank(plan)
     join_torchrun(device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    plan.check_world(world)
     if device is not None:
         make_device_current(device)
     if world == 1:
@@ -229,13 +236,15 @@ def find_process_rank(plan: Plan) -> int:
     Raises:
         PlanError: if the plan does not use all ranks.
     """
-    place = env.read_torchrun_place()
     if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-    else:
-        rank, world = (place.rank, place.world) if place is not None else (0, 1)
-    plan.check_world(world)
-    return rank
+        plan.check_world(dist.get_world_size())
+        return dist.get_rank()
+    env.check_torchrun_world(plan)
+    place = env.read_torchrun_place()
+    if place is None:
+        plan.check_world(1)
+        return 0
+    return place.rank
 
 
 def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
@@ -347,18 +356,39 @@ def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, devi
     make_device_current(own_device)
     limit = datetime.timedelta(seconds=timeout)
     try:
-        with env.redirect_native_stdout():
+        with env.redirect_native_stdout(), _notice_long_wait(place):
             store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
             store.set_timeout(limit)
             store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
             chosen = backends.choose_backend(store, rank, world, own_device)
             dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
-    except RuntimeError as error:
+    # ValueError: torch misses MASTER_ADDR or MASTER_PORT, or they are no address.
+    except (RuntimeError, ValueError) as error:
         raise JoinError(
-            f"rank {place.rank} of {place.world} cannot connect to the others ({str(error).splitlines()[0]}); between "
-            "hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; where one "
-            f"needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
+            f"rank {place.rank} of {place.world} cannot connect to the others at {env.describe_master()} "
+            f"({str(error).splitlines()[0]}); if torchrun did not start this process, unset RANK and WORLD_SIZE; "
+            "between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; "
+            f"where one needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
         ) from error
+
+
+@contextlib.contextmanager
+def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
+    """Says once, where the others do not come soon, that this rank waits for them, and why."""
+    timer = threading.Timer(
+        NOTICE_SECONDS,
+        LOG.warning,
+        (
+            f"rank {place.rank} of {place.world} still waits for the others at {env.describe_master()}; if torchrun "
+            "did not start this process, unset RANK and WORLD_SIZE",
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave_process_group() -> None:
