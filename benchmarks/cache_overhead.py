@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
-from ditile.cli import files
+from ditile.distributed import files
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, refresh_context
 

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cache_settings import OURS, CacheSetting
-from ditile.cli import files
 from ditile.cli.bench.worlds import allow_all_cores
 from ditile.cli.evaluate.caption_check import judge_picture
 from ditile.cli.evaluate.metrics import compute_psnr
+from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option

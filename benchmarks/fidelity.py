@@ -24,9 +24,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ditile.cli import files
 from ditile.cli.evaluate.caption_check import score_pictures
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
+from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.hooks.generation import LayerTokens
 from ditile.hooks.key_padding import AttentionOptions

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ditile
-from ditile.cli import files
+from ditile.distributed import files
 from ditile.parallel.attention.intercept import dispatch_to_core
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.plan import Plan

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions
-from ditile.cli import files
 from ditile.cli.bench import tables
+from ditile.distributed import files
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = "docs/benchmarks/"

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ditile.cli import files
+from ditile.distributed import files
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, make_datasheet_profile

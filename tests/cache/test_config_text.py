@@ -229,12 +229,21 @@ def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
         ({"parallelism_config": {"parallel_kwargs": {"attention": "x"}}}, "did you mean attention_backend?"),
         ({"quantize_config": {"quant_typ": "int8"}}, "did you mean quant_type?"),
         ({"attention_backend": ["native"]}, "is no name"),
+        ({1: 2}, "the config 1 is not known"),
+        ({"calibrator_config": {"calibrator_type": {"a": 1}}}, "calibrator_type={'a': 1} is not known"),
+        ({"cache_config": {"steps_computation_mask": "999999999/1"}}, "more than 10000"),
     ],
 )
 def test_what_is_refused(content: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         load_configs(content)
     assert "\n" not in str(caught.value)
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join(9 * ['*' + last])}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""400 characters that stand for 400 million."""
 
 
 @pytest.mark.parametrize(
@@ -246,6 +255,14 @@ def test_what_is_refused(content: dict[str, Any], says: str) -> None:
         ("a.yaml", "", "has no sections"),
         ("a.yaml", "- 1", "has no sections"),
         ("b.yaml", None, "cannot be read"),
+        ("a.yaml", "a: " + "[" * 3000, "nested too deep"),
+        ("a.json", '{"a": ' + "[" * 100_000, "nested too deep"),
+        ("a.yaml", "a: " + "[" * 40 + "]" * 40, "nested deeper than 32"),
+        ("a.yaml", "a: &a [*a]", "nested deeper than 32"),
+        ("a.yaml", BOMB, "more than 100000 values"),
+        ("a.yaml", "a: !!bool x", "is no YAML"),
+        ("a.yaml", "a: !!timestamp x", "is no YAML"),
+        ("a.yaml", "a: \0", "is no YAML"),
     ],
 )
 def test_files_that_will_not_do(tmp_path: Path, name: str, text: str | None, says: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from PIL import Image
 
 from ditile import Plan, RankError
 from ditile.cli import main
+from ditile.cli.pictures import read_png_texts
 from ditile.plan.flags import normalise_flags
 from ditile.runner.load import ASSETS
 from tests import tiny
@@ -71,6 +75,19 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--height", "0"), "height=0"),
         (("generate", "a", "--width", "-8"), "width=-8"),
         (("generate", "a", "--num-images", "0"), "num_images=0"),
+        (("generate", "a", "--steps", "1000000000"), "steps=1000000000 is more than 10000; try steps=10000 or less"),
+        (("generate", "a", "--num-images", "1000000000"), "num_images=1000000000 is more than 1024"),
+        (("generate", "a", "--height", "100000000"), "height=100000000 is more than 65536"),
+        (("generate", "a", "--threads", "1000000000"), "threads=1000000000 is more than 1024"),
+        (
+            ("generate", "a", "--cache", "--steps-mask", "999999999/1"),
+            "steps in the bins=1000000000 is more than 10000",
+        ),
+        (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
+        (("generate", "a", "--json=--"), "--json=--: -- is no value"),
+        (("generate", "a" * 10_000, "b" * 10_000), "put a prompt of several words in quotes"),
+        (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
+        (("generate", "a", "--trace", "./j", "--json", "j"), "json='j' and trace='j' are one file"),
         (("generate", "a", "--seed", "-1"), "seed=-1"),
         (("generate", "a", "--guidance", "inf"), "guidance=inf is no finite number"),
         (("generate", "a", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
@@ -140,6 +157,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
         (b"a", ("--out", "nowhere/a.png"), "nowhere"),
         (b"a", ("--model", "nothing-like-it"), "nothing-like-it"),
         (b"a", ("--text-after", "free"), "a file of prompts is encoded several times"),
+        (b"a", ("--json", "./prompts.txt"), "json='prompts.txt' and prompts_file='prompts.txt' are one file"),
+        (b"a", ("--out-dir", "d", "--trace", "d"), "are one file"),
+        (b"a", ("--out-dir", ".", "--image", "0000.png"), "image='0000.png'"),
     ],
 )
 def test_a_file_of_prompts_that_will_not_do(
@@ -155,9 +175,59 @@ def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: s
     assert "strength=" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
+def make_png_header(side: int) -> bytes:
+    """A PNG that claims to have so many pixels on a side, and has none."""
+    size = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [b"IHDR" + size, b"IDAT" + zlib.compress(b""), b"IEND"]
+    parts = [struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
 def test_a_picture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.png").write_text("no picture")
-    assert "a.png" in refused(capsys, "generate", "a", "--image", "a.png")
+    """No picture, one of 400 million pixels in 100 bytes, none of its pixels, and the first half of one."""
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 90).save(whole, "JPEG")
+    half = whole.getvalue()[: len(whole.getvalue()) // 2]
+    for content in (b"no picture", make_png_header(20_000), make_png_header(64), half, b""):
+        Path("a.png").write_bytes(content)
+        assert "image='a.png' cannot be read as a picture" in refused(capsys, "generate", "a", "--image", "a.png")
+        assert read_png_texts(Path("a.png")) == {}
+    Path("a.png").unlink()
+    os.mkfifo("a.png")
+    assert "nothing came through this pipe" in refused(capsys, "generate", "a", "--image", "a.png")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "DITILE_PROGRESS_FD"])
+def test_a_variable_that_is_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    place = () if name.startswith("DITILE") else (("RANK", "0"), ("WORLD_SIZE", "2"))
+    for each, value in (*place, (name, "abc")):
+        monkeypatch.setenv(each, value)
+    assert f"{name}='abc'" in refused(capsys, "generate", "a", "--pipefusion", "2")
+
+
+def test_what_cannot_be_written_behind_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a full disk, or a slip in a name, costs a picture that took minutes."""
+    words = ("generate", "a red circle", *SMALL, "--steps", "1", "--out", "a.png")
+    for option in ("--trace", "--json"):
+        assert main.main([*words, option, "/dev/full"]) == 2
+        assert f"ditile: {option[2:]}='/dev/full' cannot be written" in capsys.readouterr().err.splitlines()[-1]
+        assert opened("a.png").size == (128, 128)
+        Path("a.png").unlink()
+
+
+def test_pictures_hold_no_local_paths(tmp_path: Path) -> None:
+    """A failure means that whoever gets a picture reads the names of a user's folders."""
+    model = shutil.copytree(ASSETS / "shapes-flux", "a-model")
+    Image.new("RGB", (64, 64), "red").save("in.png")
+    Path("prompts.txt").write_text("a red circle")
+    words = ("--model", str(tmp_path / model), "--image", str(tmp_path / "in.png"), *SMALL, "--height", "64", "--width")
+    assert main.main(["generate", "--prompts-file", "prompts.txt", "--out-dir", "out", *words, "64"]) == 0
+    assert main.main(["generate", "a red circle", "--out", "out/one.png", *words, "64"]) == 0
+    for name in ("0000.png", "one.png"):
+        texts = read_png_texts(Path("out", name))
+        assert texts["model"].startswith("a-model (") and str(tmp_path) not in str(texts)
 
 
 def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +299,7 @@ def test_help_version_and_refusals_do_not_import_torch(words: list[str]) -> None
     code = f"""
 import sys
 from ditile.cli import main
+from ditile.cli.pictures import read_png_texts
 try:
     main({words})
 finally:

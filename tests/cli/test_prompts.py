@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditile.cli import files, generate, main
+from ditile.cli import generate, main, pictures
 from tests import tiny
 from tests.cli.test_cli import opened
 
@@ -130,19 +131,17 @@ def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean that a run which was stopped leaves half a file under a picture's name."""
 
-    class Full(io.FileIO):
-        def write(self, data: Any) -> int:
-            super().write(data[:20])
-            raise OSError("no space")
+    def fill_disk(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
 
     image = Image.new("RGB", (8, 8))
-    files.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
+    pictures.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
-        files.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
-    assert files.read_png_texts(Path("a.png"))["prompt"] == "first"
+        patch.setattr(os, "link", fill_disk)
+        pictures.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
+    assert pictures.read_png_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
-    assert files.read_png_texts(Path("nothing.png")) == files.read_png_texts(Path("prompts.txt")) == {}
+    assert pictures.read_png_texts(Path("nothing.png")) == pictures.read_png_texts(Path("prompts.txt")) == {}
 
 
 def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -375,10 +375,10 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
 
 
-def check_known(what: str, name: str, known: Iterable[str]) -> None:
+def check_known(what: str, name: Any, known: Iterable[str]) -> None:
     """Raises `ModelError` about `what` unless `name` is one of `known`; says which is nearest."""
-    if name not in known:
-        raise ModelError(f"{what} is not known; {suggest_nearest(name, known)}")
+    if not isinstance(name, str) or name not in known:
+        raise ModelError(f"{what} is not known; {suggest_nearest(str(name), known)}")
 
 
 @functools.cache

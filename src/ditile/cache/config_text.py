@@ -32,7 +32,6 @@ after `prune` the line stands for a `DBPruneConfig`, and its fields work too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -53,6 +52,7 @@ from ditile.cache.config import (
     check_known,
 )
 from ditile.cache.step_mask import parse_step_mask
+from ditile.distributed import files
 from ditile.errors import LoadError, ModelError
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
@@ -62,6 +62,8 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
 }
 QUANTIZE_ARGUMENTS = ("quant_type", "exclude_layers", "per_row", "group_size")
 """What quantize_config may say: the arguments of `quantize`."""
+MAX_VALUES, MAX_DEPTH = 100_000, 32
+"""In a file of settings, with all that aliases stand for."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
 
@@ -106,16 +108,36 @@ def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[
 def _read_config_file(path: Path) -> Mapping[str, Any]:
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_text(path)
+    except (OSError, ValueError) as error:
         raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
     try:
-        content = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        content = files.parse_json(text) if kind == "JSON" else yaml.safe_load(text)
+        _check_amount(content)
+    except RecursionError:
+        raise LoadError(f"the config {str(path)!r} is no {kind}: it is nested too deep") from None
+    # PyYAML raises the last three for a value that is none of its tag, such as `!!bool x`.
+    except (ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
         raise LoadError(f"the config {str(path)!r} is no {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
+
+
+def _check_amount(content: Any) -> None:
+    """Raises `ValueError` for more or deeper values than settings have: aliases of YAML may stand for billions."""
+    level, count = [content], 0
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            inner += [*value, *value.values()] if isinstance(value, Mapping) else []
+            inner += value if isinstance(value, list | tuple | set) else ()
+            if count + len(inner) > MAX_VALUES:
+                raise ValueError(f"it stands for more than {MAX_VALUES} values")
+        count += len(inner)
+        level = inner
+    if level:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:

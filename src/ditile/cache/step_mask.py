@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ditile.errors import ModelError
-from ditile.plan.checks import check_whole_number, is_whole_number, suggest_nearest
+from ditile.plan.checks import MOST, check_whole_number, is_whole_number, suggest_nearest
 
 REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""
@@ -49,7 +49,7 @@ def steps_mask(
         ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
-    check_whole_number(total_steps, "total_steps", optional=True, hint="total_steps=28")
+    check_whole_number(total_steps, "total_steps", most=MOST["steps"], optional=True, hint="total_steps=28")
     bins = compute_bins is not None or cache_bins is not None
     if bins == (mask_policy is not None):
         presets = ", ".join(PRESET_BINS)
@@ -60,7 +60,9 @@ def steps_mask(
         if total_steps is None:
             raise ModelError(f"mask_policy={mask_policy!r} fits any number of steps; say which, as in total_steps=28")
         return list(build_preset_mask(mask_policy, total_steps))
-    mask = _interleave_bins(_check_bins("compute_bins", compute_bins), _check_bins("cache_bins", cache_bins))
+    compute, cache = _check_bins("compute_bins", compute_bins), _check_bins("cache_bins", cache_bins)
+    check_whole_number(sum(compute) + sum(cache), "the number of steps in the bins", most=MOST["steps"])
+    mask = _interleave_bins(compute, cache)
     total = len(mask) if total_steps is None else total_steps
     if total > len(mask):
         raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")

@@ -86,12 +86,15 @@ class CacheOptions(Fields):
     disable_compute_comm_overlap: bool = define_option(
         False, "do not let a compiled model compute while it exchanges", aliases=("--dcco",)
     )
-    lora: str | None = define_option(None, "LoRA weights: a file, a folder or a hub id", metavar="FILE")
+    lora: str | None = define_option(None, "LoRA weights: a file, a folder or a hub id", metavar="FILE", reads=True)
     fuse_lora: bool = define_option(False, "add the LoRA to the weights")
     track_memory: bool = define_option(False, "report too what stale keys and caches held")
     perf: bool = define_option(False, "draw each picture 1 + 3 times, and report the medians of the 3")
     config: str | None = define_option(
-        None, "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)", metavar="FILE"
+        None,
+        "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)",
+        metavar="FILE",
+        reads=True,
     )
 
     def __post_init__(self) -> None:

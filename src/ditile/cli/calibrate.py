@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditile.cli import files
 from ditile.cli.generate import silence_libraries
 from ditile.cli.options import CalibrateOptions
-from ditile.distributed import cpus, env
+from ditile.distributed import cpus, env, files
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.rank0 import list_ranks_by_host

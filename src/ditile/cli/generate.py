@@ -57,14 +57,15 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         call_result = _call_and_report(
             runner, lambda: call | _build_object_arguments(wanted, range(seed, seed + wanted.num_images)), cache
         )
-        if run.trace is not None:
-            runner.write_trace(run.trace)
+        images = [] if call_result.result is None else call_result.result.images
+        files = [str(path) for path in run.list_image_paths(len(images))] if images else []
+        texts = _build_png_texts(wanted, plan, cache, call)
+        for k, (image, path) in enumerate(zip(images, files, strict=True)):
+            _write_picture(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
+        # Behind the pictures, which a trace that cannot be written must not cost.
+        _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
-        files = [str(path) for path in run.list_image_paths(len(call_result.result.images))]
-        texts = _build_png_texts(wanted, plan, cache, call)
-        for k, (image, path) in enumerate(zip(call_result.result.images, files, strict=True)):
-            _write_picture(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
         return build_outcome(wanted, plan, cache, [call_result], seed=seed, images=files)
 
 
@@ -108,8 +109,8 @@ def draw_prompt_lines(
                 ):
                     _write_picture(image, line.path, texts | {"prompt": line.prompt, "seed": str(line.seed)})
                 advance(len(lines))
-        if run.trace is not None and missing_lines:
-            runner.write_trace(run.trace)
+        if missing_lines:
+            _write_trace(runner, run.trace)
     if not first:
         return None
     files, seed = [line.path for line in list_prompt_lines(wanted, run)], wanted.seed or 0
@@ -346,10 +347,9 @@ def _build_object_arguments(
     if wanted.num_images > 1:
         call["num_images_per_prompt"] = wanted.num_images
     if wanted.image is not None:
-        from PIL import Image
+        from ditile.cli.pictures import read_picture
 
-        with Image.open(wanted.image) as image:
-            picture = image.convert("RGB")
+        picture = read_picture(wanted.image, "image")
         several = isinstance(call["generator"], list)
         call["image"] = [picture] * len(seeds) if several else picture
     return call
@@ -357,23 +357,36 @@ def _build_object_arguments(
 
 def _build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
     """The texts in a picture's file that say how it was made, without its prompt and seed."""
+    from ditile.cli.pictures import hide_local_path
+
     settings = cache.describe_settings()
+    if "lora" in settings:
+        settings["lora"] = hide_local_path(settings["lora"])
     return {
         "Software": f"ditile {ditile.__version__}",
-        "model": wanted.model,
+        "model": hide_local_path(wanted.model),
         "plan": str(plan),
         "settings": json.dumps(call),
     } | ({"cache": json.dumps(settings)} if settings else {})
 
 
 def _write_picture(image: Image.Image, path: str, texts: dict[str, str]) -> None:
-    from ditile.cli import files as png
+    from ditile.cli.pictures import save_png_with_texts
 
     try:
         Path(path).parent.mkdir(exist_ok=True)
-        png.save_png_with_texts(image, Path(path), texts)
+        save_png_with_texts(image, Path(path), texts)
     except OSError as error:
         raise ModelError(f"out={path!r} cannot be written: {error}") from error
+
+
+def _write_trace(runner: Runner, path: str | None) -> None:
+    """Writes the trace of the last call, if one is wanted; all ranks call it."""
+    try:
+        if path is not None:
+            runner.write_trace(path)
+    except OSError as error:
+        raise ModelError(f"trace={path!r} cannot be written: {error.strerror}; the pictures are there") from error
 
 
 def _agree_on_seed(seed: int | None, control: ProcessGroup | None) -> int:

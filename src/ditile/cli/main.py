@@ -28,8 +28,8 @@ from ditile.cli.options import (
     ModelsOptions,
     RunOptions,
     VerifyOptions,
-    check_image_file,
     check_lora_source,
+    check_output_files,
 )
 from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome, PlanVerdict
 
 Options = TypeVar("Options")
+MAX_LINE = 480
+"""Characters of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +91,17 @@ def build_parser() -> argparse.ArgumentParser:
     return top
 
 
+def _check_words(argv: list[str]) -> None:
+    """Raises `PlanError` for a word that is not UTF-8, or that argparse would read as a list."""
+    for word in argv:
+        if not word.isascii() and word.encode("utf-8", "replace") != word.encode("utf-8", "surrogateescape"):
+            raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
+        if word.startswith("--") and word.endswith("=--"):
+            raise PlanError(f"{word}: -- is no value; give another")
+
+
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    _check_words(argv)
     arguments, extra = build_parser().parse_known_args(argv)
     if not extra:
         return arguments
@@ -143,7 +155,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
         build_dry_run_job(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments())
     draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
-    outcome = draw(wanted, run, plan, cache)
+    outcome = draw(wanted, run, plan, cache, budget)
     if outcome is not None:
         from ditile.cli.outcome import build_outcome_table, summarize_outcome
 
@@ -157,7 +169,9 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
     if cache.lora is not None:
         check_lora_source(cache.lora)
     if wanted.image is not None:
-        check_image_file(wanted.image)
+        from ditile.cli.pictures import read_picture
+
+        read_picture(wanted.image, "image")
     if run.out_dir is not None and wanted.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
     if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf):
@@ -237,17 +251,21 @@ def _count_devices() -> int:
     return torch.cuda.device_count() or os.cpu_count() or 1
 
 
-def _generate_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
+def _generate_pictures(
+    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
+) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
     if is_writing_process():
-        run.check_output_paths(run.list_image_paths(wanted.num_images))
+        run.check_output_paths(run.list_image_paths(wanted.num_images), wanted, cache, budget)
     if env.read_torchrun_place() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
     outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (wanted, run, plan, cache))
     return outcome
 
 
-def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
+def _generate_prompts_file(
+    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
+) -> Outcome | None:
     """The outcome of a file of prompts, on rank 0. If no picture is missing, no model is loaded."""
     from ditile.cli import prompts
 
@@ -255,7 +273,7 @@ def _generate_prompts_file(wanted: GenerateOptions, run: RunOptions, plan: Plan,
     missing_lines: list[prompts.PromptLine] = []
     if is_writing_process():
         all_lines = prompts.list_prompt_lines(wanted, run)
-        run.check_output_paths([Path(line.path) for line in all_lines[:1]])
+        run.check_output_paths([Path(line.path) for line in all_lines], wanted, cache, budget)
         missing_lines = prompts.select_missing_lines(
             all_lines, prompts.describe_request(wanted, run, plan, cache, read_generation_options(wanted.model))
         )
@@ -347,7 +365,7 @@ def _run_models_command(arguments: argparse.Namespace) -> int:
 def _run_bench_command(arguments: argparse.Namespace) -> int:
     compared, work = _build_options(Comparison, arguments), _build_options(Workload, arguments)
     if is_writing_process():
-        compared.check_output_folder()
+        compared.check_output_folder(work)
     if not work.has_random_weights:
         find_model_source(work.model)
     from ditile.cli.bench.command import run_benchmark
@@ -364,6 +382,8 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
 def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     wanted, judge = _build_options(EvaluateOptions, arguments), _build_options(JudgeOptions, arguments)
     session = _build_options(SessionOptions, arguments)
+    if is_writing_process():
+        session.check_output_folder(wanted, judge)
     find_model_source(wanted.model)
     _silence_libraries()
     from ditile.cli.evaluate.evaluate import build_evaluation_table, list_table_remarks, run_evaluation
@@ -384,6 +404,8 @@ def _print_table_with_remarks(table: Table, remarks: Iterable[str]) -> None:
 
 def _run_plan_command(arguments: argparse.Namespace) -> int:
     question = _build_options(PlanQuestion, arguments)
+    if question.json not in (None, "-"):
+        check_output_files([("json", Path(question.json))], question)
     _silence_libraries()
     from ditile.planner.answer import answer_question
 
@@ -428,7 +450,10 @@ def _leave_torchrun() -> None:
 
 
 def _print_error(message: str, code: int) -> int:
-    print(f"ditile: {message}", file=sys.stderr)
+    """Prints one line. Of a long one the middle is left out, which quotes what somebody gave."""
+    line = " ".join(message.split())
+    line = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
+    print(f"ditile: {line}", file=sys.stderr)
     return code
 
 

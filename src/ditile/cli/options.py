@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_finite_number, check_positive_number
 from ditile.plan.flags import define_option
@@ -17,6 +18,10 @@ from ditile.plan.plan import TEXT_AFTER
 from ditile.runner.load import DTYPES, HUB_ID
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_OUTPUTS_TRIED = 64
+"""Outputs that are opened before a run; pictures of a file of prompts are in one folder."""
+COCO_PREFIX = "coco:"
+"""Before the name of a file of captions that is one of COCO's annotations."""
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
@@ -28,7 +33,7 @@ class ModelOptions:
     # Empty, so that a class with slots of its own can inherit from several of these classes.
     __slots__ = ()
 
-    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME")
+    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
     steps: int | None = define_option(None, "denoising steps; the model's own by default", metavar="N")
     height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
@@ -79,7 +84,7 @@ class GenerateOptions(ModelOptions):
 
     prompt: str | None = define_option(None, "what to draw", positional=True)
     prompts_file: str | None = define_option(
-        None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE"
+        None, "draw a picture for each line of a file; resumes where it stopped", metavar="FILE", reads=True
     )
     guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
@@ -88,7 +93,7 @@ class GenerateOptions(ModelOptions):
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
     )
     num_images: int = define_option(1, "images, with seeds that count up", metavar="N")
-    image: str | None = define_option(None, "a picture to start from", metavar="FILE")
+    image: str | None = define_option(None, "a picture to start from", metavar="FILE", reads=True)
     strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
 
     def __post_init__(self) -> None:
@@ -171,19 +176,26 @@ class RunOptions(DeviceOptions):
     def _output_path(self) -> Path:
         return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
 
-    def check_output_paths(self, paths: Sequence[Path]) -> None:
-        """Raises `ModelError` unless these pictures and all other output files can be written."""
+    def check_output_paths(self, paths: Sequence[Path], *others: Any) -> None:
+        """Raises `ModelError` unless these pictures and all other output files can be written, each to its own file.
+
+        Args:
+            paths: of the pictures.
+            others: the other options of the command, for the files that they name.
+        """
+        named = [("trace", self.trace), ("json", self.json if self.json != "-" else None)]
+        written = [(name, Path(value)) for name, value in named if value is not None]
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
-            paths_to_check = [("out", path) for path in (Path(self.out), *paths)]
+            written += [("out", path) for path in paths]
+            check_writable("out", Path(self.out))
         elif os.path.exists(folder) and not folder.is_dir():  # os.path.exists is False without permission
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
+        elif not os.path.exists(folder):
+            written += [("out_dir", folder)]
         else:
-            paths_to_check = [("out_dir", path) for path in (paths if os.path.exists(folder) else [folder])]
-        paths_to_check += [("trace", Path(self.trace))] if self.trace is not None else []
-        paths_to_check += [("json", Path(self.json))] if self.json not in (None, "-") else []
-        for name, path in paths_to_check:
-            check_writable(name, path)
+            written += [("out_dir", path) for path in paths]
+        check_output_files(written, *others)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,18 +248,32 @@ class CalibrateOptions:
     def check_profile_path(self) -> None:
         """Raises `ModelError` unless the profile can be written."""
         if self.out is not None:
-            check_writable("out", Path(self.out))
+            check_output_files([("out", Path(self.out))], self)
 
 
-def check_image_file(path: str) -> None:
-    """Raises `ModelError` unless `path` is a picture that Pillow can read."""
-    from PIL import Image
+def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
+    """Raises `ModelError` unless each output of a command can be written, and is neither another one nor an input.
 
-    try:
-        with Image.open(path) as image:
-            image.verify()
-    except (OSError, SyntaxError) as error:
-        raise ModelError(f"image={path!r} cannot be read as a picture: {error}") from error
+    Args:
+        written: (option, path) of each output.
+        options: the options of the command, with the files that it reads.
+    """
+    files.check_different_files(list_input_files(*options), written)
+    for name, path in written[:MAX_OUTPUTS_TRIED]:
+        check_writable(name, path)
+
+
+def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
+    """(option, path) of the files that options name; of a folder, such as a model's, those that belong to it."""
+    for each in options:
+        for field in dataclasses.fields(each):
+            value = getattr(each, field.name) if field.metadata.get("reads") else None
+            if value is not None:
+                path = Path(str(value).removeprefix(COCO_PREFIX))
+                yield field.name, path
+                if path.is_dir():
+                    own = (path / "model_index.json", path / "generation.json", *path.glob("*/*"))
+                    yield from ((field.name, file) for file in own if file.is_file())
 
 
 def check_lora_source(source: str) -> None:
@@ -263,11 +289,17 @@ def check_writable(name: str, path: Path) -> None:
             raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
         if not path.parent.is_dir():
             raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
-        if path.exists():
+        if path.is_fifo():  # it blocks where it is opened and nobody reads yet
+            if not os.access(path, os.W_OK):
+                raise ModelError(f"{name}={str(path)!r} cannot be written")
+        elif path.exists():
             with path.open("ab"):
                 return
-        with tempfile.TemporaryFile(dir=path.parent):
-            return
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                return
+    except ValueError as error:  # a name with a NUL
+        raise ModelError(f"{name}={str(path)!r} is no name of a file: {error}") from error
     except OSError as error:
         raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error
 

@@ -14,14 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli import files
+from ditile.cli import pictures
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.options import GenerateOptions, RunOptions
+from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.load import choose_weight_dtype, find_model_source
 
 MIN_DIGITS = 4
+MAX_HASHED_BYTES = 2**36
+"""More than any LoRA has."""
 FIELDS_NOT_COMPARED = ("prompt", "prompts_file", "seed", "num_images")
 
 
@@ -40,8 +43,8 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
         ModelError: if it cannot be read, is not UTF-8, or has none.
     """
     try:
-        text = Path(name).read_text("utf-8-sig")  # some editors write a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_text(name)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
     prompts = [line.strip() for line in text.splitlines()]
     prompts = [line for line in prompts if line and not line.startswith("#")]
@@ -70,30 +73,37 @@ def describe_request(
     """All that a picture depends on besides its prompt and seed, as JSON; pictures with equal text are the same.
 
     It has the contents of given files, the dtype that this machine chooses, and no `data`, on which no picture depends.
+    It is kept in pictures, so it has no local paths.
 
     Raises:
         ModelError: if a file cannot be read, or the dtype is not known.
     """
     request_fields = {
-        name: value for name, value in dataclasses.asdict(wanted).items() if name not in FIELDS_NOT_COMPARED
+        name: pictures.hide_local_path(value) if name in ("model", "image") and value else value
+        for name, value in dataclasses.asdict(wanted).items()
+        if name not in FIELDS_NOT_COMPARED
     }
     run_fields = {
         "dtype": str(choose_weight_dtype(find_model_source(wanted.model), run.dtype)).removeprefix("torch."),
         "contents": {
-            name: _hash_file_content(name) for name in (wanted.image, cache.lora) if name and Path(name).is_file()
+            pictures.hide_local_path(name): _hash_file_content(name)
+            for name in (wanted.image, cache.lora)
+            if name and Path(name).is_file()
         },
         "attention": run.attention,
         "plan": str(replace(plan, data=1)),
         "defaults": dict(defaults),
     }
     settings = cache.describe_settings()
+    if "lora" in settings:
+        settings["lora"] = pictures.hide_local_path(settings["lora"])
     run_fields |= {"cache": settings} if settings else {}
     return json.dumps(request_fields | run_fields, sort_keys=True)
 
 
 def _hash_file_content(name: str) -> str:
     try:
-        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        return hashlib.sha256(files.read_file(name, MAX_HASHED_BYTES)).hexdigest()
     except OSError as error:
         raise ModelError(f"{name!r} cannot be read: {error}") from error
 
@@ -104,5 +114,5 @@ def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[P
 
 
 def _has_matching_picture(line: PromptLine, wanted: str) -> bool:
-    texts = files.read_png_texts(Path(line.path))
+    texts = pictures.read_png_texts(Path(line.path))
     return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ditile.distributed import env
+from ditile.distributed import env, files
 from ditile.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def print_table_and_json(table: Any, text: str, json: str | None) -> None:
         print(text)
     elif json is not None:
         try:
-            Path(json).write_text(text + "\n", "utf-8")
+            files.write_atomically(Path(json), text + "\n")
         except OSError as error:
             raise ModelError(f"json={json!r} cannot be written: {error}") from error
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ditile.errors import PlanError
+from ditile.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 
 _PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -96,6 +96,8 @@ def read_master_address() -> str:
 def read_progress_fd() -> int | None:
     """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
+    if text and not (text.isdecimal() and len(text) < 10):
+        raise StateError(f"DITILE_PROGRESS_FD={text[:20]!r} of the environment is no whole number; unset it")
     return int(text) if text else None
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ditile.distributed import files
+
 
 class TraceEvent(NamedTuple):
     """One op with its start and end in seconds of the machine's monotonic clock."""
@@ -172,7 +174,11 @@ def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dic
 
 
 def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]]) -> None:
-    """Writes a Chrome trace: one row per rank, one slice per op, times in microseconds from the first."""
+    """Writes a Chrome trace: one row per rank, one slice per op, times in microseconds from the first.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
     origin = min((e.start for events in events_of_rank for e in events), default=0.0)
     slices = [
         {
@@ -192,4 +198,4 @@ def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]])
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
         for rank in range(len(events_of_rank))
     ]
-    Path(path).write_text(json.dumps({"traceEvents": names + slices, "displayTimeUnit": "ms"}))
+    files.write_atomically(Path(path), json.dumps({"traceEvents": names + slices, "displayTimeUnit": "ms"}))

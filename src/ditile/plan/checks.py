@@ -9,6 +9,20 @@ from typing import Any
 
 from ditile.errors import ModelError
 
+MOST = {
+    "steps": 10_000,
+    "num_images": 1024,
+    "threads": 1024,
+    "ranks": 1024,
+    "devices": 1024,
+    "hosts": 1024,
+    "height": 2**16,
+    "width": 2**16,
+    "frames": 100_000,
+    "rounds": 10_000,
+}
+"""The largest counts: more than any run needs, and few enough that a slip of the hand does not fill the memory."""
+
 
 def is_whole_number(value: Any) -> bool:
     """Whether a value is an int and not a bool."""
@@ -25,16 +39,17 @@ def check_whole_number(
     name: str,
     least: int = 1,
     *,
+    most: int | None = None,
     error: type[Exception] = ModelError,
     optional: bool = False,
     hint: str | None = None,
 ) -> None:
-    """Raises `error` unless a value is a whole number of at least `least`.
+    """Raises `error` unless a value is a whole number of at least `least`, and at most `most`.
 
     Args:
         value: to check.
         name: of the argument or field.
-        least: the smallest number that is allowed.
+        least, most: the smallest and the largest number that are allowed; None is no limit.
         error: the class of what is raised.
         optional: whether None is allowed too.
         hint: what the message says after "try"; by default `name` with the smallest number, or 1.
@@ -44,12 +59,14 @@ def check_whole_number(
     if not is_whole_number(value) or value < least:
         hint = hint or f"{name}={max(least, 1)}"
         raise error(f"{name}={value!r} is not a whole number of at least {least}; try {hint}")
+    if most is not None and value > most:
+        raise error(f"{name}={value} is more than {most}; try {name}={most} or less")
 
 
 def check_counts(options: Any, *names: str, error: type[Exception] = ModelError) -> None:
-    """Raises `error` unless these fields of an object are None or whole numbers of at least 1."""
+    """Raises `error` unless these fields of an object are None or whole numbers of at least 1, and not above `MOST`."""
     for name in names:
-        check_whole_number(getattr(options, name), name, error=error, optional=True)
+        check_whole_number(getattr(options, name), name, most=MOST.get(name), error=error, optional=True)
 
 
 def check_finite_number(

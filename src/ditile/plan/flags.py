@@ -50,6 +50,7 @@ def define_option(
     positional: bool = False,
     aliases: tuple[str, ...] = (),
     example: str | None = None,
+    reads: bool = False,
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
@@ -60,9 +61,10 @@ def define_option(
         positional: whether it is an argument without a flag.
         aliases: other flags, as they are written.
         example: several numbers, for the error where they cannot be read.
+        reads: whether the value names a file or folder that is read, over which no output may be written.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=metadata | {"example": example})
+    return dataclasses.field(default=default, metadata=metadata | {"example": example, "reads": reads})
 
 
 def build_docstring(doc: str | None, fields: Mapping[str, Any]) -> str:

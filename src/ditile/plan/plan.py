@@ -260,10 +260,10 @@ class Plan:
         example = '{"pipefusion": 2}'
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"{text!r} is no JSON ({error}); a plan is an object such as {example}") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{text[:80]!r} is no JSON ({error}); a plan is an object such as {example}") from error
         if not isinstance(values, dict):
-            raise PlanError(f"{text!r} is no JSON object; a plan is one such as {example}")
+            raise PlanError(f"{text[:80]!r} is no JSON object; a plan is one such as {example}")
         return cls(**values)
 
     def to_json(self) -> str:

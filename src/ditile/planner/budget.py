@@ -6,12 +6,12 @@ choose(rows, max_latency=5)    of the settings that took at most 5 s, the one th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ditile.distributed import files
 from ditile.errors import LoadError, ModelError, PlanError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
@@ -37,7 +37,10 @@ class Budget:
         None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S"
     )
     evaluation: str | None = define_option(
-        None, "what to pick from: what ditile evaluate wrote; by default what comes with ditile", metavar="FOLDER"
+        None,
+        "what to pick from: what ditile evaluate wrote; by default what comes with ditile",
+        metavar="FOLDER",
+        reads=True,
     )
     world: int | None = define_option(
         None, "ranks to pick for, at most; by default as many as there are devices", metavar="N"
@@ -124,7 +127,7 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
             f"no evaluation of {model!r} comes with ditile; run ditile evaluate, and add --evaluation FOLDER"
         )
     try:
-        evaluation = json.loads(path.read_text("utf-8"))
+        evaluation = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:
         raise LoadError(f"evaluation={str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
     rows = evaluation.get("settings") if isinstance(evaluation, dict) else None

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ditile.distributed import files
 from ditile.errors import ModelError
 
 
@@ -139,7 +140,7 @@ class Profile:
             ModelError: if the text is no profile.
         """
         try:
-            values = json.loads(text)
+            values = files.parse_json(text)
             values |= {name: _parse_curve(values[name]) for name in ("matmul", "attention", "head") if name in values}
             values["pointwise"] = {name: _parse_curve(curve) for name, curve in values["pointwise"].items()}
             values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
@@ -156,9 +157,10 @@ class Profile:
             ModelError: if the file cannot be read, or is no profile.
         """
         try:
-            return cls.from_json(Path(path).read_text("utf-8"), str(path))
-        except OSError as error:
-            raise ModelError(f"profile={str(path)!r} cannot be read: {error.strerror}") from error
+            text = files.read_text(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"profile={str(path)!r} cannot be read: {error}") from error
+        return cls.from_json(text, str(path))
 
 
 def _parse_curve(values: Mapping[str, Any]) -> Curve:

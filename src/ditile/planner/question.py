@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ditile.errors import PlanError
-from ditile.plan.checks import check_counts, check_finite_number
+from ditile.plan.checks import check_counts, check_finite_number, check_whole_number
 from ditile.plan.flags import define_option
 
-MAX_DEVICES, MAX_STEPS = 1024, 1000
-"""Upper bounds of a search; more divisors, and more steps than schedulers have timesteps, take minutes."""
+MAX_STEPS = 1000
+"""Upper bound of a search; more steps than schedulers have timesteps take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class PlanQuestion:
     """
 
     model: str = define_option(
-        "shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME"
+        "shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME", reads=True
     )
     height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
     width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
@@ -32,7 +32,7 @@ class PlanQuestion:
     hardware: str | None = define_option(
         None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
     )
-    profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE")
+    profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE", reads=True)
     devices: int | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
     hosts: int = define_option(1, "hosts that they are in", metavar="N")
     interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
@@ -53,9 +53,7 @@ class PlanQuestion:
     def __post_init__(self) -> None:
         check_counts(self, "height", "width", "frames", "steps", "devices", "hosts", "num_images", error=PlanError)
         check_finite_number(self.guidance, "guidance", example=3.5, error=PlanError, optional=True)
-        for name, most in (("devices", MAX_DEVICES), ("steps", MAX_STEPS)):
-            if (getattr(self, name) or 1) > most:
-                raise PlanError(f"{name}={getattr(self, name)} is more than is searched for; give at most {most}")
+        check_whole_number(self.steps, "steps", most=MAX_STEPS, error=PlanError, optional=True)
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None and self.hardware is not None:

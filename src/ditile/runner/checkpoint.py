@@ -6,7 +6,6 @@ read, neither anonymous nor file-backed memory holds more than the wanted tensor
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from ditile.distributed import env
+from ditile.distributed import env, files
 from ditile.errors import LoadError
 from ditile.parallel.tensor.cuts import SelectShard
 
@@ -179,7 +178,7 @@ def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text("utf-8"))["weight_map"])
+        return dict(files.parse_json(files.read_text(path))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{path} is no index of safetensors files ({error!r}); copy it again") from error
 

@@ -9,7 +9,6 @@ folder in the cache grows.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ditile.distributed import env
+from ditile.distributed import env, files
 from ditile.errors import DitileError, LoadError, ModelError
 from ditile.plan.plan import Plan, require_plan
 
@@ -217,7 +216,7 @@ def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) ->
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} is no readable JSON: {_join_error_lines(error)}") from error
     if not isinstance(content, dict):

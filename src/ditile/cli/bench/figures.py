@@ -20,6 +20,7 @@ from matplotlib.transforms import Bbox
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.links import parse_link_rate
 from ditile.cli.bench.runs import Row
+from ditile.cli.pictures import save_figure
 from ditile.plan.plan import WARMUP_MODES, Plan
 
 matplotlib.use("Agg")
@@ -72,7 +73,7 @@ def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list
                 for suffix in (".png", ".svg"):
                     path = folder / f"{name}{suffix}"
                     metadata = {"Date": None} if suffix == ".svg" else None
-                    figure.savefig(path, dpi=160, bbox_inches="tight", metadata=metadata)
+                    save_figure(figure, path, dpi=160, bbox_inches="tight", metadata=metadata)
                     files.append(path)
                 plt.close(figure)
     return files

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ditile.cli.bench.links import parse_link_rate
-from ditile.cli.options import DeviceOptions, ModelOptions, check_writable
+from ditile.cli.options import DeviceOptions, ModelOptions, check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.flags import define_option
@@ -52,7 +52,10 @@ class Comparison:
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
-        None, "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps", metavar="FILE"
+        None,
+        "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps",
+        metavar="FILE",
+        reads=True,
     )
     hardware: str | None = define_option(
         None, "predict for hardware of `ditile plan` instead, such as l40-pcie", metavar="NAME"
@@ -80,12 +83,13 @@ class Comparison:
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
 
-    def check_output_folder(self) -> None:
-        """Raises `ModelError` unless the folder can be written."""
+    def check_output_folder(self, *others: Any) -> None:
+        """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""
         folder = Path(self.out)
         if folder.exists() and not folder.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")
-        check_writable("out", folder / "runs.jsonl" if folder.exists() else folder)
+        names = ("runs.jsonl", "rows.jsonl") if folder.exists() else ("",)
+        check_output_files([("out", folder / name) for name in names], self, *others)
 
     @property
     def sweep_names(self) -> list[str]:

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli import files
 from ditile.cli.bench.cells import ONE_RANK, BenchCell
+from ditile.distributed import files
 from ditile.errors import LoadError
 from ditile.planner.calibrate import LIMIT
 
 RUNS, ROWS = "runs.jsonl", "rows.jsonl"
+MAX_RUNS_BYTES = 2**30
 Run = dict[str, Any]
 Row = dict[str, Any]
 _BEGINS = '{"key": '
@@ -60,12 +61,12 @@ def read_runs(folder: str) -> list[Run]:
     if not path.exists():
         return []
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_file(path, MAX_RUNS_BYTES).decode()
+    except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from error
     whole, _, rest = text.rpartition("\n")
     try:
-        runs = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        runs = [files.parse_json(line) for line in whole.splitlines() if line.strip()]
     except ValueError as error:
         raise LoadError(f"{path} has a line that is no JSON ({error}); mend it, or give another --out") from error
     if not all(isinstance(run, dict) and isinstance(run.get("key"), dict) for run in runs):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ditile.cli.options import COCO_PREFIX
 from ditile.cli.prompts import read_prompts
+from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.runner.load import ASSETS
 
-BUNDLED_SOURCE, COCO_PREFIX = "bundled", "coco:"
+BUNDLED_SOURCE = "bundled"
+MAX_ANNOTATION_BYTES = 2**30
+"""Those of COCO's training set are 90 MB."""
 
 
 class Caption(NamedTuple):
@@ -48,17 +51,17 @@ def read_coco_captions(path: Path) -> list[Caption]:
         ModelError: if the file cannot be read, is no such file, or has no caption.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = files.parse_json(files.read_file(path, MAX_ANNOTATION_BYTES))
     except (OSError, ValueError) as error:
         raise ModelError(f"captions='{COCO_PREFIX}{path}' cannot be read: {' '.join(str(error).split())}") from error
     try:
-        files = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
+        names = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
         first: dict[int, Any] = {}
         for entry in content["annotations"]:
             image = entry["image_id"]
             if " ".join(entry["caption"].split()) and (image not in first or entry["id"] < first[image]["id"]):
                 first[image] = entry
-        captions = [Caption(" ".join(first[image]["caption"].split()), files.get(image)) for image in sorted(first)]
+        captions = [Caption(" ".join(first[image]["caption"].split()), names.get(image)) for image in sorted(first)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"captions='{COCO_PREFIX}{path}' is no file of COCO captions: 'annotations' have id, image_id and caption"

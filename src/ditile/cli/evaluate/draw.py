@@ -21,13 +21,13 @@ import torch.distributed as dist
 from PIL import Image
 
 import ditile
-from ditile.cli import files
 from ditile.cli.bench.turns import use_cache_within
 from ditile.cli.bench.worlds import allow_all_cores
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, SessionOptions
 from ditile.cli.evaluate.store import EvaluationFolder, PictureRow
 from ditile.cli.generate import build_call_arguments, silence_libraries
+from ditile.cli.pictures import hide_local_path, read_picture, save_png_with_texts
 from ditile.distributed import env
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
@@ -221,14 +221,13 @@ def _write_turn_pictures(
     original, again = pictures.get(ORIGINAL), None
     path = store.picture_path(ORIGINAL, turn.place)
     if original is not None and path.is_file() and ORIGINAL not in turn.settings:
-        with Image.open(path) as image:
-            again = float(compute_psnr(original.picture, np.asarray(image.convert("RGB"))[None])[0])
+        again = float(compute_psnr(original.picture, np.asarray(read_picture(path, "out"))[None])[0])
     for setting in turn.settings:
         timed_picture = pictures[setting]
         path = store.picture_path(setting, turn.place)
         texts = {
             "Software": f"ditile {ditile.__version__}",
-            "model": task.wanted.model,
+            "model": hide_local_path(task.wanted.model),
             "prompt": turn.prompt,
             "seed": str(turn.seed),
             "plan": setting.plan,
@@ -236,7 +235,7 @@ def _write_turn_pictures(
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
+            save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be written: {error}") from error
         rows.append(

@@ -20,7 +20,6 @@ import diffusers
 import torch
 
 import ditile
-from ditile.cli import files
 from ditile.cli.bench.turns import read_load_average
 from ditile.cli.dry_run import build_dry_run_job
 from ditile.cli.evaluate.captions import Caption, load_captions
@@ -38,7 +37,8 @@ from ditile.cli.evaluate.store import (
     summarize_settings,
 )
 from ditile.cli.generate import build_dry_run_call, silence_libraries
-from ditile.distributed import cpus, env
+from ditile.cli.pictures import save_png_with_texts
+from ditile.distributed import cpus, env, files
 from ditile.distributed.console import is_writing_process
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import leave_process_group
@@ -279,7 +279,8 @@ def _write_contact_sheet(
         )
         for setting in settings
     ]
-    draw_contact_sheet(columns, [caption.text for caption in captions][:ROWS]).save(store.out / CONTACT_SHEET_FILE)
+    sheet = draw_contact_sheet(columns, [caption.text for caption in captions][:ROWS])
+    save_png_with_texts(sheet, store.out / CONTACT_SHEET_FILE, {})
 
 
 def _describe_machine() -> dict[str, Any]:

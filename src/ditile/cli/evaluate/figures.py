@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
-from ditile.cli.evaluate.scores import read_picture
 from ditile.cli.evaluate.store import select_pareto_front
+from ditile.cli.pictures import read_picture, save_figure
 
 ROWS = 8
 """Captions that are shown."""
@@ -38,7 +38,7 @@ def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) 
         captions: the captions, in the order of the pictures.
     """
     font = ImageFont.load_default(TEXT)
-    pictures = [[Image.fromarray(read_picture(path)) for path, _ in shown] for _, shown in columns]
+    pictures = [[read_picture(path, "out") for path, _ in shown] for _, shown in columns]
     width, height = _compute_thumbnail_size(pictures[0][0])
     heads = [_wrap_text_lines(_make_column_title(setting), font, width) for setting, _ in columns]
     head = LINE * max(map(len, heads)) + GAP
@@ -150,7 +150,7 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     axes.grid(alpha=0.3)
     _add_legend(axes, plans, caches)
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    save_figure(figure, out, dpi=110)
     plt.close(figure)
 
 

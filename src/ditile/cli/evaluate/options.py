@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.cli.cache_options import CacheOptions
-from ditile.cli.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+from ditile.cli.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions, check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
@@ -70,7 +70,7 @@ class EvaluateOptions(ModelOptions):
         metavar="CACHES",
     )
     captions: str = define_option(
-        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE"
+        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
     )
     num: int | None = define_option(None, "captions to draw; 10, or all if there are fewer", metavar="N")
     seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
@@ -149,6 +149,13 @@ class SessionOptions(DeviceOptions):
             raise ModelError(f"out={self.out!r} is a file; give a folder")
         if not out.exists() and not out.absolute().parent.is_dir():
             raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
+
+    def check_output_folder(self, *others: Any) -> None:
+        """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
+        folder = Path(self.out)
+        names = ("job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png")
+        if folder.is_dir():
+            check_output_files([("out", folder / name) for name in names], *others)
 
 
 def list_pictures(folder: Path) -> list[Path]:

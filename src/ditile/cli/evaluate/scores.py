@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor, nn
 
 from ditile.cli.evaluate.captions import Caption
@@ -21,8 +20,9 @@ from ditile.cli.evaluate.metrics import (
 )
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_pictures
 from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
+from ditile.cli.pictures import read_picture
 from ditile.distributed.console import show_progress_bar
-from ditile.errors import LoadError, ModelError
+from ditile.errors import ModelError
 
 NUM_FEATURES = 2048
 
@@ -96,12 +96,12 @@ class MetricPanel:
             count: of captions.
 
         Raises:
-            LoadError: if a picture cannot be read.
+            ModelError: if a picture cannot be read.
         """
         wanted = {(s, k): self._prepare_missing_metrics(rows[s, k]) for s in settings for k in range(count)}
         fid = None if self.extract_features is None else SetDistances(self.extract_features)
         if fid is not None:
-            fid.add_references(resize_picture(read_picture(path), self.side) for path in self.references)
+            fid.add_references(resize_picture(_read_pixels(path, "references"), self.side) for path in self.references)
         distances: dict[str, dict[str, float]] = {}
         with show_progress_bar("judged", len(settings) * count) as advance:
             for setting in settings:
@@ -136,10 +136,10 @@ class MetricPanel:
     ) -> Iterator[Picture]:
         """Gives each picture of a setting the scores that it lacks, and yields it."""
         for place in range(count):
-            whole = read_picture(store.picture_path(setting, place))
+            whole = _read_pixels(store.picture_path(setting, place), "out")
             picture, original, row = resize_picture(whole, self.side), whole, rows[setting, place]
             if wanted[setting, place]:
-                original = resize_picture(read_picture(store.picture_path(ORIGINAL, place)), self.side)
+                original = resize_picture(_read_pixels(store.picture_path(ORIGINAL, place), "out"), self.side)
             for metric in wanted[setting, place]:
                 if setting == ORIGINAL and metric.exact is not None:
                     row["scores"][metric.name] = metric.exact
@@ -191,17 +191,9 @@ class SetDistances:
         return distances
 
 
-def read_picture(path: Path) -> Picture:
-    """A picture `[H, W, 3]`.
-
-    Raises:
-        LoadError: if it cannot be read.
-    """
-    try:
-        with Image.open(path) as image:
-            return np.array(image.convert("RGB"))
-    except (OSError, SyntaxError) as error:
-        raise LoadError(f"{str(path)!r} cannot be read as a picture: {error}") from error
+def _read_pixels(path: Path, option: str) -> Picture:
+    """A picture `[H, W, 3]`. Raises `ModelError` if it cannot be read."""
+    return np.array(read_picture(path, option))
 
 
 def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:

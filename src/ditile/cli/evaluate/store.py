@@ -18,12 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ditile.cli import files
 from ditile.cli.evaluate.captions import Caption
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
+from ditile.distributed import files
 from ditile.errors import LoadError, ModelError
 
 JOB_FILE, ROWS_FILE, PICTURES_FOLDER = "job.json", "pictures.jsonl", "pictures"
+MAX_ROWS_BYTES = 2**30
+IN_A_ROW = {"plan": str, "cache": str, "caption": int, "prompt": str, "seed": int}
+"""What a row must have, and its types."""
 PictureRow = dict[str, Any]
 PictureKey = tuple[EvaluationSetting, int]
 """A setting and the place of a caption."""
@@ -53,9 +56,11 @@ class EvaluationFolder:
                 )
             return
         try:
-            stored_job = json.loads(path.read_text("utf-8"))
+            stored_job = files.parse_json(files.read_text(path))
         except (OSError, ValueError) as error:
             raise LoadError(f"{path} is no readable JSON: {' '.join(str(error).split())}") from error
+        if not isinstance(stored_job, dict):
+            raise LoadError(f"{path} is no job of an evaluation; give another folder")
         for name in sorted({*stored_job, *job}):
             if stored_job.get(name) != job.get(name):
                 raise ModelError(
@@ -68,10 +73,15 @@ class EvaluationFolder:
 
         Raises:
             ModelError: if there are pictures of other captions or seeds.
+            LoadError: if the file cannot be read.
         """
         path = self.out / ROWS_FILE
         rows_on_disk: dict[PictureKey, PictureRow] = {}
-        for row in filter(None, map(_parse_picture_row, path.read_text("utf-8").splitlines() if path.exists() else ())):
+        try:
+            lines = files.read_file(path, MAX_ROWS_BYTES).decode().splitlines() if path.exists() else []
+        except (OSError, ValueError) as error:
+            raise LoadError(f"{path} cannot be read: {error}") from error
+        for row in filter(None, map(_parse_picture_row, lines)):
             setting, place = EvaluationSetting(row["plan"], row["cache"]), row["caption"]
             expected = [captions[place].text, seed + place] if place < len(captions) else [row["prompt"], row["seed"]]
             if [row["prompt"], row["seed"]] != expected:
@@ -178,7 +188,9 @@ def select_pareto_front(rows: Iterable[PictureRow]) -> list[PictureRow]:
 def _parse_picture_row(line: str) -> PictureRow | None:
     """A row, or None for a line that was cut off."""
     try:
-        row = json.loads(line)
+        row = files.parse_json(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and {"plan", "cache", "caption", "prompt", "seed"} <= row.keys() else None
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in IN_A_ROW.items()):
+        return None
+    return row if row["caption"] >= 0 else None

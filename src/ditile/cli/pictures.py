@@ -1,0 +1,91 @@
+"""Pictures as files. PNG files keep in their text chunks how they were made.
+
+What a picture's file is, is known only when all of it was decoded: a file may be cut short, or claim a billion pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile, PngInfo
+
+from ditile.distributed import files
+from ditile.errors import ModelError
+
+MAX_PICTURE_BYTES = 2**30
+_DECODE_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
+    *(RuntimeError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
+)
+"""What the decoders of Pillow raise for data that is no picture, or one of too many pixels."""
+
+
+def read_picture(path: str | Path, option: str) -> Image.Image:
+    """The picture in a file that an option names, in RGB.
+
+    Raises:
+        ModelError: if it cannot be read, is cut short, or has more pixels than Pillow decodes.
+    """
+    try:
+        with Image.open(io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))) as image:
+            picture: Image.Image = image.convert("RGB")
+            return picture
+    except UnidentifiedImageError:
+        raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
+    except _DECODE_ERRORS as error:
+        raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: {error}") from error
+
+
+def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+    """Writes a picture as PNG, with texts in its text chunks.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_text(key, text)
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG", pnginfo=info)
+    files.write_atomically(path, encoded.getvalue())
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Writes a figure of matplotlib, in the format that the path's ending names; `options` are those of `savefig`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    encoded = io.BytesIO()
+    figure.savefig(encoded, format=path.suffix.removeprefix("."), **options)
+    files.write_atomically(path, encoded.getvalue())
+
+
+def read_png_texts(path: Path) -> dict[str, str]:
+    """The texts of a PNG; empty if there is no such file, or its data or checksums are wrong."""
+    try:
+        content = files.read_file(path, MAX_PICTURE_BYTES)
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            image.verify()
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            image.load()
+            return dict(image.text) if isinstance(image, PngImageFile) else {}
+    except _DECODE_ERRORS:
+        return {}
+
+
+def hide_local_path(name: str) -> str:
+    """A name as pictures keep it: of a local path only the last part, with a digest that tells it from others.
+
+    Pictures are sent to other people, and a path says names of users and projects.
+    """
+    if not Path(name).exists() or Path(name).parent == Path():
+        return name
+    return f"{Path(name).resolve().name} ({hashlib.sha256(name.encode('utf-8', 'surrogateescape')).hexdigest()[:8]})"

@@ -1,0 +1,164 @@
+"""Files are whole, or as they were before. What is read has an end, and no output is written over an input."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ditile.distributed import files
+from ditile.errors import ModelError
+
+
+@pytest.fixture(params=["unnamed", "renamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way to write a file: the second one is for systems without unnamed files."""
+    if request.param == "renamed":
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    elif not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no unnamed files")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    files.write_atomically(path, b"old")
+    files.write_json_file(path, {"a": [1, "\u00e9"]})
+    assert json.loads(path.read_text("utf-8")) == {"a": [1, "\u00e9"]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("way")
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A failure means that a full disk or a break costs a user what was there, or leaves half a file beside it."""
+    path = tmp_path / "rows.json"
+    path.mkdir()
+    with pytest.raises(OSError, match="rows.json"):
+        files.write_atomically(path, "new")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.is_dir()
+    absent = tmp_path / "absent" / "rows.json"
+    with pytest.raises(FileNotFoundError) as failed:
+        files.write_atomically(absent, "new")
+    assert failed.value.filename == str(absent), "a user is told of a file that he never named"
+
+
+@pytest.mark.usefixtures("way")
+def test_two_writers_of_a_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a writer takes another one's file away, and one of two runs ends with an error."""
+    path, replace = tmp_path / "rows.json", os.replace
+    path.touch()
+
+    def late(part: Path, name: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write_atomically(path, "of the other")
+        replace(part, name)
+
+    monkeypatch.setattr(os, "replace", late)
+    files.write_atomically(path, "of the one")
+    assert path.read_text() == "of the one" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_no_link_is_followed_that_somebody_has_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guessed: bool
+) -> None:
+    """Not even one whose name was guessed. A failure means that whoever may write to a shared folder has a user write
+    over any file of his."""
+    path, own, token = tmp_path / "rows.json", tmp_path / "own", "00" * 8
+    own.write_text("own")
+    path.touch()
+    (tmp_path / ".rows.json.part").symlink_to(own)
+    if guessed:
+        monkeypatch.setattr(secrets, "token_hex", lambda count: token)
+        (tmp_path / f".ditile-{os.getpid()}-{token}.part").symlink_to(own)
+        with pytest.raises(FileExistsError, match="rows.json"):
+            files.write_atomically(path, "new")
+    else:
+        files.write_atomically(path, "new")
+        assert path.read_text() == "new" and not path.is_symlink()
+    assert own.read_text() == "own"
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    """A failure means that `--out /dev/null`, as root, takes the machine's /dev/null away."""
+    path, link, pipe = tmp_path / "rows.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(path)
+    files.write_atomically(link, "new")
+    assert link.is_symlink() and path.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        files.write_atomically(pipe, "rows")
+        assert os.read(reader, 9) == b"rows" and pipe.is_fifo()
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no unnamed files")
+def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
+    """A failure means that a user finds files of names that he never gave, one for each run that was ended."""
+    code = (
+        "import os, sys, time; from pathlib import Path; from ditile.distributed import files\n"
+        "os.link = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
+        "files.write_atomically(Path(sys.argv[1]), 'new')"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "rows.json")]
+    environ = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "writes\n"
+        writer.kill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_read_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a command waits for ever for a pipe, or reads a device until the memory is full."""
+    monkeypatch.setattr(files, "OPEN_SECONDS", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="nothing came through this pipe"):
+        files.read_file(pipe)
+    with pytest.raises(OSError, match="pipe"):  # nobody reads it
+        files.write_atomically(pipe, "rows")
+    with pytest.raises(OSError, match="more than 1 MiB"):
+        files.read_file("/dev/zero", 2**20)
+    for wrong in ("a\0b", str(tmp_path)):
+        with pytest.raises(OSError, match="null byte|directory"):
+            files.read_file(wrong)
+    with pytest.raises(ValueError, match="nested too deep"):
+        files.parse_json("[" * 100_000)
+
+
+def test_a_pipe_with_a_slow_writer_is_read(tmp_path: Path) -> None:
+    """As the shell's `<(command)`. A failure means that settings which a command prints are read in part."""
+    reader, writer = os.pipe()
+    code = f"import os, time; os.write({writer}, b'one, '); time.sleep(0.3); os.write({writer}, b'two')"
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[writer]):
+        os.close(writer)
+        began = time.monotonic()
+        assert files.read_file(f"/dev/fd/{reader}") == b"one, two"
+        assert time.monotonic() - began < files.READ_SECONDS
+    os.close(reader)
+
+
+def test_two_names_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a summary takes the place of the picture, or of the prompts that somebody wrote."""
+    monkeypatch.chdir(tmp_path)
+    prompts = Path("prompts.txt")
+    prompts.touch()
+    Path("link").symlink_to(prompts)
+    Path("twin").hardlink_to(prompts)
+    for other in ("prompts.txt", "./prompts.txt", str(tmp_path / "prompts.txt"), "link", "twin"):
+        with pytest.raises(ModelError, match="json=.* and prompts_file=.* are one file"):
+            files.check_different_files([("prompts_file", prompts)], [("json", Path(other))])
+    with pytest.raises(ModelError, match="out=.* and json=.* are one file"):
+        files.check_different_files([], [("json", Path("new.png")), ("out", Path("./new.png"))])
+    files.check_different_files([("image", prompts), ("lora", prompts)], [("out", Path("new.png"))])
+    files.check_different_files([], [("trace", Path("/dev/null")), ("json", Path("/dev/null"))])
