@@ -27,7 +27,7 @@ from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.plan.stages import compute_stage_loads, cut_stages
-from ditile.runner.load import load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     pipe: Any = load(job.model)
     pipe.set_progress_bar_config(disable=True)
     pipe.to(pick_device(job.device, 0))
-    call = read_generation_options(job.model) | {
+    call = defaults(job.model) | {
         "height": job.size,
         "width": job.size,
         "num_inference_steps": job.steps,

@@ -32,10 +32,11 @@ from ditile.cli.evaluate.metrics import compute_psnr
 from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError
+from ditile.models.known import ASSETS
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
-from ditile.runner.load import ASSETS, load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 
 ALONE, CACHED, PLANNED, BOTH = "one rank", "cache", "plan", "plan and cache"
@@ -102,7 +103,7 @@ def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
 
 def draw_one_caption(call: Any, job: CachePlansJob, place: int, caption: str, *, by_one: bool) -> Any:
     """The picture `[1, H, W, 3]` of a caption; None on ranks that do not get it."""
-    options = read_generation_options(job.model) | {
+    options = defaults(job.model) | {
         "height": job.size,
         "width": job.size,
         "num_inference_steps": job.steps,

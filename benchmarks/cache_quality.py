@@ -35,9 +35,10 @@ from benchmarks.cache_settings import COMMON, ENGINES, OWN, THEIRS, CacheSetting
 from ditile.cli.evaluate.caption_check import judge_picture
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
 from ditile.errors import DitileError, StateError
+from ditile.models.known import ASSETS
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, summary
-from ditile.runner.load import ASSETS, load, read_generation_options
+from ditile.runner.load import defaults, load
 
 PLAIN = CacheSetting("", "no cache")
 SPEEDS = (1.5, 2.0, 3.0, 4.0)
@@ -89,7 +90,7 @@ class CachePainter:
         pipe: Any = load(job.model)
         self._pipe = pipe
         self._pipe.set_progress_bar_config(disable=True)
-        self._call = read_generation_options(job.model)
+        self._call = defaults(job.model)
         if setting.engine == THEIRS:
             peer.keep_apart(self._pipe)
         self._is_cached = False

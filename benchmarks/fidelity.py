@@ -30,10 +30,11 @@ from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.hooks.generation import LayerTokens
 from ditile.hooks.key_padding import AttentionOptions
+from ditile.models.known import ASSETS
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import ASSETS, load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 
 METHODS = ("pipefusion", "distrifusion")
@@ -90,7 +91,7 @@ def draw_all_captions(
     runner = parallelize(pipe, plan, device="cpu")
     if control:
         runner._parts.attention.stale_keys = OwnPatchOnly
-    call = read_generation_options(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
     done, synchronous = [], []
     for start in range(0, len(captions), job.batch):
         some = list(captions[start : start + job.batch])

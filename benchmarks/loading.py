@@ -32,8 +32,9 @@ from ditile.distributed.launch import launch
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.flux import FLUX
+from ditile.models.known import ASSETS
 from ditile.plan.plan import Plan
-from ditile.runner.load import ASSETS, DTYPES, load
+from ditile.runner.load import DTYPES, load
 
 SHARD = 512 * 2**20
 KINDS = ("RssAnon", "RssFile")

@@ -28,13 +28,13 @@ from rich.progress import track
 from rich.table import Table
 
 from ditile.distributed import files
+from ditile.models.known import ASSETS, CONFIGS
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, make_datasheet_profile
 from ditile.planner.price import Pricer
 from ditile.planner.search import make_pricer
-from ditile.planner.subject import CONFIGS, PlanSubject
-from ditile.runner.load import ASSETS
+from ditile.planner.subject import PlanSubject
 
 HARDWARE = {
     ("L40-48GB", "PCIe4x16"): "l40-pcie",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import track
 
+from ditile.models.known import CONFIGS
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.plan.units import format_number
@@ -32,7 +33,7 @@ from ditile.planner.search import (
     iterate_other_warmups,
     iterate_plans,
 )
-from ditile.planner.subject import CONFIGS, PlanSubject
+from ditile.planner.subject import PlanSubject
 from ditile.planner.tables import WAN
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import ditile
 from ditile.cli.cache_options import CacheOptions
 from ditile.plan.flags import add_arguments, collect_arguments
-from ditile.runner.load import read_generation_options
+from ditile.runner.load import defaults
 
 PROMPT = "A cat holding a sign that says hello world"
 
@@ -75,9 +75,7 @@ def main() -> None:
         "prompt": args.prompt,
         "negative_prompt": args.negative_prompt,
     }
-    call = read_generation_options(args.model_path) | {
-        name: value for name, value in given.items() if value is not None
-    }
+    call = defaults(args.model_path) | {name: value for name, value in given.items() if value is not None}
     seconds = []
     for _ in range(4 if cache.perf else 1):
         began = time.perf_counter()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ditile.distributed import env
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.load import load
+from ditile.runner.load import defaults, load
 
 if TYPE_CHECKING:
     from ditile.cache.cache_dit import ParallelismConfig
@@ -64,6 +65,7 @@ __all__ = [
     "StateError",
     "TaylorSeerCalibratorConfig",
     "__version__",
+    "defaults",
     "disable_cache",
     "enable_cache",
     "launch",
@@ -117,6 +119,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    env.drop_import_complaints()
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

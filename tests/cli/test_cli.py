@@ -16,13 +16,16 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import ditile as package
 from ditile import Plan, RankError
 from ditile.cli import main
+from ditile.cli.matrix import build_matrix
 from ditile.cli.pictures import read_png_texts
+from ditile.models.known import ASSETS
 from ditile.plan.flags import normalise_flags
-from ditile.runner.load import ASSETS
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +65,10 @@ def opened(path: str) -> Image.Image:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "COMMAND"),
-        (("paint", "a"), "generate"),
+        (("--hlep",), "did you mean --help?"),
+        (("paint", "a"), "'paint' is no command; did you mean plan? there are generate, "),
+        (("gen", "a"), "did you mean generate?"),
+        (("xyz",), "'xyz' is no command; there are generate, "),
         (("generate",), "give a PROMPT, or --prompts-file"),
         (("generate", " "), "prompt is empty"),
         (("generate", "a", "circle"), "in quotes"),
@@ -97,6 +102,29 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--stall-timeout", "inf"), "stall_timeout=inf"),
         (("generate", "a", "--dtype", "int8"), "bfloat16"),
         (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("generate", "a", "--model", "shapes-fux"), "did you mean shapes-flux?"),
+        (("generate", "a", "--model", "flux.1-dev"), "and HF_HUB_OFFLINE is set"),
+        (
+            ("generate", "a", "--height", "100"),
+            "not a multiple of 8, a token of this model; try height=96",
+        ),
+        (("generate", "a", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks of PixArtTransformer2DModel"),
+        (("generate", "a", "--patches", "999"), "patches=999 exceeds the 16 token rows"),
+        (
+            ("generate", "a", "--model", "flux.1-dev", "--tensor", "5", "--dry-run"),
+            "tensor=5 does not divide the 24 heads",
+        ),
+        (("generate", "a", "--model", "qwen-image", "--tensor", "2", "--dry-run"), "tensor=2 needs a ModelSpec"),
+        (("generate", "a", "--plan", "ulysses=2,ring=2"), "have blanks between them; write 'ulysses=2 ring=2'"),
+        (("generate", "a", "--plan", "ring=2,stage_blocks=1,2"), "write 'pipefusion=2 patches=4'"),
+        (("plan", "--hardware", "l40"), "did you mean l40-pcie?"),
+        (("plan", "--hardware", "l40-pcie", "--memory", "48"), "memory='48' is no amount; write 48GB"),
+        (("plan", "--hardware", "l40-pcie", "--cache", "F=x"), "Fn_compute_blocks='x'"),
+        (("plan", "--hardware", "l40-pcie", "--price", "pipefusion=99"), "pipefusion=99 exceeds the 12 blocks"),
+        (("plan", "--hardware", "l40-pcie", "--height", "100"), "height=100 is not a multiple of 8"),
+        (("plan", "--model", "shapes"), "did you mean shapes-flux?"),
+        (("verify",), "there is nothing to prove"),
+        (("verify", "--pipefusion", "20"), "pipefusion=20 exceeds the 12 blocks"),
         (("generate", "a", "--pipefusion", "0"), "pipefusion=0"),
         (("generate", "a", "--pipefusion", "2", "--stage-blocks", "1,x"), "--stage-blocks"),
         (("generate", "a", "--pipefusion", "2", "--stage_blocks", "1,2,3"), "give 2 numbers"),
@@ -135,15 +163,26 @@ def opened(path: str) -> Image.Image:
         (("verify", "--steps", "2"), "nothing to be stale"),
         (("verify", "--height", "0"), "height=0"),
         (("verify", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
-        (("verify", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("verify", "--pipefusion", "2", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
         (("verify", "--ulysses", "0"), "ulysses=0"),
         (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
         (("models", "--all"), "--all is not known"),
         (("models", "foo"), "'foo' is one argument too many; see ditile models --help"),
     ],
 )
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    """A failure means a traceback, or seconds of imports before a mistake is told, none of which needs torch."""
+    monkeypatch.setattr(main, "_silence_libraries", lambda: pytest.fail("torch would be imported"))
+    monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("torch would be imported"))
     assert says in refused(capsys, *words)
+
+
+def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    out, err = capsys.readouterr()
+    assert "COMMAND" in out and "make a picture" in out and not err
 
 
 @pytest.mark.parametrize(
@@ -273,13 +312,6 @@ def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureF
     assert np.array_equal(np.asarray(one), np.asarray(two))
 
 
-def test_patches_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """The rows are known at the first step, when the progress bar stands already."""
-    assert main.main(["generate", "a circle", *SMALL, "--patches", "999"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("ditile: patches=999 exceeds the 16 token rows")
-    assert not list(Path().iterdir())
-
-
 def test_pixart_has_no_image_to_image(capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (128, 128)).save("a.png")
     for more in ((), ("--dry-run",)):
@@ -293,9 +325,19 @@ def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["generate", "--help"], ["--version"], ["generate", "a", "--stpes", "3"]]
+    "words",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["--version"],
+        ["models"],
+        ["generate", "a", "--stpes", "3"],
+        ["generate", "a", "--pipefusion", "20"],
+        ["plan", "--hardware", "l40-pcie", "--memory", "48"],
+        ["verify", "--tensor", "5"],
+    ],
 )
-def test_help_version_and_refusals_do_not_import_torch(words: list[str]) -> None:
+def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) -> None:
     code = f"""
 import sys
 from ditile.cli import main
@@ -367,13 +409,17 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
 def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means: run `ditile models --markdown > docs/matrix.md`."""
+    """A failure means: `python -m ditile.cli.matrix > src/ditile/assets/matrix.json`, and then
+    `ditile models --markdown > docs/matrix.md`."""
+    assert json.loads((ASSETS / "matrix.json").read_text("utf-8")) == build_matrix()
     assert main.main(["models", "--markdown"]) == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text("utf-8")
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["generate", "a circle", "--model", "shapes-flux", "--pipefusion", "2", "--dry-run"]) == 0
+@pytest.mark.parametrize("model", ["shapes-flux", "flux.1-dev", "black-forest-labs/FLUX.1-dev"])
+def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """It needs no prompt, and of a published model no file: its configs are here."""
+    assert main.main(["generate", "--model", model, "--pipefusion", "2", "--dry-run"]) == 0
     assert "pipefusion=2" in capsys.readouterr().out
     assert not list(Path().iterdir())
 
@@ -412,6 +458,16 @@ def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[s
     pair = [np.asarray(opened(path)).astype(int) for path in ("a-1.png", "b.png")]
     assert np.abs(pair[0] - pair[1]).max() <= 1
     assert opened("a-1.png").text["seed"] == "8"
+
+
+def test_python_draws_what_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    """With `ditile.defaults`. A failure means a worse picture by one of them. A prompt without a shape is told so."""
+    assert main.main(["generate", "a lighthouse", "--model", "shapes-flux", *SMALL, "--out", "a.png"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("note: shapes-flux is small and knows circle, ")
+    runner = package.parallelize(package.load("shapes-flux"))
+    options = package.defaults("shapes-flux") | {"num_inference_steps": 2}
+    drawn = runner("a lighthouse", generator=torch.Generator().manual_seed(7), **options).images[0]
+    assert drawn.tobytes() == opened("a.png").tobytes()
 
 
 def test_a_picture_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from ditile.cli import generate, main
 from ditile.cli.dry_run import describe_dry_run
 from ditile.cli.options import GenerateOptions
 from ditile.cli.pipelines import convert_value_errors
-from ditile.runner.load import ASSETS
+from ditile.models.known import ASSETS
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned

@@ -21,6 +21,7 @@ def test_the_script_of_the_readme_draws_its_picture(tmp_path: Path) -> None:
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert not re.search("torchao|torchvision|Enum subclass", done.stderr), "nothing is logged by our imports"
     with Image.open(tmp_path / "circle.png") as picture:
         red, green, blue = picture.convert("RGB").getpixel((32, 64))
     assert red > 150 > max(green, blue), "a large red circle on the left"

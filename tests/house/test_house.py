@@ -192,9 +192,9 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "BlockAdapter", "DBCacheConfig", "DBPruneConfig", "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig",
         "ForwardPattern", "IdleCacheWarning", "JoinError", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig",
         "ParamsModifier", "PatchFunctor", "Plan", "PlanError", "RankError", "Report", "Runner", "StateError",
-        "TaylorSeerCalibratorConfig", "__version__", "disable_cache", "enable_cache", "launch", "load", "load_configs",
-        "load_lora", "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs",
-        "steps_mask", "strify", "summary", "supported_pipelines",
+        "TaylorSeerCalibratorConfig", "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load",
+        "load_configs", "load_lora", "parallelize", "plan_for", "quantize", "refresh_context", "register",
+        "set_compile_configs", "steps_mask", "strify", "summary", "supported_pipelines",
     ]  # fmt: skip
     assert ditile.__all__ == sorted(names) == dir(ditile)
     for name in names:

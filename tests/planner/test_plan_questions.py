@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
+from ditile.models.known import ASSETS, CONFIGS, list_published_models
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -22,8 +23,7 @@ from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import SHOWN, SearchRequest, list_divisors, make_pricer, search_plans
-from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
-from ditile.runner.load import ASSETS
+from ditile.planner.subject import PlanSubject
 
 FLUX = "--model flux.1-dev --hardware l40-pcie"
 
@@ -75,7 +75,7 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --hit-rate 0.5", "hit_rate=0.5 is for a cache; add --cache LINE"),
         (f"{FLUX} --cache R=0.1", "decides by what it measures; say which share"),
         ("--hardware l40", "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink"),
-        ("--hardware l40-pcie --model flux.1-def", "published models that can be planned for: flux.1-dev"),
+        ("--hardware l40-pcie --model flux.1-def", "did you mean flux.1-dev?"),
     ],
 )
 def test_bad_questions_get_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: i
     assert words.endswith(also) and result.too_large
     assert all(price.memory_bytes <= profile.memory_bytes for price in result.prices)
     given = answer_question(
-        PlanQuestion(model="flux.1-dev", hardware="rtx-4090", height=height, devices=devices, price=words)
+        PlanQuestion(model="flux.1-dev", hardware="rtx-4090", height=height, width=height, devices=devices, price=words)
     ).result
     assert given.prices[0].memory_bytes == result.prices[0].memory_bytes
 

@@ -18,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditile.cache.config_text import parse_cache_line
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
+from ditile.models.known import CONFIGS
 from ditile.plan import cost
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import fill_call_arguments, plan_for
+from ditile.planner.answer import plan_for
 from ditile.planner.kernel_times import Work
 from ditile.planner.memory import RankMemory, count_peak_bytes, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
@@ -36,7 +37,7 @@ from ditile.planner.seconds import (
     compute_warmup_seconds,
     merge_work,
 )
-from ditile.planner.subject import CONFIGS, PlanSubject
+from ditile.planner.subject import PlanSubject
 from ditile.runner.load import find_model_source
 
 RATE = Curve((1.0,), (1e9,))
@@ -55,7 +56,7 @@ def subject(name: str) -> PlanSubject:
 
 
 def call(name: str, **changes: Any) -> dict[str, Any]:
-    return fill_call_arguments(PlanQuestion(model=name)) | changes
+    return PlanQuestion(model=name).fill_call_arguments() | changes
 
 
 def count_work_flops(work: Work, tokens: RankTokens) -> float:

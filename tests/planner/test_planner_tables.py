@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
+from ditile.models.known import CONFIGS
 from ditile.plan import cost
 from ditile.plan.plan import Plan
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.seconds import RankTokens, merge_work
-from ditile.planner.subject import CONFIGS, PlanSubject
+from ditile.planner.subject import PlanSubject
 from ditile.planner.tables import TABLES, find_family_table
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.planned import MAKE, denoising, wan_pipeline

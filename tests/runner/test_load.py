@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import pkgutil
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import ditile
 from ditile import LoadError, ModelError, PlanError
-from ditile.runner.load import ASSETS, find_model_source, list_bundled_models, load, read_generation_options
+from ditile.models.known import ASSETS, find_known_model, list_bundled_models
+from ditile.runner.load import defaults, find_model_source, load
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -57,13 +60,13 @@ def test_an_unknown_dtype() -> None:
 
 
 def test_defaults_are_those_beside_the_model(folder: Path) -> None:
-    assert read_generation_options("shapes-flux")["true_cfg_scale"] > 1
+    assert defaults("shapes-flux")["true_cfg_scale"] > 1
     (folder / "generation.json").unlink()
-    assert read_generation_options(str(folder)) == {}
+    assert defaults(str(folder)) == {}
     (folder / "generation.json").write_text("[1]")
     with pytest.raises(LoadError, match="no JSON object"):
-        read_generation_options(str(folder))
-    assert read_generation_options("someone/something") == {}
+        defaults(str(folder))
+    assert defaults("someone/something") == {}
 
 
 def test_an_unknown_name() -> None:
@@ -112,9 +115,31 @@ def test_what_is_no_pipeline(call: Any, pipe: Any) -> None:
         call(pipe)
 
 
-def test_a_hub_id_is_left_to_diffusers() -> None:
-    assert find_model_source("someone/something") == "someone/something"
-    assert "someone/something" in message("someone/something")
+def test_a_hub_id_that_cannot_be_had_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, and where nothing answers. A failure means a minute of tries before a user hears of it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert "'someone/something' is not in the hub's cache" in message("someone/something")
+    assert "HF_HUB_OFFLINE is set" in message("flux.1-dev")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    assert f"the network does not reach {address}" in message("black-forest-labs/FLUX.1-dev")
+    snapshot = tmp_path / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model_index.json").touch()
+    assert find_model_source("flux.1-dev") == "black-forest-labs/FLUX.1-dev"
+
+
+def test_of_a_published_model_configs_and_defaults_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a name which `ditile plan` knows is not known elsewhere."""
+    assert find_model_source("flux.1-dev", weights=False) == find_known_model("flux.1-dev").folder
+    assert find_model_source("black-forest-labs/FLUX.1-dev", weights=False) == find_known_model("flux.1-dev").folder
+    assert defaults("black-forest-labs/FLUX.1-schnell") == defaults("flux.1-schnell")
+    assert defaults("flux.1-schnell")["num_inference_steps"] == 4
+    shutil.copytree(find_known_model("flux.1-schnell").folder, tmp_path / "flux.1-dev")
+    monkeypatch.chdir(tmp_path)
+    assert defaults("flux.1-dev")["num_inference_steps"] == 4  # that of a folder of this name
 
 
 def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
 from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source, load, read_generation_options
+from ditile.runner.load import defaults, find_model_source, load
 from ditile.runner.runner import parallelize
 
 ALONE, ON_LINKS = (50, 100), (10, 30)
@@ -247,7 +247,7 @@ def fit_bundled_calls(profile: Profile, dtype: str, again: DisturbanceGuard) -> 
 
 
 def _make_call_arguments(model: str, size: int) -> dict[str, Any]:
-    return read_generation_options(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+    return defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
 
 
 def _separate_kernels(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source, read_generation_options
+from ditile.runner.load import defaults, find_model_source
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
@@ -46,7 +46,7 @@ def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str,
     """The call as numbers; arguments and errors are those of `describe_dry_run`."""
     subject, base = (
         PlanSubject.from_configs(wanted.model, find_model_source(wanted.model, weights=False)),
-        read_generation_options(wanted.model),
+        defaults(wanted.model),
     )
     check_returns_pictures(subject.pipeline)
     merge_call_arguments(

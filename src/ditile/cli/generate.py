@@ -32,7 +32,7 @@ from ditile.errors import DitileError, ModelError
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import check_image_size
-from ditile.runner.load import find_model_source, load, read_generation_options
+from ditile.runner.load import defaults, find_model_source, load
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -52,7 +52,7 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
     with contextlib.redirect_stdout(sys.stderr):  # the standard output is for the summary alone
         pipe, runner = _prepare_runner(wanted, run, plan, cache)
         seed = _agree_on_seed(wanted.seed, runner.mesh.everyone)
-        call = build_call_arguments(pipe, wanted, read_generation_options(wanted.model))
+        call = build_call_arguments(pipe, wanted, defaults(wanted.model))
         _check_cache_steps(cache, call)
         call_result = _call_and_report(
             runner, lambda: call | _build_object_arguments(wanted, range(seed, seed + wanted.num_images)), cache
@@ -92,9 +92,9 @@ def draw_prompt_lines(
         pipe.set_progress_bar_config(disable=True)
         everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
         missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), everyone)[0]]
-        base = build_call_arguments(pipe, wanted, read_generation_options(wanted.model))
+        base = build_call_arguments(pipe, wanted, defaults(wanted.model))
         _check_cache_steps(cache, base)
-        request_text = describe_request(wanted, run, plan, cache, read_generation_options(wanted.model))
+        request_text = describe_request(wanted, run, plan, cache, defaults(wanted.model))
         texts = _build_png_texts(wanted, plan, cache, base) | {"request": request_text}
         call_results: list[RunnerCallResult] = []
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:
@@ -405,6 +405,8 @@ def _set_num_threads(count: int) -> None:
 def silence_libraries() -> None:
     """Silences the progress bars of libraries, and the log of diffusers on all ranks but rank 0."""
     env.silence_library_imports()
+    # diffusers gives this argument to huggingface_hub, which warns of it.
+    warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
     from transformers.utils import logging
 
     # Before diffusers is imported, which transformers would warn about.

@@ -35,12 +35,13 @@ from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
+from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
 from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalise_flags
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
-from ditile.runner.load import find_model_source, list_bundled_models, read_generation_options
+from ditile.runner.load import defaults, find_model_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,12 +52,19 @@ Options = TypeVar("Options")
 MAX_LINE = 480
 """Characters of an error."""
 
+EXAMPLE = "a large red circle on the left on a gray background"
+"""A prompt that the bundled models know."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     env.silence_library_imports()
     try:
-        arguments = _parse_arguments(normalise_flags(list(sys.argv[1:] if argv is None else argv)))
+        words = normalise_flags(list(sys.argv[1:] if argv is None else argv))
+        if not words:
+            build_parser().print_help()
+            return 0
+        arguments = _parse_arguments(words)
         return COMMANDS[arguments.command].run(arguments)
     except RankError as error:
         print(error.traceback.rstrip(), file=sys.stderr)
@@ -78,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
-    parsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name, command in COMMANDS.items():
         parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         for kind, title in command.options.items():
@@ -102,10 +110,13 @@ def _check_words(argv: list[str]) -> None:
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     _check_words(argv)
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        hint = suggest_nearest(argv[0], COMMANDS, "", cutoff=0.5)
+        raise PlanError(f"{argv[0]!r} is no command; {hint and hint + ' '}there are {', '.join(COMMANDS)}")
     arguments, extra = build_parser().parse_known_args(argv)
-    if not extra:
+    if not extra and arguments.command is not None:
         return arguments
-    name = extra[0].partition("=")[0]
+    name = (extra or argv)[0].partition("=")[0]
     if not name.startswith("-"):
         quotes = "put a prompt of several words in quotes"
         what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
@@ -114,7 +125,9 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     raise PlanError(f"{name} is not known; {hint}")
 
 
-def _list_known_flags(command: str) -> list[str]:
+def _list_known_flags(command: str | None) -> list[str]:
+    if command is None:
+        return ["--help", "--version"]
     kinds = COMMANDS[command].options
     aliases: tuple[flag_aliases.FlagAlias, ...] = flag_aliases.CACHE_DIT_ALIASES if CacheOptions in kinds else ()
     aliases += flag_aliases.XDIT_ALIASES if Plan in kinds else ()
@@ -146,6 +159,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     _check_generate_options(wanted, run, cache)
+    _check_known_model(wanted, plan)
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
     # Before many processes are started, each of which would raise the same error.
@@ -160,11 +174,36 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         from ditile.cli.outcome import build_outcome_table, summarize_outcome
 
         print_table_and_json(build_outcome_table(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
+        _print_note_on_prompts(wanted)
     return 0
+
+
+def _check_known_model(wanted: GenerateOptions, plan: Plan) -> None:
+    """Raises `ModelError` or `PlanError` for what a model that is known by name cannot do: before torch is imported."""
+    if (known := find_known_model(wanted.model)) is not None:
+        known.check_call(plan, defaults(wanted.model) | wanted.to_call_arguments())
+
+
+def _print_note_on_prompts(wanted: GenerateOptions) -> None:
+    """Says so if a prompt names nothing that the model can draw."""
+    known = find_known_model(wanted.model)
+    if known is None or not known.words:
+        return
+    from ditile.cli.prompts import read_prompts
+
+    prompts = [wanted.prompt] if wanted.prompts_file is None else read_prompts(wanted.prompts_file)
+    if foreign := [prompt for prompt in prompts if prompt is not None and not known.knows_word_of(prompt)]:
+        print(
+            f"note: {known.name} is small and knows {', '.join(known.words)} alone, and {foreign[0]!r} names none; "
+            f"try {EXAMPLE!r}",
+            file=sys.stderr,
+        )
 
 
 def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
     """Raises `LoadError` or `ModelError` for files that cannot be read, and options that contradict each other."""
+    if wanted.prompt is None and wanted.prompts_file is None and not run.dry_run:
+        raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora_source(cache.lora)
@@ -275,7 +314,7 @@ def _generate_prompts_file(
         all_lines = prompts.list_prompt_lines(wanted, run)
         run.check_output_paths([Path(line.path) for line in all_lines], wanted, cache, budget)
         missing_lines = prompts.select_missing_lines(
-            all_lines, prompts.describe_request(wanted, run, plan, cache, read_generation_options(wanted.model))
+            all_lines, prompts.describe_request(wanted, run, plan, cache, defaults(wanted.model))
         )
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
@@ -326,15 +365,18 @@ def _print_dry_run(wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> 
 
 
 def _pick_one_line(wanted: GenerateOptions, plan: Plan) -> GenerateOptions:
-    """The options of one call; in place of a file of prompts they have one prompt, which is enough for a dry run."""
-    if wanted.prompts_file is None:
-        return wanted
-    return dataclasses.replace(wanted, prompts_file=None, prompt="a prompt", num_images=plan.data)
+    """The options of one call. A dry run needs no prompt of the user's: in place of a file they have one."""
+    if wanted.prompts_file is not None:
+        return dataclasses.replace(wanted, prompts_file=None, prompt=EXAMPLE, num_images=plan.data)
+    return dataclasses.replace(wanted, prompt=wanted.prompt or EXAMPLE)
 
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan, proof = _build_plan(arguments), _build_options(VerifyOptions, arguments)
+    if plan == Plan():
+        raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model)
+    _check_known_model(proof.to_generate_options(), plan)
     try:
         verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
@@ -349,16 +391,13 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:
-    _silence_libraries()
-    from ditile.cli.models import build_matrix_tables, format_matrix_markdown
+    from ditile.cli.models import build_matrix_tables, format_matrix_markdown, read_matrix
 
     if _build_options(ModelsOptions, arguments).markdown:
-        print(format_matrix_markdown())
+        print(format_matrix_markdown(read_matrix()))
         return 0
-    console = make_console()
-    for table in build_matrix_tables():
-        console.print(table)
-    console.print(f"bundled: {', '.join(list_bundled_models()) or 'none'}")
+    for table in build_matrix_tables(read_matrix()):
+        make_console().print(table)
     return 0
 
 
@@ -406,6 +445,7 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
     question = _build_options(PlanQuestion, arguments)
     if question.json not in (None, "-"):
         check_output_files([("json", Path(question.json))], question)
+    question.check_without_torch()
     _silence_libraries()
     from ditile.planner.answer import answer_question
 

@@ -1,114 +1,67 @@
-"""The matrix of families and methods, which `ditile models` and docs/matrix.md show.
-
-Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
-"""
+"""`ditile models`: what can run. It shows a table that `matrix.py` has built, so that it need not import torch."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import diffusers
 from rich.table import Table
-from torch import nn
 
-from ditile.models.registry import list_families, list_model_specs
-from ditile.plan.spec import ModelSpec
+from ditile.models.known import ASSETS, list_bundled_models, list_published_models
 
-YES, NO = "yes", "-"
-GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
-"""Arguments of a call with guidance, under the names of all families."""
+_REASONS = ("has a ModelSpec", "diffusers has a _cp_plan of it", "its blocks are listed", "nothing need be known")
+"""Of a support level; every family of it has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class MethodColumn:
-    """A column: a method, its flag, and a function that says which support of it a family has."""
-
-    name: str
-    flag: str
-    describe_support: Callable[[type[nn.Module], ModelSpec], str]
+def read_matrix() -> dict[str, Any]:
+    """What `build_matrix` has built."""
+    matrix: dict[str, Any] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
+    return matrix
 
 
-def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
-    conditioning = spec.conditioning(GUIDED_CALL)
-    guidance_kinds = [
-        word for word, count in (("batched", conditioning.rows), ("two calls", conditioning.calls)) if count > 1
-    ]
-    return ", ".join(guidance_kinds) or NO
+def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
+    """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
+    families, cells = matrix["families"], matrix["cells"]
+    specs = [family for family in families if family["name"] in cells]
+    names = Table("family", "transformer", "pipelines")
+    for family in specs:
+        names.add_row(family["name"], family["transformer"], "\n".join(family["pipelines"]))
+    yield names
+    known = Table("", *(family["name"] for family in specs))
+    for k, (method, _) in enumerate(matrix["methods"]):
+        known.add_row(method, *(cells[family["name"]][k] for family in specs))
+    yield known
+    others = Table("support level", "families (transformers of diffusers)")
+    remarks: dict[str, list[str]] = {}
+    for rung in dict.fromkeys(family["rung"] for family in families if family not in specs):
+        of_rung = [family for family in families if family["rung"] == rung]
+        others.add_row(rung, ", ".join(family["name"] for family in of_rung), end_section=True)
+        for family in of_rung:
+            for remark in family["note"].split("; "):
+                if remark not in _REASONS:
+                    remarks.setdefault(remark, []).append(family["name"])
+    yield others
+    notes = Table("remark", "families")
+    for remark, of_remark in remarks.items():
+        notes.add_row(remark, ", ".join(of_remark))
+    yield notes
+    models = Table("models known by name", show_header=False)
+    models.add_row("bundled", ", ".join(list_bundled_models()))
+    models.add_row("published", ", ".join(list_published_models()))
+    yield models
 
 
-def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if spec.blocks else NO
-
-
-def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if any(io.attn for io in spec.blocks.values()) else NO
-
-
-def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:
-    return "joint, fresh on every rank" if spec.joint != "none" else "cross attention"
-
-
-def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> str:
-    if not (spec.tensor or getattr(transformer, "_tp_plan", None)):
-        return NO
-    return "row, sequence" if spec.tensor_tokens else "row"
-
-
-def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
-    decoders = {_find_vae_class(name) for name in spec.pipelines}
-    return YES if decoders == {"AutoencoderKL"} else NO
-
-
-def _find_vae_class(pipeline: str) -> str:
-    """The class of a pipeline's VAE."""
-    vae = inspect.signature(getattr(diffusers, pipeline).__init__).parameters["vae"].annotation
-    return vae if isinstance(vae, str) else vae.__name__
-
-
-METHOD_COLUMNS = (
-    MethodColumn("data", "--data", _describe_blocks),
-    MethodColumn("cfg", "--cfg", _describe_guidance),
-    MethodColumn("PipeFusion", "--pipefusion", _describe_blocks),
-    MethodColumn("Ulysses, uaa", "--ulysses", _describe_attention),
-    MethodColumn("ring", "--ring", _describe_attention),
-    MethodColumn("DistriFusion", "--distrifusion", _describe_attention),
-    MethodColumn("tensor", "--tensor", _describe_tensor_parallel),
-    MethodColumn("parallel VAE", "--vae rows", _describe_parallel_vae),
-    MethodColumn("cache", "--cache", _describe_blocks),
-    MethodColumn("text", "", _describe_text_attention),
-)
-
-
-def build_matrix_rows() -> Mapping[str, list[str]]:
-    """Family -> a cell for every method."""
-    return {
-        spec.name: [method.describe_support(cls, spec) for method in METHOD_COLUMNS]
-        for cls, spec in list_model_specs().items()
-    }
-
-
-def build_matrix_tables() -> list[Table]:
-    """The tables of `ditile models`: the families with their pipelines, then the matrix."""
-    known = Table()
-    for title in ("family", "transformer", "pipelines", "support level", "why"):
-        known.add_column(title, overflow="fold")
-    for family in list_families():
-        known.add_row(family.name, family.transformer, "\n".join(family.pipelines), family.rung, family.note)
-    matrix = Table("family", *(method.name for method in METHOD_COLUMNS))
-    for name, cells in build_matrix_rows().items():
-        matrix.add_row(name, *cells)
-    return [known, matrix]
-
-
-def format_matrix_markdown() -> str:
+def format_matrix_markdown(matrix: Mapping[str, Any]) -> str:
     """The text of docs/matrix.md."""
-    table = [["family", *(method.name for method in METHOD_COLUMNS)], ["---"] * (len(METHOD_COLUMNS) + 1)]
-    table += [["", *(f"`{method.flag}`" if method.flag else "" for method in METHOD_COLUMNS)]]
-    table += [[name, *cells] for name, cells in build_matrix_rows().items()]
+    methods = matrix["methods"]
+    table = [["family", *(name for name, _ in methods)], ["---"] * (len(methods) + 1)]
+    table += [["", *(f"`{flag}`" if flag else "" for _, flag in methods)]]
+    table += [[name, *cells] for name, cells in matrix["cells"].items()]
     known: list[list[str]] = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
-    known += [[f.name, f.transformer, ", ".join(f.pipelines), f.rung, f.note] for f in list_families()]
+    known += [
+        [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
+    ]
     return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END])
 
 
@@ -118,7 +71,8 @@ def _format_markdown_rows(table: list[list[str]]) -> list[str]:
 
 _HEAD = """# Families and methods
 
-Made by `ditile models --markdown` from the families' tables (`models/`); a test fails when this page is not up to date.
+Made by `ditile models --markdown` from `assets/matrix.json`, which says what the families' tables say (`models/`). A
+test fails when it is not up to date.
 """
 _MIDDLE = """
 What a family has:

@@ -97,8 +97,6 @@ class GenerateOptions(ModelOptions):
     strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
 
     def __post_init__(self) -> None:
-        if self.prompt is None and self.prompts_file is None:
-            raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
         if self.prompt is not None and self.prompts_file is not None:
             raise ModelError(f"PROMPT {self.prompt!r} and prompts_file={self.prompts_file!r}: give one of them")
         if self.prompt is not None and not self.prompt.strip():

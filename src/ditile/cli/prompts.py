@@ -68,7 +68,7 @@ def list_prompt_lines(wanted: GenerateOptions, run: RunOptions) -> list[PromptLi
 
 
 def describe_request(
-    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, defaults: Mapping[str, Any]
+    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, own: Mapping[str, Any]
 ) -> str:
     """All that a picture depends on besides its prompt and seed, as JSON; pictures with equal text are the same.
 
@@ -92,7 +92,7 @@ def describe_request(
         },
         "attention": run.attention,
         "plan": str(replace(plan, data=1)),
-        "defaults": dict(defaults),
+        "defaults": dict(own),
     }
     settings = cache.describe_settings()
     if "lora" in settings:

@@ -45,7 +45,7 @@ from ditile.plan import cost
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
-from ditile.runner.load import load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import LOG, Runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -75,8 +75,8 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
             return pipe
 
         def make_verify_arguments(pipe: Any) -> dict[str, Any]:
-            defaults = read_generation_options(proof.model)
-            base = build_call_arguments(pipe, proof.to_generate_options(), defaults) | {"output_type": "latent"}
+            own = defaults(proof.model)
+            base = build_call_arguments(pipe, proof.to_generate_options(), own) | {"output_type": "latent"}
             seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
             if plan.data == 1:
                 return base | {"generator": seeds[0]}

@@ -107,34 +107,39 @@ def read_shared_directory() -> Path | None:
     return Path(text) if text else None
 
 
-TORCHAO = {
+IMPORT_COMPLAINTS = {
     "torchao": "Failed to load ",
-    "torch.utils._pytree": "%s is an Enum subclass",
+    "torch.utils._pytree": " is an Enum subclass",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
+    "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
-"""Logger -> how its complaints begin while diffusers imports torchao, which it does wherever that is installed."""
+"""Logger -> a part of its complaints while diffusers imports torchao and transformers: torchao is built for another
+torch, or cannot load kernels that are not used; pictures are prepared without torchvision."""
 
 
-class PrefixFilter(NamedTuple):
-    """A filter of a logger that drops messages with a beginning."""
+class PhraseFilter(NamedTuple):
+    """A filter of a logger that drops messages with a phrase."""
 
-    beginning: str
+    phrase: str
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is kept."""
-        return not str(record.msg).startswith(self.beginning)
+        return self.phrase not in str(record.msg)
 
 
 def silence_library_imports() -> None:
-    """Silences imports of transformers and torchao, in this process and in those that it starts."""
+    """Silences imports of transformers and torchao, in this process and in those that it starts.
+
+    It is for the command line: a user's script may want to see what transformers has to say.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    silence_torchao()
+    drop_import_complaints()
 
 
-def silence_torchao() -> None:
-    """Silences torchao where it is built for another torch, or cannot load kernels that are not used."""
-    for name, beginning in TORCHAO.items():
-        logging.getLogger(name).addFilter(PrefixFilter(beginning))
+def drop_import_complaints() -> None:
+    """Drops what torchao and transformers log because diffusers imports them; what else they log is kept."""
+    for name, phrase in IMPORT_COMPLAINTS.items():
+        logging.getLogger(name).addFilter(PhraseFilter(phrase))
 
 
 @contextlib.contextmanager

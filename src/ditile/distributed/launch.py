@@ -133,7 +133,7 @@ def run_rank_process(number: int, world: int, threads: int, directory: str, prep
         threading.Thread(target=_send_heartbeats, args=(pulse,), daemon=True).start()
         try:
             # Before the imports of the script: the parent has shown these complaints already.
-            env.silence_torchao()
+            env.drop_import_complaints()
             multiprocessing.spawn.prepare(prepare)
             _set_up_process_group(number, world, threads, directory)
             fn, args = pickle.loads(job)

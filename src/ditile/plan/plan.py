@@ -343,6 +343,9 @@ class Plan:
         for word in text.split():
             name, equals, value = word.partition("=")
             name = name.replace("-", "_")
+            if value.count("=") and "," in value:
+                apart = text.replace(",", " ") if text.count("=") == text.count(",") + 1 else "pipefusion=2 patches=4"
+                raise PlanError(f"{word!r}: the words of a plan have blanks between them; write '{apart}'")
             if not equals or name not in known or name in values:
                 raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(known)}, each once")
             try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ditile.plan.layout import Grid, Joint, Layout, TokenShard
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class View(NamedTuple):

@@ -6,22 +6,19 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
 from ditile.cache.config_text import parse_cache_line
-from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console
-from ditile.errors import ModelError, PlanError
+from ditile.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
 from ditile.planner.budget import choose, describe_setting, load_evaluation
 from ditile.planner.price import Price
-from ditile.planner.profile import Profile
-from ditile.planner.question import PlanQuestion
+from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import (
     NearMiss,
     SearchRequest,
@@ -30,56 +27,14 @@ from ditile.planner.search import (
     price_single_plan,
     search_plans,
 )
-from ditile.planner.subject import CONFIGS, PlanSubject, list_published_models
-from ditile.runner.load import find_model_source, read_generation_options
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import find_model_source
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 ALIKE = 0.005
 """Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
-
-
-def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """The profile of the machine that a question names, or of this machine.
-
-    Raises:
-        PlanError: if the hardware is not known, or this machine was not measured.
-        ModelError: if a file is no profile.
-    """
-    if ask.hardware is not None:
-        return hardware.load_profile(ask.hardware, ask.interlink)
-    path = Path(ask.profile) if ask.profile is not None else env.find_profile_path()
-    profile = Profile.from_json_file(path) if ask.profile is not None or path.exists() else None
-    if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
-        raise PlanError(
-            f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "
-            "them, or tell `ditile plan` which, such as --interlink 10Gbit"
-        )
-    if profile is None:
-        raise PlanError(
-            "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
-            f"known are {', '.join(hardware.list_hardware())}"
-        )
-    return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)
-
-
-def fill_call_arguments(ask: PlanQuestion) -> dict[str, Any]:
-    """The arguments of the call that a question is about; the model's own defaults fill the gaps."""
-    if ask.model in list_published_models():
-        own = json.loads((CONFIGS / ask.model / "generation.json").read_text("utf-8"))
-    else:
-        own = read_generation_options(ask.model)
-    given = {
-        "height": ask.height,
-        "width": ask.width or ask.height,
-        "num_inference_steps": ask.steps,
-        "guidance_scale": ask.guidance,
-        "num_frames": ask.frames,
-    }
-    prompt = {"prompt": "a prompt", "num_images_per_prompt": ask.num_images}
-    arguments: dict[str, Any] = own | prompt | {name: value for name, value in given.items() if value is not None}
-    return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +135,9 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         ModelError, LoadError: if the model cannot be planned for.
     """
     profile = load_machine_profile(ask)
-    source = CONFIGS / ask.model if ask.model in list_published_models() else _find_model(ask.model)
-    call, subject = fill_call_arguments(ask), PlanSubject.from_configs(ask.model, source)
-    plan = None if ask.price is None else Plan.parse(ask.price)
+    source = find_model_source(ask.model, weights=False)
+    call, subject = ask.fill_call_arguments(), PlanSubject.from_configs(ask.model, source)
+    plan = ask.priced_plan
     devices = ask.devices or (profile.devices if plan is None else plan.world)
     if devices % ask.hosts:
         raise PlanError(f"devices={devices} are not shared out evenly by hosts={ask.hosts}; give --devices")
@@ -279,12 +234,3 @@ def describe_near_miss(missed: NearMiss, best: Price) -> str:
 
 def _split_latency(price: Price) -> dict[str, float]:
     return {"compute": price.compute_s, "exposed communication": price.exposed_s, "bubble": price.bubble_s}
-
-
-def _find_model(model: str) -> Any:
-    try:
-        return find_model_source(model, weights=False)
-    except ModelError as error:
-        raise ModelError(
-            f"{error}; published models that can be planned for: {', '.join(list_published_models())}"
-        ) from error

@@ -1,12 +1,24 @@
-"""The question that `ditile plan` answers. It imports no torch, so that the command line shows its help at once."""
+"""The question that `ditile plan` answers, and the machine that it is about.
+
+Nothing here imports torch, so that the command line shows its help, and what is wrong with a question, at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from ditile.cache.config_text import parse_cache_line
+from ditile.distributed import env
 from ditile.errors import PlanError
+from ditile.models.known import find_known_model
 from ditile.plan.checks import check_counts, check_finite_number, check_whole_number
 from ditile.plan.flags import define_option
+from ditile.plan.plan import Plan
+from ditile.planner import hardware
+from ditile.planner.profile import Profile
+from ditile.runner.load import defaults, find_model_source
 
 MAX_STEPS = 1000
 """Upper bound of a search; more steps than schedulers have timesteps take minutes."""
@@ -70,3 +82,66 @@ class PlanQuestion:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
         if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
             raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
+        if self.memory is not None:
+            hardware.parse_byte_amount(self.memory)
+        if self.cache is not None:
+            parse_cache_line(self.cache)
+
+    @property
+    def priced_plan(self) -> Plan | None:
+        """The one plan that is to be priced; None for a search."""
+        return None if self.price is None else Plan.parse(self.price)
+
+    def fill_call_arguments(self) -> dict[str, Any]:
+        """The arguments of the call that is asked about; those that suit the model fill the gaps.
+
+        Raises:
+            ModelError, LoadError: as `ditile.defaults`.
+        """
+        own = defaults(self.model)
+        given = {
+            "height": self.height,
+            "width": self.width,
+            "num_inference_steps": self.steps,
+            # As `ditile generate --guidance`: that of a second branch, where the model has one by default.
+            "true_cfg_scale" if "true_cfg_scale" in own else "guidance_scale": self.guidance,
+            "num_frames": self.frames,
+        }
+        prompt = {"prompt": "a prompt", "num_images_per_prompt": self.num_images}
+        return own | prompt | {name: value for name, value in given.items() if value is not None}
+
+    def check_without_torch(self) -> None:
+        """Checks all that can be checked before torch is imported.
+
+        Raises:
+            PlanError: as `load_machine_profile`, or if the plan to be priced does not fit a model known by name.
+            ModelError, LoadError: if there is no such model or profile.
+        """
+        find_model_source(self.model, weights=False)
+        load_machine_profile(self)
+        if (known := find_known_model(self.model)) is not None:
+            known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
+
+
+def load_machine_profile(ask: PlanQuestion) -> Profile:
+    """The profile of the machine that a question names, or of this machine.
+
+    Raises:
+        PlanError: if the hardware is not known, or this machine was not measured.
+        ModelError: if a file is no profile.
+    """
+    if ask.hardware is not None:
+        return hardware.load_profile(ask.hardware, ask.interlink)
+    path = Path(ask.profile) if ask.profile is not None else env.find_profile_path()
+    profile = Profile.from_json_file(path) if ask.profile is not None or path.exists() else None
+    if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
+        raise PlanError(
+            f"hosts={ask.hosts} are joined by a link; measure it with `ditile calibrate` under torchrun on all of "
+            "them, or tell `ditile plan` which, such as --interlink 10Gbit"
+        )
+    if profile is None:
+        raise PlanError(
+            "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
+            f"known are {', '.join(hardware.list_hardware())}"
+        )
+    return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)

@@ -28,15 +28,9 @@ from ditile.planner.footprint import Footprint, count_decoder_numbers, make_fram
 from ditile.planner.kernel_times import TransformerWork, count_transformer_work
 from ditile.planner.tables import FamilyTable, VaeScale, check_family_plan, find_family_table, splits_only_tokens
 
-CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
-"""Configs of published models; a `facts.json` has what cannot be read off them."""
 FACTS = "facts.json"
+"""What cannot be read off the configs of a published model."""
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
-
-
-def list_published_models() -> list[str]:
-    """Published models whose configs come with this package."""
-    return sorted(path.parent.name for path in CONFIGS.glob("*/model_index.json"))
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,28 @@ folder in the cache grows.
 
 from __future__ import annotations
 
+import http.client
 import re
+import ssl
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env, files
 from ditile.errors import DitileError, LoadError, ModelError
+from ditile.models.known import (
+    ASSETS,
+    find_known_model,
+    list_bundled_models,
+    list_known_models,
+    list_published_models,
+)
+from ditile.plan.checks import suggest_nearest
 from ditile.plan.plan import Plan, require_plan
 
 if TYPE_CHECKING:
@@ -25,26 +38,30 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-ASSETS = Path(__file__).parents[1] / "assets"
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
+HUB_TIMEOUT = 5.0
+"""Seconds in which the hub must answer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def list_bundled_models() -> list[str]:
-    """The names of the models that come with this package."""
-    return sorted(index.parent.name for index in ASSETS.glob("*/model_index.json"))
+def defaults(model: str) -> dict[str, Any]:
+    """The call arguments that suit a model: its size, steps, guidance and others; the command line uses them too.
 
+        runner(prompt, **ditile.defaults("shapes-flux"))
 
-def read_generation_options(name: str) -> dict[str, Any]:
-    """The call options in the `generation.json` beside a model; none if it has no such file.
+    They are those of the `generation.json` in the model's folder, and for a published model those that its authors
+    name. Without either there are none, and the pipeline's own apply.
+
+    Args:
+        model: of a bundled or published model; or a folder, or a hub id.
 
     Raises:
-        ModelError: if `name` is no model.
+        ModelError: if it is not known.
         LoadError: if the file is no JSON object.
     """
-    source = find_model_source(name, weights=False)
+    source = _locate_model(model, weights=False)
     path = source / "generation.json" if isinstance(source, Path) else None
     return _read_json_object(path) if path is not None and path.exists() else {}
 
@@ -53,22 +70,39 @@ def find_model_source(name: str, variant: str | None = None, *, weights: bool = 
     """Where a model is: the folder of a bundled or local one, or the hub id itself.
 
     Args:
+        name: of a bundled or published model; or a folder, or a hub id.
         variant: of the files that will be read.
-        weights: whether they will be read; to say how a model would be divided, configs are enough.
+        weights: whether they will be read; to say how a model would be divided, configs are enough, and those of
+            published models come with this package.
 
     Raises:
-        ModelError: if `name` is no bundled model, no folder and no hub id.
-        LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles.
+        ModelError: if `name` is none of them.
+        LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles; or if a model of the
+            hub is not in its cache, and the hub cannot be reached.
     """
+    source = _locate_model(name, weights=weights)
+    if isinstance(source, str):
+        check_hub_access(source)
+        return source
+    return check_pipeline_folder(source, variant) if weights else source
+
+
+def _locate_model(name: str, *, weights: bool) -> Path | str:
+    """The folder or the hub id of a model, of which nothing else was checked."""
     if name and isinstance(name, str | Path):
-        folder = ASSETS / name if name in list_bundled_models() else Path(name)
+        known, folder = find_known_model(str(name)), Path(name)
+        if known is not None and (known.hub_id is None or not (folder / "model_index.json").exists()):
+            if weights and known.hub_id is not None:
+                return known.hub_id
+            folder = known.folder
         if folder.is_dir():
-            return check_pipeline_folder(folder, variant) if weights else _require_model_index(folder)
+            return _require_model_index(folder)
         if HUB_ID.fullmatch(str(name)) and not folder.exists():
             return str(name)
+    hint = suggest_nearest(str(name), [model.name for model in list_known_models()], "")
     raise ModelError(
-        f"model {name!r} is not known; bundled are {', '.join(list_bundled_models()) or 'none'}; "
-        "a folder saved by save_pretrained and a hub id (owner/name) work too"
+        f"model {name!r} is not known; {hint and hint + ' '}bundled are {', '.join(list_bundled_models())}; published "
+        f"{', '.join(list_published_models())}; a folder saved by save_pretrained and a hub id (owner/name) work too"
     )
 
 
@@ -90,6 +124,7 @@ def load(
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
+    env.drop_import_complaints()
     # Not at the top of the module, because listing models and reading their options must not import torch.
     import safetensors
     from diffusers import DiffusionPipeline
@@ -127,7 +162,7 @@ def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     Raises:
         LoadError: if something is missing, as far as the headers of the weights say.
     """
-    for part, entry in _read_json_object(_require_model_index(folder) / "model_index.json").items():
+    for part, entry in _read_json_object(folder / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
             _check_component(folder / part, variant)
     return folder
@@ -227,6 +262,38 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _join_error_lines(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@lru_cache(maxsize=64)  # once it is there it stays there
+def check_hub_access(repository: str) -> None:
+    """Raises `LoadError` at once for a model that is not in the hub's cache and cannot be fetched.
+
+    Without this, huggingface_hub would try again for half a minute, for each of several files.
+    """
+    from huggingface_hub import constants
+
+    if any(find_blob_folder(repository).parent.glob("snapshots/*/model_index.json")):
+        return
+    lacks = f"model {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        raise LoadError(f"{lacks}, and HF_HUB_OFFLINE is set; unset it, or give a folder")
+    if reason := _find_connection_error(constants.ENDPOINT):
+        raise LoadError(f"{lacks}, and the network does not reach {constants.ENDPOINT} ({reason}); give a folder")
+
+
+def _find_connection_error(url: str) -> str | None:
+    """Why a server cannot be reached; None if it answers, whatever it says."""
+    if "all" in urllib.request.getproxies():  # such as SOCKS, which urllib does not speak
+        return None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT):
+            return None
+    except (urllib.error.HTTPError, http.client.HTTPException, ssl.SSLError):
+        return None
+    except urllib.error.URLError as error:
+        return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from ditile.cli.evaluate.store import (
     summarize_settings,
 )
 from ditile.errors import LoadError, ModelError, PlanError
+from ditile.models.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.planner.budget import STORED, Budget, choose, load_evaluation
-from ditile.runner.load import ASSETS, list_bundled_models
 
 CAPTION = "a large red circle in the center on a black background"
 SETTING = EvaluationSetting("pipefusion=2", "F=1")

@@ -13,7 +13,7 @@ from ditile.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeCha
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
-from ditile.runner.load import load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
@@ -77,7 +77,7 @@ def jumped(jump: int, plan: dict[str, Any]) -> tuple[list[int], Any]:
         return {"prompt_embeds": other} if step == jump else {}
 
     runner = parallelize(pipe, Plan(warmup="auto", **plan))
-    call = read_generation_options("shapes-flux") | {
+    call = defaults("shapes-flux") | {
         "height": 64,
         "width": 64,
         "num_inference_steps": 14,

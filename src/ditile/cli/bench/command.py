@@ -26,12 +26,11 @@ from ditile.errors import ModelError, PlanError
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import load_machine_profile
 from ditile.planner.calibrate import LIMIT
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
-from ditile.planner.question import PlanQuestion
+from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer, predict_skipped_steps
 from ditile.runner.table import compute_axis_bounds
 

@@ -19,7 +19,7 @@ from ditile.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject as Described
-from ditile.runner.load import find_model_source, load, read_generation_options
+from ditile.runner.load import defaults, find_model_source, load
 
 SIZE, STEPS = 512, 20
 """Pixels of a side and steps of a random model, by default."""
@@ -51,7 +51,7 @@ class StoredSubject:
 
     def get_num_steps(self) -> int | None:
         """Denoising steps: as given, or as the `generation.json` beside the model says."""
-        return self.work.steps or read_generation_options(self.name).get("num_inference_steps")
+        return self.work.steps or defaults(self.name).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
         """Pixels of a side of the model's own size, where it is known."""
@@ -61,7 +61,7 @@ class StoredSubject:
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """The arguments of a call on which its latency depends, with the model's own options."""
         return build_dry_run_call(
-            replace(self._make_generate_options(cell), num_images=cell.num_pictures), read_generation_options(self.name)
+            replace(self._make_generate_options(cell), num_images=cell.num_pictures), defaults(self.name)
         )
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
@@ -87,7 +87,7 @@ class StoredSubject:
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
         """New arguments of a call, for as many pictures as the cell has."""
-        call = build_call_arguments(pipe, self._make_generate_options(cell), read_generation_options(self.name))
+        call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
         if cell.num_pictures > 1:
             call["num_images_per_prompt"] = cell.num_pictures
         return call | {

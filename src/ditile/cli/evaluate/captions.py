@@ -9,7 +9,7 @@ from ditile.cli.options import COCO_PREFIX
 from ditile.cli.prompts import read_prompts
 from ditile.distributed import files
 from ditile.errors import ModelError
-from ditile.runner.load import ASSETS
+from ditile.models.known import ASSETS
 
 BUNDLED_SOURCE = "bundled"
 MAX_ANNOTATION_BYTES = 2**30

@@ -35,7 +35,7 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
-from ditile.runner.load import load, read_generation_options
+from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 
 WARMUP_STEPS = 3  # steps of the picture that is not counted
@@ -139,7 +139,7 @@ class EvaluationPipeline:
         divided = None if self._is_original else Plan.parse(plan)
         pipe: Any = load(wanted.model, dtype=task.session.dtype, plan=divided)
         pipe.set_progress_bar_config(disable=True)
-        self.base = build_call_arguments(pipe, wanted.build_generate_options(), read_generation_options(wanted.model))
+        self.base = build_call_arguments(pipe, wanted.build_generate_options(), defaults(wanted.model))
         self._device = device
         self._target: Any = pipe
         if divided is None:

@@ -46,7 +46,7 @@ from ditile.errors import ModelError
 from ditile.models.registry import list_model_specs
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
-from ditile.runner.load import find_model_source, read_generation_options
+from ditile.runner.load import defaults, find_model_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -156,7 +156,7 @@ def _check_settings_fit(wanted: EvaluateOptions, settings: Sequence[EvaluationSe
 
 def _build_job_record(wanted: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
     """The facts that all pictures of an evaluation have in common."""
-    call = build_dry_run_call(wanted.build_generate_options(), read_generation_options(wanted.model))
+    call = build_dry_run_call(wanted.build_generate_options(), defaults(wanted.model))
     del call["prompt"], call["num_images_per_prompt"]
     return {
         "model": wanted.model,

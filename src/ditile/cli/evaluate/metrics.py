@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ditile.cli.evaluate.caption_check import judge_picture, parse_caption
 from ditile.errors import ModelError
-from ditile.runner.load import list_bundled_models
+from ditile.models.known import list_bundled_models
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Pictures = NDArray[np.uint8]  # [N, H, W, 3]

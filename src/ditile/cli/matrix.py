@@ -1,0 +1,105 @@
+"""Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
+
+    python -m ditile.cli.matrix > src/ditile/assets/matrix.json
+
+Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+from torch import nn
+
+from ditile.models.registry import list_families, list_model_specs
+from ditile.plan.spec import ModelSpec
+
+YES, NO = "yes", "-"
+GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
+"""Arguments of a call with guidance, under the names of all families."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodColumn:
+    """A column: a method, its flag, and a function that says which support of it a family has."""
+
+    name: str
+    flag: str
+    describe_support: Callable[[type[nn.Module], ModelSpec], str]
+
+
+def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
+    conditioning = spec.conditioning(GUIDED_CALL)
+    guidance_kinds = [
+        word for word, count in (("batched", conditioning.rows), ("two calls", conditioning.calls)) if count > 1
+    ]
+    return ", ".join(guidance_kinds) or NO
+
+
+def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
+    return YES if spec.blocks else NO
+
+
+def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
+    return YES if any(io.attn for io in spec.blocks.values()) else NO
+
+
+def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:
+    return "joint, fresh on every rank" if spec.joint != "none" else "cross attention"
+
+
+def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> str:
+    if not (spec.tensor or getattr(transformer, "_tp_plan", None)):
+        return NO
+    return "row, sequence" if spec.tensor_tokens else "row"
+
+
+def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
+    decoders = {_find_vae_class(name) for name in spec.pipelines}
+    return YES if decoders == {"AutoencoderKL"} else NO
+
+
+def _find_vae_class(pipeline: str) -> str:
+    """The class of a pipeline's VAE."""
+    vae = inspect.signature(getattr(diffusers, pipeline).__init__).parameters["vae"].annotation
+    return vae if isinstance(vae, str) else vae.__name__
+
+
+METHOD_COLUMNS = (
+    MethodColumn("data", "--data", _describe_blocks),
+    MethodColumn("cfg", "--cfg", _describe_guidance),
+    MethodColumn("PipeFusion", "--pipefusion", _describe_blocks),
+    MethodColumn("Ulysses, uaa", "--ulysses", _describe_attention),
+    MethodColumn("ring", "--ring", _describe_attention),
+    MethodColumn("DistriFusion", "--distrifusion", _describe_attention),
+    MethodColumn("tensor", "--tensor", _describe_tensor_parallel),
+    MethodColumn("parallel VAE", "--vae rows", _describe_parallel_vae),
+    MethodColumn("cache", "--cache", _describe_blocks),
+    MethodColumn("text", "", _describe_text_attention),
+)
+
+
+def build_matrix() -> dict[str, Any]:
+    """Families and methods, as JSON types.
+
+    Returns:
+        methods: (name, flag) of each; families: the fields of each `Family`; cells: family -> a cell for each method.
+    """
+    return {
+        "methods": [[method.name, method.flag] for method in METHOD_COLUMNS],
+        "families": [dataclasses.asdict(family) | {"pipelines": [*family.pipelines]} for family in list_families()],
+        "cells": {
+            spec.name: [method.describe_support(cls, spec) for method in METHOD_COLUMNS]
+            for cls, spec in list_model_specs().items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(build_matrix(), indent=1))

@@ -1,0 +1,103 @@
+"""Models that are known by name: those that come with this package, and published ones, of which it has the configs.
+
+`assets/models.json` has what can be said of them before torch is imported. A test compares it with the models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ditile.plan.plan import Facts, Plan
+from ditile.plan.shape import check_image_size
+
+ASSETS = Path(__file__).parents[1] / "assets"
+CONFIGS = ASSETS / "configs"
+"""Configs of published models."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownModel:
+    """What is known of a model by its name.
+
+    Attributes:
+        name: how ditile calls it.
+        hub_id: where its weights are; None if they come with this package.
+        transformer: the class of its transformer.
+        blocks, heads: of the transformer.
+        token_side: pixels of a token's side.
+        height, width: the size of a picture by default.
+        has_spec: whether its family has a `ModelSpec`, or else a table of splits alone.
+        bins_sizes: whether its pipeline draws the nearest of some sizes instead of the given one, by default.
+        words: of which a prompt must have one; empty if it knows more than can be listed.
+    """
+
+    name: str
+    hub_id: str | None
+    transformer: str
+    blocks: int
+    heads: int
+    token_side: int
+    height: int
+    width: int
+    has_spec: bool = True
+    bins_sizes: bool = False
+    words: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Its configs, and its weights if they come with this package."""
+        return (ASSETS if self.hub_id is None else CONFIGS) / self.name
+
+    def knows_word_of(self, prompt: str) -> bool:
+        """Whether a prompt names something that it can draw."""
+        return not self.words or re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
+
+    def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
+        """Checks a call under a plan, as far as that needs no torch; the runner checks all of it.
+
+        Raises:
+            ModelError: if a side is not a whole number of tokens.
+            PlanError: if the plan does not fit.
+        """
+        if self.has_spec:
+            check_image_size(call, self.token_side)
+        if plan.divides_the_batch_alone:
+            return
+        if not self.has_spec:
+            plan.check_planned(self.transformer)
+            return
+        sides = (int(call.get(name) or getattr(self, name)) // self.token_side for name in ("height", "width"))
+        rows, columns = (None, None) if call.get("use_resolution_binning", self.bins_sizes) else sides
+        plan.check(
+            Facts(model=self.transformer, blocks=self.blocks, heads=self.heads, rows=rows, tokens_per_row=columns)
+        )
+
+
+@lru_cache(maxsize=1)
+def list_known_models() -> tuple[KnownModel, ...]:
+    """All of them: those that come with this package first."""
+    table = json.loads((ASSETS / "models.json").read_text("utf-8"))
+    return tuple(
+        KnownModel(name=name, **facts | {"words": tuple(facts.get("words", ()))}) for name, facts in table.items()
+    )
+
+
+def find_known_model(name: str) -> KnownModel | None:
+    """The model of a name or a hub id; None if it is not known."""
+    return next((model for model in list_known_models() if name in (model.name, model.hub_id)), None)
+
+
+def list_bundled_models() -> list[str]:
+    """The names of the models that come with this package."""
+    return [model.name for model in list_known_models() if model.hub_id is None]
+
+
+def list_published_models() -> list[str]:
+    """The names of the published models."""
+    return [model.name for model in list_known_models() if model.hub_id is not None]

@@ -1,0 +1,39 @@
+"""What is said of models before torch is imported. A failure means that something is refused that works."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from ditile.models.known import KnownModel, find_known_model, list_known_models
+from ditile.plan.shape import fill_call_defaults
+from ditile.planner.subject import PlanSubject
+
+
+@pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)
+def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
+    subject = PlanSubject.from_configs(known.name, known.folder)
+    call = fill_call_defaults(subject.pipeline, subject.transformer.config, subject.vae_scale, {})
+    assert known.transformer == type(subject.transformer).__name__
+    assert known.blocks == len(subject.block_hooks.chain)
+    assert known.heads == subject.transformer.config["num_attention_heads"]
+    assert known.token_side == subject.vae_scale * subject.model_spec.latent_per_token(subject.transformer.config)
+    assert (known.height, known.width) == (call["height"], call["width"])
+    assert known.has_spec == (subject.table is None)
+    assert known.bins_sizes == ("use_resolution_binning" in inspect.signature(subject.pipeline.__call__).parameters)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "knows"),
+    [
+        ("a large red circle on the left", True),
+        ("two RINGS", True),
+        ("a lighthouse at dawn", False),
+        ("a spring meadow", False),
+    ],
+)
+def test_a_prompt_names_what_a_bundled_model_knows(prompt: str, knows: bool) -> None:
+    bundled, published = find_known_model("shapes-pixart"), find_known_model("black-forest-labs/FLUX.1-dev")
+    assert bundled is not None and bundled.knows_word_of(prompt) is knows
+    assert published is not None and published.name == "flux.1-dev" and published.knows_word_of(prompt)
