@@ -15,7 +15,7 @@ demo: environment
 
 test: environment
 	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone'
-	$(RUN) -m pytest -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
+	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 os.environ |= {
     "DITILE_CHECK": "1",
@@ -14,7 +16,8 @@ os.environ |= {
 import pytest
 import torch
 
-from tests.pool import Pool
+from ditile.distributed import supervise
+from tests.pool import ForkedProcess, Pool
 
 torch.set_num_threads(1)
 
@@ -30,3 +33,9 @@ def pool() -> Iterator[Pool]:
     """The ranks that all tests share: `pool.run(fn, ranks, *args)`."""
     with Pool() as pool:
         yield pool
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `launch` are forked, which costs milliseconds; test_launch and test_faults start new interpreters."""
+    monkeypatch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))

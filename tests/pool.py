@@ -20,12 +20,15 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +42,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.tiny", "ditile.runner.runner"])
 
 STACK_SIGNAL = signal.SIGUSR1
+STORE_PORT = "DITILE_TEST_STORE"
 
 
 class CaseError(AssertionError):
@@ -151,6 +155,41 @@ class Pool:
         del self._workers[:ranks]
 
 
+class ForkedProcess:
+    """What `launch` asks of `subprocess.Popen`, of a rank that is forked from the fork server instead: no imports.
+
+    Its command is `python -c CODE WORDS..`, and the numbers of its pipes are its last words.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **_: Any) -> None:
+        pipes = [DupFd(fd) for fd in (1, 2, *pass_fds)]
+        self._process = FORKS.Process(target=_run_command, args=(command[2 : -len(pass_fds)], env, pipes))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid or 0, number)
+
+
+def _run_command(command: Sequence[str], env: dict[str, str], pipes: Sequence[Any]) -> None:
+    os.setsid()
+    out, err, *own = (pipe.detach() for pipe in pipes)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.environ.clear()
+    os.environ |= env | {"DITILE_PROGRESS_FD": str(own[-1])}
+    sys.argv = ["-c", *command[1:], *map(str, own)]
+    exec(command[0], {})
+
+
 class Case(NamedTuple):
     """What a worker is sent."""
 
@@ -181,6 +220,25 @@ def _serve() -> tuple[int, Any]:
     port = server.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     return port, store
+
+
+def share(key: str, make: Callable[..., Any], *args: Any) -> Any:
+    """What `make(*args)` returned to the first rank of the pool that asked for `key`, in any case; others wait for it.
+
+    Beside the pool each asker makes its own.
+    """
+    if STORE_PORT not in os.environ:
+        return make(*args)
+    store = _join(int(os.environ[STORE_PORT]))
+    if store.add(f"asked for {key}", 1) == 1:
+        try:
+            store.set(key, pickle.dumps(Answer(True, pickle.dumps(make(*args)))))
+        except BaseException:
+            store.set(key, pickle.dumps(Answer(False, traceback=traceback.format_exc())))
+            raise
+    answer: Answer = pickle.loads(store.get(key))
+    assert answer.ok, f"the rank that was to make {key} failed:\n{answer.traceback}"
+    return pickle.loads(answer.value)
 
 
 @functools.cache
@@ -226,6 +284,7 @@ def _run(case: Case) -> Answer:
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(case.rank), "LOCAL_RANK": str(case.rank), "WORLD_SIZE": str(case.world)}
+    os.environ[STORE_PORT] = str(case.port)
     try:
         dist.init_process_group(
             "gloo",

@@ -478,13 +478,12 @@ def test_a_picture_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert opened("a.png").size == (128, 128)
 
 
-def test_two_ranks_draw_what_one_draws() -> None:
+def test_two_ranks_draw_what_one_draws(capfd: pytest.CaptureFixture[str]) -> None:
     """All steps synchronous: bit-identical, and the summary is the only thing on the standard output."""
     words = ("a red circle", "--model", "shapes-flux", *SMALL)
-    two = ditile("generate", *words, "--pipefusion", "2", "--warmup", "2", "--out", "two.png", "--trace", "t.json",
-                 "--json", "-")  # fmt: skip
-    assert two.returncode == 0, two.stderr
-    facts = json.loads(two.stdout)
+    plan = ("--pipefusion", "2", "--warmup", "2")
+    assert main.main(["generate", *words, *plan, "--out", "two.png", "--trace", "t.json", "--json", "-"]) == 0
+    facts = json.loads(capfd.readouterr().out)
     assert facts["plan"] == "pipefusion=2 warmup=2" and facts["ranks"] == 2 and facts["images"] == ["two.png"]
     assert set(facts["seconds"]) == {"total", "text", "denoise", "decode"} and facts["synchronous_steps"] == 2
     assert len(facts["peak_memory_bytes"]) == len(facts["bytes_sent"]) == 2 and min(facts["bytes_sent"]) > 0
@@ -494,15 +493,6 @@ def test_two_ranks_draw_what_one_draws() -> None:
     assert one.tobytes() == two_.tobytes()
     assert two_.text["prompt"] == "a red circle" and two_.text["plan"] == facts["plan"]
     assert json.loads(two_.text["settings"])["num_inference_steps"] == 2
-
-
-def test_under_torchrun_the_ranks_are_those_that_it_started() -> None:
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
-    done = ditile("generate", "a red circle", "--steps", "1", "--pipefusion", "2", "--out", "a.png", "--json", "a.json",
-                  module=launcher)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(Path("a.json").read_text())
-    assert facts["ranks"] == 2 and opened("a.png").text["seed"] == str(facts["seed"])
 
 
 def test_the_example_of_two_hosts_says_what_it_needs() -> None:

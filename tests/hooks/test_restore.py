@@ -17,6 +17,7 @@ from tests.runner.loras import NAMES, Edit, edits, folders_of
 
 STEPS = 4
 EXACT = {"patches": 3, "warmup": STEPS}
+SHORT = {"num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def as_it_was(pipe: Any, name: str, before: dict[str, torch.Tensor], picture: An
     assert list(after) == list(before)
     for path, tensor in after.items():
         assert torch.equal(tensor, before[path]), path
-    same(run(pipe, name), picture, "restored")
+    same(run(pipe, name, **SHORT), picture, "restored")
 
 
 Since = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -106,15 +107,15 @@ def histories(name: str, folder: Path) -> None:
         pipe = MAKE[name]()
         for edit in before:
             todo[edit](pipe, folder)
-        weights, picture = tensors(pipe), run(pipe, name)
+        weights, picture = tensors(pipe), run(pipe, name, **SHORT)
         runner = parallelize(pipe, Plan(pipefusion=2, **EXACT), keep_weights=True)
-        run(runner, name)
+        run(runner, name, **SHORT)
         for edit in since:
             todo[edit](pipe, folder)
         if since:
             with pytest.raises(StateError, match="LoRA"):
                 runner.restore()
-            run(runner, name)
+            run(runner, name, **SHORT)
         for edit in back:
             todo[edit](pipe, folder)
         if "fused" not in since:  # which leaves rounding errors behind, here as without a plan

@@ -15,7 +15,7 @@ from ditile.plan.plan import Plan
 from ditile.runner import compose
 from ditile.runner.runner import Runner, parallelize
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, share
 
 MAKE: dict[str, Callable[[], Any]] = {
     "flux": tiny.flux,
@@ -49,6 +49,11 @@ def call_of(name: str, **changes: Any) -> dict[str, Any]:
 def run(pipe: Any, name: str, **changes: Any) -> Any:
     """The pictures of a pipeline or runner."""
     return pipe(**call_of(name, **changes)).images
+
+
+def draw_plain(name: str, **changes: Any) -> Any:
+    """The pictures of a pipeline of `MAKE` without a plan, drawn once for all ranks and tests of a session."""
+    return share(f"{name} {changes}", lambda: run(MAKE[name](), name, **changes))
 
 
 @contextmanager

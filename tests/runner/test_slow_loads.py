@@ -23,7 +23,7 @@ from ditile.runner import load as hub
 from ditile.runner.checkpoint import Checkpoint
 from ditile.runner.load import load
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("forked_ranks")]
 
 STALL = 3.0
 PARTS = 8

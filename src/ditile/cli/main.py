@@ -513,46 +513,20 @@ class Command:
 
 
 COMMANDS = {
-    "generate": Command(
-        _run_generate_command,
-        "make a picture",
-        "Make a picture, on several ranks if a plan says so.",
-        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
-    ),
-    "verify": Command(
-        _run_verify_command,
-        "prove a plan on this machine",
-        "Check a plan on this machine: exactness, message sizes, memory.",
-        {Plan: "plan", VerifyOptions: "proof"},
-    ),
-    "bench": Command(
-        _run_bench_command,
-        "measure plans side by side",
+    "generate": Command(_run_generate_command, "make a picture", "Make a picture, on several ranks if a plan says so.",
+        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"}),
+    "verify": Command(_run_verify_command, "prove a plan on this machine",
+        "Check a plan on this machine: exactness, message sizes, memory.", {Plan: "plan", VerifyOptions: "proof"}),
+    "bench": Command(_run_bench_command, "measure plans side by side",
         "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
-        {Comparison: "comparison", Workload: "workload"},
-    ),
-    "evaluate": Command(
-        _run_evaluate_command,
-        "measure what plans and caches do to pictures, and to time",
+        {Comparison: "comparison", Workload: "workload"}),
+    "evaluate": Command(_run_evaluate_command, "measure what plans and caches do to pictures, and to time",
         "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
-        {EvaluateOptions: "pictures", JudgeOptions: "judging", SessionOptions: "run"},
-    ),
-    "plan": Command(
-        _run_plan_command,
-        "which plan for a model and a machine",
-        "Rank plans by predicted latency.",
-        {PlanQuestion: "question"},
-    ),
-    "calibrate": Command(
-        _run_calibrate_command,
-        "measure this machine",
-        "Measure this machine, so that plans can be ranked for it.",
-        {CalibrateOptions: "measurement"},
-    ),
-    "models": Command(
-        _run_models_command,
-        "list what can run",
-        "List families, methods and bundled models.",
-        {ModelsOptions: "table"},
-    ),
-}
+        {EvaluateOptions: "pictures", JudgeOptions: "judging", SessionOptions: "run"}),
+    "plan": Command(_run_plan_command, "which plan for a model and a machine", "Rank plans by predicted latency.",
+        {PlanQuestion: "question"}),
+    "calibrate": Command(_run_calibrate_command, "measure this machine",
+        "Measure this machine, so that plans can be ranked for it.", {CalibrateOptions: "measurement"}),
+    "models": Command(_run_models_command, "list what can run", "List families, methods and bundled models.",
+        {ModelsOptions: "table"}),
+}  # fmt: skip

@@ -94,7 +94,7 @@ class PeerChannel:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        message = _move_to_transfer_device(message.contiguous(), self._group)
+        message = move_to_transfer_device(message.contiguous(), self._group)
         self._sending.append((self._start_transfer(message, sends=True), message))
         self._sent += 1
         self._traffic.count_message(self._kind, message.nbytes)
@@ -212,7 +212,7 @@ def start_all_to_all(
     Returns:
         One flat tensor with the received runs, in rank order, once it is waited for.
     """
-    staged = _move_to_transfer_device(flat, group)
+    staged = move_to_transfer_device(flat, group)
     received = staged.new_empty(sum(receives))
     work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
     traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
@@ -247,7 +247,7 @@ def start_gather(
     own_rank = dist.get_rank(group)
     traffic.count_message(kind, (len(shapes) - 1) * x.nbytes)
     if len(set(shapes)) == 1:
-        staged = _move_to_transfer_device(x.contiguous(), group)
+        staged = move_to_transfer_device(x.contiguous(), group)
         everyone = [torch.empty_like(staged) for _ in shapes]
         work = dist.all_gather(everyone, staged, group=group, async_op=True)
         return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind)
@@ -290,7 +290,7 @@ def _start_messages(
     kind: str,
 ) -> PendingMessages:
     """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go."""
-    staged = [(peer, _move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
+    staged = [(peer, move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
     received = [
         torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, group))
         for _, shape in receives
@@ -306,7 +306,7 @@ def _start_messages(
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
     """Starts to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
-    staged = _move_to_transfer_device(x, group)
+    staged = move_to_transfer_device(x, group)
     work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
     if dist.get_rank(group) == source:
         traffic.count_message(kind, (group.size() - 1) * x.nbytes)
@@ -315,7 +315,7 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
     """`tensor` of group rank `source`, on every rank; the others give one of the same shape and dtype."""
-    staged = _move_to_transfer_device(tensor.contiguous(), group)
+    staged = move_to_transfer_device(tensor.contiguous(), group)
     with traffic.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
     if dist.get_rank(group) == source:
@@ -388,7 +388,8 @@ def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> t
     return torch.device("cpu") if through_cpu else device
 
 
-def _move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+def move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A message on the device from which a group can send it."""
     return message.to(_choose_transfer_device(message.device, group))
 
 

@@ -380,16 +380,6 @@ class CallCountHooks(TransformerHooks):
         compile_: CompileFunction | None = None,
     ) -> Iterator[None]:
         """Installs only the count of calls, and a memory of what the family declares constant."""
-
-        def count_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-                now = current()
-                result = forward(*args, **kwargs)
-                now.advance_branch()
-                return result
-
-            return functools.update_wrapper(forward_and_count, forward)
-
         compiled = []
         with ExitStack() as stack:
             whole = find_compiler(pipe, self.transformer) is not None
@@ -401,8 +391,20 @@ class CallCountHooks(TransformerHooks):
                 for hook in self.chain:
                     replace_cross_processors(stack, self.spec, hook.block, current)
                 OutputMemoizer(self.spec, current).install_hooks(stack, self.transformer, first=True, compiled=compiled)
-            wrap_model_call(stack, pipe, self.transformer, count_calls)
+            wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, current))
             yield
+
+
+def count_model_calls(current: Callable[[], Generation], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward after which the next branch of guidance is at hand."""
+
+    def forward_and_count(*args: Any, **kwargs: Any) -> Any:
+        now = current()
+        result = forward(*args, **kwargs)
+        now.advance_branch()
+        return result
+
+    return functools.update_wrapper(forward_and_count, forward)
 
 
 def _slice_token_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:

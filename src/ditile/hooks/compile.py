@@ -27,8 +27,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
+from ditile.plan.checks import check_whole_number
 
 LOG = logging.getLogger("ditile")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -248,10 +248,7 @@ def set_compile_configs(
     Raises:
         ModelError: if `recompile_limit` is not a whole number of at least 1.
     """
-    if not isinstance(recompile_limit, int) or isinstance(recompile_limit, bool) or recompile_limit < 1:
-        raise ModelError(
-            f"recompile_limit={recompile_limit!r} is not a whole number of at least 1; try recompile_limit=1024"
-        )
+    check_whole_number(recompile_limit, "recompile_limit", hint="recompile_limit=1024")
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 

@@ -38,19 +38,9 @@ ALIGNMENT = 16
 """Bytes; where each tensor begins in a buffer."""
 
 KINDS = (
-    "activations",
-    "tensor",
-    "ulysses",
-    "ring",
-    "distrifusion",
-    "prediction",
-    "cfg",
-    "latents",
-    "weights",
-    "keys",
-    "data",
-    "result",
-)
+    "activations", "tensor", "ulysses", "ring", "distrifusion", "prediction", "cfg", "latents", "weights", "keys",
+    "data", "result",
+)  # fmt: skip
 """The kinds of traffic that have a formula here."""
 
 

@@ -22,7 +22,7 @@ from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.parallel.batch.shares import BatchSlice, ReplicaImages
-from tests.pool import Pool
+from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 
 TOLERANCE = 1e-10
@@ -45,14 +45,18 @@ def close(got: Any, wanted: Any, what: Any, tolerance: float = TOLERANCE) -> Non
     assert distance < tolerance, f"{what}: {distance:.2g}"
 
 
+def drawn_whole(pipe: Any, name: str, call: dict[str, Any]) -> tuple[Any, Tensor]:
+    torch.manual_seed(3)
+    return run(pipe, name, **call), torch.get_rng_state()
+
+
 def pictures(name: str, jobs: list[Job], ancestral: bool = False) -> list[tuple[Any, Any]]:
     """On a rank: what the plain pipeline draws, and what it draws under a plan, with the random state that is left."""
     pipe, results = made(name), []
     for plan, call in jobs:
         if ancestral:
             pipe.scheduler = EulerAncestralDiscreteScheduler(beta_end=0.004)
-        torch.manual_seed(3)
-        wanted = run(pipe, name, **call), torch.get_rng_state()
+        wanted = share(f"double {name} {call} {ancestral}", drawn_whole, pipe, name, call)
         torch.manual_seed(3 + dist.get_rank())
         with divided(pipe, **plan) as runner:
             results.append((wanted, (run(runner, name, **call), torch.get_rng_state())))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, different, divided, equal_over_ranks, run, same
+from tests.pool import Pool, share
+from tests.runner.cases import MAKE, call_of, different, divided, draw_plain, equal_over_ranks, run, same
 
 SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
 STEPS = 4
@@ -20,7 +20,7 @@ STEPS = 4
 
 def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any]]) -> None:
     pipe = MAKE[name]()
-    wanted = [run(pipe, name, **call) for call in calls]
+    wanted = [draw_plain(name, **call) for call in calls]
     for plan in plans:
         with divided(pipe, **plan) as runner:
             for call, want in zip(calls, wanted, strict=True):
@@ -60,7 +60,7 @@ def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
 
 def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
     pipe = make(*blocks)
-    wanted = run(pipe, name, **SMALL)
+    wanted = share(f"{name} of {blocks}", lambda: run(pipe, name, **SMALL))
     for plan in ({"warmup": STEPS, "patches": 8}, {"warmup": 0, "patches": 1}):
         with divided(pipe, pipefusion=8, **plan) as runner:
             same(run(runner, name, **SMALL), wanted, f"{name} {plan}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ditile.errors import ModelError
-from tests.pool import Pool
+from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
 
 STEPS = 4
@@ -92,7 +92,7 @@ def as_plain(name: str, table: dict[str, Any], which: list[str], generators: str
     pipe, wrong = MAKE[name](), []
     for key in which:
         pipe.scheduler = scheduler(name, table[key])
-        wanted = outcome(pipe, name, generators)
+        wanted = share(f"{name} by {key}, {generators}", outcome, pipe, name, generators)
         pipe.scheduler = scheduler(name, table[key])
         with divided(pipe, pipefusion=2, patches=patches, warmup=99) as runner:
             got = outcome(runner, name, generators, seed=11 + torch.distributed.get_rank())

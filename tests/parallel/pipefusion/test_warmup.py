@@ -19,7 +19,7 @@ from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.test_tokens import TOLERANCE, close
 from tests.pool import CaseError, Pool
-from tests.runner.cases import MAKE, divided, run, same
+from tests.runner.cases import MAKE, divided, draw_plain, run, same
 from tests.runner.loras import folder_of, load
 
 FLOAT = 4
@@ -30,7 +30,7 @@ ODD = {"height": 40, "width": 56, "max_sequence_length": 7}
 def pictures(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Any]:
     """On a rank: the latents without a plan, then under each."""
     pipe = MAKE[name]()
-    results = [run(pipe, name, **call)]
+    results = [draw_plain(name, **call)]
     for plan in plans:
         with divided(pipe, **plan) as runner:
             results.append(run(runner, name, **call))

@@ -19,7 +19,7 @@ from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run
+from tests.runner.cases import MAKE, divided, draw_plain, run
 
 TOLERANCE = 1e-5
 NAMES = [f"{what} {name}" for what in ("project", "exchange") for name in "qkv"]
@@ -35,7 +35,7 @@ def close(got: Tensor, wanted: Tensor, what: Any) -> None:
 
 def plain_and_divided(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Tensor]:
     pipe = MAKE[name]()
-    found = [run(pipe, name, **call)]
+    found = [draw_plain(name, **call)]
     for plan in plans:
         with divided(pipe, **plan) as runner:
             found.append(run(runner, name, **call))

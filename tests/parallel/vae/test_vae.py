@@ -21,7 +21,7 @@ from ditile.parallel.vae.halo import PictureRows, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.vae import ParallelVAE
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, share
 
 ASSETS = Path(ditile.__file__).parent / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -77,6 +77,12 @@ def inputs(vae: AutoencoderKL, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return latents + torch.linspace(0, 3, case.height)[:, None], picture + torch.linspace(0, 2, case.pixels)[:, None]
 
 
+def whole(vae: AutoencoderKL, latents: torch.Tensor, picture: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The decoded picture, mean and log-variance of the encoded one."""
+    posterior = vae.encode(picture).latent_dist
+    return vae.decode(latents, return_dict=False)[0], posterior.mean, posterior.logvar
+
+
 @torch.no_grad()
 def compared(cases: list[Case]) -> list[list[float]]:
     """Distances of each case: of the decoded picture, and of mean and log-variance of the encoded one."""
@@ -84,7 +90,7 @@ def compared(cases: list[Case]) -> list[list[float]]:
     for case in cases:
         vae = autoencoder(case.layout)
         latents, picture = inputs(vae, case)
-        decoded, encoded = vae.decode(latents, return_dict=False)[0], vae.encode(picture).latent_dist
+        decoded, *encoded = share(f"whole {case}", whole, vae, latents, picture)
         parallel = ParallelVAE(vae, axis(), Traffic(), block_size=case.block_size, gather=case.gather)
         with parallel.install_forwards():
             mine = vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
@@ -97,8 +103,7 @@ def compared(cases: list[Case]) -> list[list[float]]:
             decoded[:, :, : own.start * scale] = 0
             decoded[:, :, own.stop * scale :] = 0
         results.append([
-            distance(mine, decoded), distance(posterior.mean, encoded.mean),
-            distance(posterior.logvar, encoded.logvar),
+            distance(mine, decoded), distance(posterior.mean, encoded[0]), distance(posterior.logvar, encoded[1]),
         ])  # fmt: skip
     return results
 

@@ -6,11 +6,10 @@ In attention, the number of tokens of q and k says which tokens they are, and so
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +17,19 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
-from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, TransformerHooks
+from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, TransformerHooks, count_model_calls
 from ditile.hooks.compile import CompileFunction, bypass_all_compiled
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.protocols import AttentionKernel
+from ditile.models.registry import UNKNOWN_MODEL
 from ditile.parallel.sequence import cp_plan
 from ditile.parallel.sequence.cp_plan import ContextParallelSplits, ModuleEntries, Table
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
-from ditile.plan.layout import Grid
-from ditile.plan.spec import Conditioning, ModelSpec
 
 LOG = logging.getLogger("ditile")
-CP_PLAN_SPEC = ModelSpec(
-    name="a model with a table of splits",
-    blocks={},
-    joint="none",
-    latent_dim=0,  # nothing is cut
-    grid=lambda transformer, inputs: Grid(1, 1, 1),
-    latent_per_token=lambda config: 1,
-    conditioning=lambda call: Conditioning(),
-)
-"""What is known of a model beside its table."""
+CP_PLAN_SPEC = replace(UNKNOWN_MODEL, name="a model with a table of splits", latent_dim=0, batch=())
+"""What is known of a model beside its table; no latents are cut."""
 
 
 RedirectInstaller = Callable[[ExitStack, nn.Module, LayerAttention, Callable[[], bool]], None]
@@ -127,7 +117,7 @@ class ContextParallelHooks(TransformerHooks):
                 if self.splits is not None:
                     self._install_attention(stack, name, transformer, core, dispatch)
                     cp_plan.install_split_hooks(stack, transformer, entries, self.splits)
-                self._install_call_counter(stack, transformer, current)
+                override_attribute(stack, transformer, "forward", count_model_calls(current, transformer.forward))
             yield
 
     def _install_attention(
@@ -151,19 +141,6 @@ class ContextParallelHooks(TransformerHooks):
         if plain:
             attend = core(name, None, joint=False, through_dispatch=False)
             self._redirect(stack, transformer, attend, lambda: self.splits is not None and self.splits.attending)
-
-    def _install_call_counter(
-        self, stack: ExitStack, transformer: nn.Module, current: Callable[[], Generation]
-    ) -> None:
-        forward = transformer.forward
-
-        def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-            now = current()
-            result = forward(*args, **kwargs)
-            now.advance_branch()
-            return result
-
-        override_attribute(stack, transformer, "forward", functools.update_wrapper(forward_and_count, forward))
 
 
 class MaskOrigins:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic
+from ditile.distributed.transport import Traffic, move_to_transfer_device
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "tensor"
@@ -35,7 +35,6 @@ class TensorCollectives:
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
         self._group, self._index, self._size, self._traffic = axis.group, axis.index, axis.num_ranks, traffic
-        self._nccl = "nccl" in dist.get_backend_config(axis.group)
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
@@ -43,7 +42,7 @@ class TensorCollectives:
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
-        staged = self._move_to_group_device(x.contiguous())
+        staged = move_to_transfer_device(x.contiguous(), self._group)
         with self._traffic.record_wait(KIND):
             dist.all_reduce(staged, group=self._group)
         self._count_traffic(2 * x.numel() * x.element_size())
@@ -54,7 +53,7 @@ class TensorCollectives:
 
         `streams` are the whole lengths of what follows each other in the sequence.
         """
-        packed = self._move_to_group_device(self._pack_streams(x, streams))
+        packed = move_to_transfer_device(self._pack_streams(x, streams), self._group)
         if packed.is_cuda:
             summed = torch.empty_like(packed[0])
             with self._traffic.record_wait(KIND):
@@ -74,7 +73,7 @@ class TensorCollectives:
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
-        mine = self._move_to_group_device(mine)
+        mine = move_to_transfer_device(mine, self._group)
         received = mine.new_empty(self._size, batch, longest, width)
         with self._traffic.record_wait(KIND):
             _all_gather(received.flatten(0, 1), mine, group=self._group)
@@ -111,10 +110,6 @@ class TensorCollectives:
                 parts.append(received[index, :, starts[index] : starts[index] + width])
                 starts[index] += width
         return torch.cat(parts, dim=1)
-
-    def _move_to_group_device(self, x: Tensor) -> Tensor:
-        """Gloo cannot see a GPU."""
-        return x.cpu() if x.is_cuda and not self._nccl else x
 
     def _count_traffic(self, size: int) -> None:
         self._traffic.count_message(KIND, size * (self._size - 1) // self._size)

@@ -40,6 +40,7 @@ from ditile.parallel.text.parts import (
     set_placeholder_parameter,
     store_placement,
 )
+from ditile.plan.checks import check_choice
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]
@@ -82,8 +83,7 @@ class TextEncoders:
             ModelError: if an encoder cannot be split, or `after` is not known.
             StateError: if there is another part than this rank's, or all of it is to be kept and is not there.
         """
-        if after not in TEXT_AFTER:
-            raise ModelError(f"text_after={after!r} is not known; try {', '.join(TEXT_AFTER)}")
+        check_choice(after, "text_after", TEXT_AFTER)
         self.encoders = find_text_encoders(pipe)
         self._place = EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks)
         self._after, self._device, self._keep = after, device, keep
