@@ -39,7 +39,7 @@ MOST = 16
 
 FORKS = multiprocessing.get_context("forkserver")
 """Workers are forked from one process that has imported everything: a rank costs milliseconds, and half the memory."""
-FORKS.set_forkserver_preload(["tests.tiny", "ditile.runner.runner"])
+FORKS.set_forkserver_preload(["tests.runner.cases"])
 
 STACK_SIGNAL = signal.SIGUSR1
 STORE_PORT = "DITILE_TEST_STORE"

@@ -26,7 +26,8 @@ def shrink_command(patch: pytest.MonkeyPatch) -> None:
     """The whole calibration, in a few seconds."""
     shrink_measurements(patch)
     calls = (("shapes-pixart", 64), ("shapes-flux", 64))
-    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1, "ALONE": (1, 1), "ON_LINKS": (1, 1)}.items():
+    once = {"ALONE": (1, 1), "ON_LINKS": (1, 1), "LEARNING": 2}
+    for name, value in ({"CALLS": calls, "STEPS": 2, "ROUNDS": 1} | once).items():
         patch.setattr(command, name, value)
 
 

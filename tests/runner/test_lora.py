@@ -13,7 +13,7 @@ import pytest
 
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import Pool, share
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import NAMES, edits, folders_of, load
 
@@ -25,12 +25,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders_of(NAMES, tmp_path_factory)
 
 
-def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> None:
-    todo, pipe = edits(name), MAKE[name]()
+def draw_states(name: str, folder: Path) -> list[Any]:
+    """The plain pictures before all edits and after each."""
+    pipe = MAKE[name]()
     pictures = [run(pipe, name)]
-    for edit in todo.values():
+    for edit in edits(name).values():
         edit(pipe, folder)
         pictures.append(run(pipe, name))
+    return pictures
+
+
+def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> None:
+    todo, pictures = edits(name), share(f"{name} in every state of LoRAs", draw_states, name, folder)
     for (was, one), (now, other) in itertools.pairwise(zip(["plain", *todo], pictures, strict=True)):
         different(one, other, f"plain {name}, {was} and {now}")
     for first in before:

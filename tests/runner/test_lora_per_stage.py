@@ -5,6 +5,8 @@ In fp32 and bitwise at the limit where nothing is stale: each stage does the pla
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import ditile
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.pool import Pool
+from tests.pool import Pool, share
 from tests.runner.cases import MAKE, different, run, same
 from tests.runner.loras import folders_of
 
@@ -65,26 +67,31 @@ def load(pipe: Any, folder: Path, adapter: str, *, ours: bool, file: str = "") -
         pipe.load_lora_weights(folder, **options)
 
 
-def after_the_cut(name: str, folder: Path, ranks: int) -> None:
-    plain, pipe = MAKE[name](), MAKE[name]()
-    pictures = [run(plain, name)]
-    runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
-    for adapter in ("narrow", "one"):  # the one of a single block first, and after another
-        load(plain, folder, adapter, ours=False)
-        load(pipe, folder, adapter, ours=True)
-        pictures.append(run(plain, name))
-        different(pictures[-1], pictures[-2], f"{name} {adapter}")
-        same(run(runner, name), pictures[-1], f"{name} {adapter}")
-    assert pipe.get_list_adapters() == plain.get_list_adapters()
-    for what, edit in EDITS.items():
-        edit(plain)
+def edits_of(folder: Path, *, ours: bool) -> dict[str, Any]:
+    """The LoRA of a single block is loaded first, and again in the end."""
+    loads = {name: functools.partial(load, folder=folder, adapter=name, ours=ours) for name in ("narrow", "one")}
+    return loads | EDITS | {"again": loads["narrow"]}
+
+
+def draw_edited(name: str, folder: Path) -> list[tuple[Any, dict[str, list[str]]]]:
+    """The plain pictures and adapters, before all edits and after each."""
+    pipe = MAKE[name]()
+    drawn = [(run(pipe, name), pipe.get_list_adapters())]
+    for edit in edits_of(folder, ours=False).values():
         edit(pipe)
-        pictures.append(run(plain, name))
-        same(run(runner, name), pictures[-1], f"{name} {what}")
-        assert pipe.get_list_adapters() == plain.get_list_adapters(), what
-    load(plain, folder, "narrow", ours=False)
-    load(pipe, folder, "narrow", ours=True)
-    same(run(runner, name), run(plain, name), f"{name} again")
+        drawn.append((run(pipe, name), pipe.get_list_adapters()))
+    return drawn
+
+
+def after_the_cut(name: str, folder: Path, ranks: int) -> None:
+    drawn, pipe = share(f"{name} with LoRAs of one block", draw_edited, name, folder), MAKE[name]()
+    for (one, _), (other, _) in itertools.pairwise(drawn[:3]):
+        different(one, other, f"{name}: a LoRA has no effect")
+    runner = parallelize(pipe, Plan(pipefusion=ranks, **EXACT))
+    for (what, edit), (picture, adapters) in zip(edits_of(folder, ours=True).items(), drawn[1:], strict=True):
+        edit(pipe)
+        same(run(runner, name), picture, f"{name} {what}")
+        assert pipe.get_list_adapters() == adapters, what
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -132,14 +132,6 @@ class CacheHook:
             text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
         return (text, image) if self._text_first else (image, text)
 
-    def run_block_on_state(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: TokenState) -> TokenState:
-        """Runs the block on other tokens than those among the arguments of a call."""
-        named = dict(zip(self._at, args, strict=False)) | kwargs
-        named[self.flow.image] = state.image
-        if self.has_text and self.flow.text is not None:
-            named[self.flow.text] = state.text
-        return self.unpack_tokens(self.forward(**named))
-
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
         return dict(zip(self._at, args, strict=False)) | kwargs

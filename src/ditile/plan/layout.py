@@ -105,10 +105,6 @@ class Layout:
         """Whether the text is computed with a patch (None: the whole image)."""
         return self.joint != "none" and patch in (None, 0)
 
-    def count_message_tokens(self, patch: int) -> int:
-        """Tokens that a stage sends to the next one for a patch, over all ranks that share it out."""
-        return self.count_rows(patch) * self.grid.tokens_per_row + (self.text if self.carries_text(patch) else 0)
-
     def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
         """The positions of a shard's tokens in an attention layer that sees the text too, or the image alone."""
         if not joint:

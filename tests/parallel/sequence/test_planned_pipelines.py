@@ -26,7 +26,7 @@ import ditile
 from ditile.errors import StateError
 from ditile.models.registry import FLUX, PIXART
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, share
 from tests.runner.cases import MAKE, different, divided, run, same
 
 STEPS = 4
@@ -54,7 +54,7 @@ def strengths() -> list[dict[str, Any]]:
 def begun_with_a_picture(name: str, ranks: int) -> list[Any]:
     pipe = from_image(name)
     calls = strengths()
-    wanted = [run(pipe, name, **call) for call in calls]
+    wanted = share(f"{name} from an image", lambda: [run(pipe, name, **call) for call in calls])
     with divided(pipe, pipefusion=ranks, patches=3, warmup=10) as runner:
         for call, want in zip(calls, wanted, strict=True):
             same(run(runner, name, **call), want, f"{name}, {call}")

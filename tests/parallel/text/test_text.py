@@ -14,8 +14,8 @@ from ditile.parallel.text.parts import assign_layer_ranks
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, different, run, same
+from tests.pool import Pool, share
+from tests.runner.cases import MAKE, call_of, different, draw_plain, run, same
 
 NAMES = ("flux true cfg", "pixart sigma", "sd3.5 medium")
 CALLS: dict[str, list[dict[str, Any]]] = {
@@ -43,7 +43,7 @@ def pictures(name: str, mode: str, ranks: int) -> tuple[dict[str, int], dict[str
     """Parameters of each encoder: of all, on this rank, and after `restore`."""
     pipe = deeper(name)
     whole = counts(pipe)
-    wanted = [run(pipe, name, **call) for call in CALLS[name]]
+    wanted = share(f"deeper {name}", lambda: [run(pipe, name, **call) for call in CALLS[name]])
     different(wanted[1][:1], wanted[0], f"{name}: the prompt has no effect")
     runner = parallelize(pipe, Plan(pipefusion=ranks, text=mode, warmup=99), keep_weights=True)  # type: ignore[arg-type]
     here = counts(pipe)
@@ -81,9 +81,8 @@ def test_runs_are_even(layers: int, ranks: int, wanted: list[int]) -> None:
 
 
 def more_ranks_than_layers(name: str) -> None:
-    pipe = MAKE[name]()
-    wanted = run(pipe, name)
-    same(run(parallelize(pipe, Plan(pipefusion=4, text="split", warmup=99)), name), wanted, name)
+    runner = parallelize(MAKE[name](), Plan(pipefusion=4, text="split", warmup=99))
+    same(run(runner, name), draw_plain(name), name)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
