@@ -2,9 +2,7 @@
 
 import gc
 import os
-import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 os.environ |= {
     "DITILE_CHECK": "1",
@@ -16,8 +14,7 @@ os.environ |= {
 import pytest
 import torch
 
-from ditile.distributed import supervise
-from tests.pool import ForkedProcess, Pool
+from tests.pool import Pool, fork_ranks
 
 torch.set_num_threads(1)
 
@@ -37,5 +34,4 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of `launch` are forked, which costs milliseconds; test_launch and test_faults start new interpreters."""
-    monkeypatch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))
+    fork_ranks(monkeypatch)

@@ -30,8 +30,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+from ditile.distributed import supervise
 from ditile.distributed.launch import die_with_parent
 
 MOST = 16
@@ -177,6 +179,14 @@ class ForkedProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self._process.pid or 0, number)
+
+
+def fork_ranks(patch: Any) -> None:
+    """Lets `launch` fork its ranks, which costs milliseconds; test_launch and test_faults start new interpreters.
+
+    `patch` is a `pytest.MonkeyPatch`.
+    """
+    patch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))
 
 
 def _run_command(command: Sequence[str], env: dict[str, str], pipes: Sequence[Any]) -> None:

@@ -21,6 +21,7 @@ from ditile.cli.evaluate.store import EvaluationFolder
 from ditile.distributed import env
 from tests.cli.evaluate.test_evaluate import mean_colors
 from tests.cli.test_cli import refused
+from tests.pool import fork_ranks
 
 CACHE = "F=1 W=1 R=1"
 SMALL = ("--steps", "3", "--height", "64", "--width", "64", "--threads", "1")
@@ -41,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, color in (("red", (200, 30, 30)), ("blue", (30, 30, 200))):
         Image.new("RGB", (80, 40), color).save(folder / "references" / f"{name}.jpg")
     with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch)
         patch.chdir(folder)
         patch.setattr(scores, "NUM_FEATURES", 3)
         patch.setattr(scores, "load_inception_features", lambda: mean_colors)
