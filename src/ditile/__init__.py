@@ -46,8 +46,8 @@ __all__ = [
     "ForwardPattern", "IdleCacheWarning", "JoinError", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig",
     "ParamsModifier", "PatchFunctor", "Plan", "PlanError", "RankError", "Report", "Runner", "StateError",
     "TaylorSeerCalibratorConfig", "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load",
-    "load_configs", "load_lora", "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs",
-    "steps_mask", "strify", "summary", "supported_pipelines",
+    "load_configs", "load_lora", "parallelize", "plan_for", "quantize", "refresh_context", "register",
+    "set_compile_configs", "steps_mask", "strify", "summary", "supported_pipelines",
 ]  # fmt: skip
 
 _LAZY = {
