@@ -23,7 +23,7 @@ from ditile.runner import load as hub
 from ditile.runner.checkpoint import Checkpoint
 from ditile.runner.load import load
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("forked_ranks")]
+pytestmark = pytest.mark.alone
 
 STALL = 3.0
 PARTS = 8
@@ -44,6 +44,7 @@ def read_slowly(folder: str) -> int:
     return Checkpoint.open_checkpoint(locate, "m").read_into_module(module, torch.float32)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_tensors_that_are_read_are_progress(tmp_path: Path) -> None:
     names = {f"part{k}.weight": f"m{k}.safetensors" for k in range(PARTS)}
     for name, file in names.items():
@@ -135,6 +136,7 @@ def read_from_disk(path: str) -> str:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing here makes the system forget a file")
+@pytest.mark.usefixtures("forked_ranks")
 def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
     """Outside of what loads; it is no report, of which progress bars count so many a run."""
     from ditile.distributed.launch import _count_disk_reads
