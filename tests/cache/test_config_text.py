@@ -25,7 +25,7 @@ from ditile.cache.config_text import load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
 from ditile.cli.cache_options import CacheOptions
 from ditile.errors import LoadError, ModelError
-from ditile.plan.flags import add_arguments, collect_arguments, normalise_flags
+from ditile.plan.flags import add_arguments, collect_arguments, normalize_flags
 
 HYBRID = """
 cache_config:
@@ -172,7 +172,7 @@ def test_a_line_a_file_and_flags_say_the_same(values: dict[str, Any], forecast: 
     argv = [f"{FIELDS[name][1]}={value}" for name, value in values.items()]
     parser = argparse.ArgumentParser()
     add_arguments(parser, CacheOptions, title="cache")
-    flags = parser.parse_args(normalise_flags(["--prune" if prunes else "--cache", *([flag] if flag else []), *argv]))
+    flags = parser.parse_args(normalize_flags(["--prune" if prunes else "--cache", *([flag] if flag else []), *argv]))
     assert CacheOptions(**collect_arguments(CacheOptions, flags)).build_cache_arguments() == wanted
 
 

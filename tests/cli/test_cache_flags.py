@@ -20,11 +20,11 @@ from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.errors import DitileError, PlanError
-from ditile.plan.flags import collect_arguments, list_flags, normalise_flags
+from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return main.build_parser().parse_args(normalise_flags(["generate", *words]))
+    return main.build_parser().parse_args(normalize_flags(["generate", *words]))
 
 
 def read(*words: str) -> CacheOptions:

@@ -25,7 +25,7 @@ from ditile.cli import main
 from ditile.cli.matrix import build_matrix
 from ditile.cli.pictures import read_png_texts
 from ditile.models.known import ASSETS
-from ditile.plan.flags import normalise_flags
+from ditile.plan.flags import normalize_flags
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -441,13 +441,13 @@ def test_a_dry_run_of_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_of_xdit_are_the_plan() -> None:
-    plan = main._build_plan(main.build_parser().parse_args(normalise_flags(["generate", "a", *XDIT.split()])))
+    plan = main._build_plan(main.build_parser().parse_args(normalize_flags(["generate", "a", *XDIT.split()])))
     assert plan == Plan(
         cfg=2, data=2, ulysses=2, ring=3, pipefusion=2, patches=4, stage_blocks=(7, 8), tensor=2,
         split_scheme="sequence", warmup=3, vae="rows",
     )  # fmt: skip
     commas = ["generate", "a", "--pipefusion", "2", "--attn_layer_num_for_pp", "7,8", "--stage-blocks", "7,8"]
-    assert main._build_plan(main.build_parser().parse_args(normalise_flags(commas))).stage_blocks == (7, 8)
+    assert main._build_plan(main.build_parser().parse_args(normalize_flags(commas))).stage_blocks == (7, 8)
 
 
 def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from ditile.plan.flags import (
     collect_arguments,
     define_option,
     format_flag,
-    normalise_flags,
+    normalize_flags,
     parse_integers,
 )
 
@@ -34,7 +34,7 @@ class Options:
 def read(*words: str) -> dict[str, object]:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser, Options, title="options")
-    return collect_arguments(Options, parser.parse_args(normalise_flags(list(words))))
+    return collect_arguments(Options, parser.parse_args(normalize_flags(list(words))))
 
 
 def test_every_kind_of_field_is_read() -> None:
@@ -50,7 +50,7 @@ def test_what_is_not_given_is_left_to_the_dataclass() -> None:
 
 
 def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
-    assert normalise_flags(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
+    assert normalize_flags(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
     assert read("x", "--num_steps", "4")["num_steps"] == 4
     assert format_flag("num_steps") == "--num-steps"
 

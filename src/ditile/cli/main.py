@@ -37,7 +37,7 @@ from ditile.distributed.launch import launch
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
-from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalise_flags
+from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     env.silence_library_imports()
     try:
-        words = normalise_flags(list(sys.argv[1:] if argv is None else argv))
+        words = normalize_flags(list(sys.argv[1:] if argv is None else argv))
         if not words:
             build_parser().print_help()
             return 0

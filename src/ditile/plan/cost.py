@@ -260,7 +260,7 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
     return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)
 
 
-def _iter_activation_exchanges(
+def _iterate_activation_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     if place.stage < job.plan.pipefusion - 1 and not job.step_schedule.select_warmup_group(micro):
@@ -268,7 +268,7 @@ def _iter_activation_exchanges(
             yield RepeatedExchange("activations", count_activation_bytes(job, place, patch))
 
 
-def _iter_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """An all-reduce after each row-parallel Linear; with split_scheme=sequence half of that, and gathers of tokens."""
     n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
     if n == 1:
@@ -294,7 +294,9 @@ def _iter_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: Micr
         yield RepeatedExchange("tensor", size * job.count_number_bytes(place) * (n - 1) // n, times)
 
 
-def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_ulysses_exchanges(
+    job: PlannedCall, place: RankCoordinates, micro: MicroStep
+) -> Iterator[RepeatedExchange]:
     """A rank sends the others' heads of its tokens (q, k and v), and returns its own heads of their tokens."""
     if job.plan.ulysses == 1:
         return
@@ -307,7 +309,7 @@ def _iter_ulysses_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
         yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
 
-def _iter_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """Without a store a rank sends on all blocks but the next rank's; with one, it sends its own block to all."""
     n = job.plan.ring
     if n == 1:
@@ -320,7 +322,7 @@ def _iter_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroS
         yield RepeatedExchange("ring", 2 * tokens * _count_token_key_bytes(job, place), times)
 
 
-def _iter_distrifusion_exchanges(
+def _iterate_distrifusion_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     schedule, n = job.step_schedule, job.plan.distrifusion
@@ -331,7 +333,7 @@ def _iter_distrifusion_exchanges(
     yield RepeatedExchange("distrifusion", size, sum(job.count_layers(place).values()))
 
 
-def _iter_prediction_exchanges(
+def _iterate_prediction_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     n = job.token_split.num_ranks
@@ -346,14 +348,14 @@ def _iter_prediction_exchanges(
         yield RepeatedExchange("prediction", size, sum(job.count_layers(place).values()))
 
 
-def _iter_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
+def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """A stage sends its own blocks to all others, which keep none of them for the next call."""
     if job.plan.warmup_mode == "sequence" and job.step_schedule.select_warmup_group(micro):
         for block in job.stages[place.stage]:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
 
 
-def _iter_warmup_group_exchanges(
+def _iterate_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     """What a warmup group sends in a call: keys of all layers to its members, and to other stages what these need."""
@@ -399,10 +401,10 @@ def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
 
 
 _CALL_FORMULAS = (
-    _iter_tensor_exchanges,
-    _iter_ulysses_exchanges,
-    _iter_ring_exchanges,
-    _iter_distrifusion_exchanges,
-    _iter_prediction_exchanges,
+    _iterate_tensor_exchanges,
+    _iterate_ulysses_exchanges,
+    _iterate_ring_exchanges,
+    _iterate_distrifusion_exchanges,
+    _iterate_prediction_exchanges,
 )
-_STAGE_FORMULAS = (_iter_activation_exchanges, _iter_weight_exchanges, _iter_warmup_group_exchanges)
+_STAGE_FORMULAS = (_iterate_activation_exchanges, _iterate_weight_exchanges, _iterate_warmup_group_exchanges)

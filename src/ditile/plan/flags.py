@@ -152,14 +152,14 @@ def format_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def normalise_flags(argv: list[str]) -> list[str]:
+def normalize_flags(argv: list[str]) -> list[str]:
     """`--stage_blocks=1,2` as `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
 
-    def normalise_word(word: str) -> str:
+    def normalize_word(word: str) -> str:
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value if word.startswith("--") and word != "--" else word
 
-    return [normalise_word(word) for word in argv]
+    return [normalize_word(word) for word in argv]
 
 
 def parse_boolean(text: str) -> bool:

@@ -148,10 +148,10 @@ class Plan:
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
                 self._check_stage_values(name, getattr(self, name))
-        for contradiction in self._iter_contradictions():
+        for contradiction in self._iterate_contradictions():
             raise PlanError(contradiction)
 
-    def _iter_contradictions(self) -> Iterator[str]:
+    def _iterate_contradictions(self) -> Iterator[str]:
         """A line for fields that exclude each other, with what would work."""
         degree, stages = self.distrifusion, self.pipefusion
         if self.cfg > 2:

@@ -194,7 +194,7 @@ class Schedule:
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a micro-batch of it."""
         if self.stages > 1 and self.select_warmup_group(micro):
-            yield from self._iter_warmup_group_ops(stage, micro, branch)
+            yield from self._iterate_warmup_group_ops(stage, micro, branch)
             return
         if stage > 0:
             for patch in self.list_patches(micro):
@@ -204,7 +204,7 @@ class Schedule:
             for patch in self.list_patches(micro):
                 yield Op(OpKind.SEND, micro.step, patch, branch, stage + 1, micro_batch)
 
-    def _iter_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
+    def _iterate_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
         """A call of a warmup group: predictions go to the last stage, keys to the stages that own their layers."""
         step, last, warmup_group = micro.step, self.stages - 1, self.select_warmup_group(micro)
         key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
