@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch.utils import _pytree as pytree
 
-from ditile.hooks.batch_rows import join_batch_results, slice_batch_arguments
+from ditile.errors import ModelError
+from ditile.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
 from ditile.plan.layout import split_batch_evenly
+from tests.families import BATCH, FAMILIES
+from tests.more_families import RUN
 
 
 def test_parts_are_even_and_whole() -> None:
@@ -24,6 +29,52 @@ def test_only_what_is_batched_is_cut() -> None:
     assert cut["x"].tolist() == cut["deep"]["mask"].tolist() == cut["pair"][0].tolist() == [1.0, 2.0]
     assert cut["deep"]["scale"] == 0.5 and cut["pair"][1] is None
     assert cut["one"].shape == (1,) and cut["number"].ndim == 0 and cut["ids"] is x
+
+
+KINDS = {
+    "ChromaTransformer2DModel": ("img_ids", "txt_ids"),
+    "BriaFiboTransformer2DModel": ("img_ids", "txt_ids"),  # a list of tensors with rows
+    "PixArtTransformer2DModel": (),  # a dict of them
+    "LTXVideoTransformer3DModel": (),  # a mask that attention takes with any number of rows, if nothing is computed
+    "HunyuanVideoTransformer3DModel": (),
+    "Kandinsky5Transformer3DModel": ("text_rope_pos", "visual_rope_pos"),
+    "StableAudioDiTModel": ("rotary_embedding",),
+    "AllegroTransformer3DModel": ("image_rotary_emb",),
+    "LuminaNextDiT2DModel": ("image_rotary_emb",),
+    "Krea2Transformer2DModel": ("position_ids",),
+    "Lumina2Transformer2DModel": (),  # its forward needs values
+    "HiDreamImageTransformer2DModel": (),  # the same, and a batch in the second dimension
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_batch_is_known_from_the_forward(name: str) -> None:
+    """Each row by itself is what it is in the whole batch, though text has as many tokens as the batch has rows.
+
+    A failure means that positions are cut, or that rows are not, so a replica draws another picture or raises.
+    """
+    family = next(family for family in [*FAMILIES.values(), *RUN] if family.name == name)
+    model, inputs = family.make(), family.inputs()
+    state = torch.get_rng_state()
+    dims = BatchDimFinder(model, None).find_dims(inputs, next(iter(inputs)), BATCH)
+    assert dims is not None and torch.equal(torch.get_rng_state(), state)
+    tensors = {name for name, value in inputs.items() if any(map(torch.is_tensor, pytree.tree_leaves(value)))}
+    assert tensors - {path[0] for path in dims.dims} == set(KINDS[name])
+    with torch.no_grad():
+        whole = model(**inputs, return_dict=False)
+        for row in range(BATCH):
+            one = model(**dims.slice_arguments(inputs, lambda x, row=row: x[row : row + 1]), return_dict=False)
+            first, wanted = (x[0] if isinstance(x, tuple) else x for x in (one, whole))
+            assert torch.allclose(first, wanted[row : row + 1], rtol=1e-3, atol=1e-4), row
+
+
+def test_a_call_that_is_not_possible_is_not_cut() -> None:
+    """Two embeddings for four latents raise in the plain pipeline. A failure means that they are drawn mixed."""
+    family = FAMILIES["WanTransformer3DModel"]
+    inputs = family.inputs() | {"hidden_states": torch.zeros(4, 4, 2, 8, 8), "timestep": torch.zeros(4)}
+    assert BatchDimFinder(family.make(), None).find_dims(inputs, "hidden_states", 4) is None
+    with pytest.raises(ModelError, match=r"encoder_hidden_states has 2 row\(s\) in a call of the model on 4"):
+        BatchDimFinder(family.make(), ()).find_dims(inputs, "hidden_states", 4)
 
 
 def test_joined_is_what_one_call_returns() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ditile.errors import StateError
 from ditile.hooks.attention_processors import cache_signatures, replace_cross_processors
-from ditile.hooks.batch_rows import join_batch_results, slice_batch_arguments
+from ditile.hooks.batch_rows import BatchDimFinder, join_batch_results
 from ditile.hooks.compile import CompileFunction, bypass_compiled_model, find_compiler, wrap_block_call, wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.memoize import OutputMemoizer, embed_patches
@@ -119,11 +119,13 @@ class TransformerHooks:
     """The hooks of the blocks of one transformer, in order.
 
     Attributes:
+        batch_dims: finds which dimension of each argument of the transformer is the batch.
         replacement_blocks: for placeholders that are computed here all the same, with streamed weights.
     """
 
     def __init__(self, transformer: nn.Module, spec: ModelSpec) -> None:
         self.transformer, self.spec = transformer, spec
+        self.batch_dims = BatchDimFinder(transformer, spec.batch if spec.blocks else None)
         blocks = [
             (f"{name}.{i}", block, io)
             for name, io in spec.blocks.items()
@@ -295,11 +297,12 @@ class TransformerHooks:
             if len(micro_batches) == 1:
                 result = forward(*args, **kwargs)
             else:
-                results = []
+                results, dims = [], self.batch_dims.find_dims(inputs, "hidden_states", batch_size)
+                assert dims is not None  # the family's table says it
                 for index, batch_range in enumerate(micro_batches):
                     policy.begin_micro_batch(index)
                     select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
-                    results.append(forward(**slice_batch_arguments(inputs, batch_size, select, self.spec.batch)))
+                    results.append(forward(**dims.slice_arguments(inputs, select)))
                 result = join_batch_results(results)
             policy.end_transformer_call()
             return result

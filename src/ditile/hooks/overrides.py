@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,6 +54,25 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> N
             vars(owner)[name] = before
 
     stack.callback(undo_override)
+
+
+def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of a function that finds other values under some global names; its module stays as it is.
+
+    The copy of a decorated function decorates a copy. What is no Python function is returned as it is.
+    """
+    if not isinstance(function, types.FunctionType):
+        return function
+    inner, closure = getattr(function, "__wrapped__", None), function.__closure__
+    if inner is not None and closure is not None:
+        copied = types.CellType(replace_globals(inner, values))
+        closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure)
+    namespace = {**function.__globals__, **values}
+    copied_function = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, closure
+    )
+    copied_function.__kwdefaults__ = function.__kwdefaults__
+    return copied_function
 
 
 def find_forward_attribute(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
+from diffusers.models._modeling_parallel import ContextParallelInput
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
@@ -39,9 +40,11 @@ UNKNOWN_MODEL = ModelSpec(
     grid=lambda transformer, inputs: Grid(1, 1, 1),
     latent_per_token=lambda config: 1,
     conditioning=lambda call: Conditioning(),
-    batch=("img_ids", "txt_ids"),
 )
-"""Nothing is known but that the tensors of a call have rows: nothing is cut but the batch."""
+"""Nothing is known, so nothing is cut but the batch."""
+
+_TIMESTEP_TABLES = ("ChronoEditTransformer3DModel", "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel")
+"""Models that take a timestep for each token where the first frames are given, which diffusers' tables leave whole."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
@@ -189,6 +192,9 @@ def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] 
             transformer, table = unwrap_compiled(transformer), cp_plan
             if table is None and find_model_spec(transformer) is None:
                 table = getattr(type(transformer), "_cp_plan", None)
+                if table is not None and type(transformer).__name__ in _TIMESTEP_TABLES:
+                    timestep = ContextParallelInput(split_dim=1, expected_dims=2)
+                    table = table | {"": {"timestep": timestep} | table.get("", {})}
             if table is not None:
                 cp_plans[name] = table
     return cp_plans

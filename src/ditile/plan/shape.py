@@ -6,6 +6,8 @@ What the table of a runner and a dry run show is computed here: tokens, messages
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +17,8 @@ from ditile.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec
+
+_PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +98,7 @@ class Shape:
         height, width = int(call["height"]), int(call["width"])
         rows, columns = height // (vae_scale * side), width // (vae_scale * side)
         conditioning = spec.conditioning(call)
-        prompt = call.get("prompt")
-        images = (len(prompt) if isinstance(prompt, list) else 1) * int(call.get("num_images_per_prompt", 1))
+        images = count_images(call)
         packed = spec.latent_dim == 1
         channels = int(config["in_channels"])
         return cls(
@@ -164,6 +167,23 @@ def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> S
     branches = -(-shape.branches_per_call // min(cfg, shape.branches_per_call))
     calls = -(-shape.calls // cfg) if shape.branches_per_call == 1 else shape.calls
     return replace(shape, images=images, batch=images * branches, calls=calls)
+
+
+def count_images(call: Mapping[str, Any]) -> int:
+    """How many images, videos or sounds the arguments of a pipeline's call ask for.
+
+    They have one for each entry of the first list or tensor that says what is wanted: prompts, embeddings, classes,
+    pictures to begin with. Pipelines that make any picture have `batch_size`; others mean the computation by it.
+    """
+    each = math.prod(int(value) for name, value in call.items() if _PER_PROMPT.fullmatch(name) and value)
+    if call.get("prompt") is None and "image" not in call and isinstance(size := call.get("batch_size"), int):
+        return size
+    embeds = sorted(name for name in call if name.startswith("prompt_embeds"))
+    for name in ("prompt", *embeds, "class_labels", "image_embeds", "image"):
+        if (value := call.get(name)) is not None:
+            is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > (3 if name == "image" else 0)
+            return (len(value) if is_batch else 1) * each
+    return len(latents) if (latents := call.get("latents")) is not None else each
 
 
 def check_image_size(call: Mapping[str, Any], unit: int) -> None:

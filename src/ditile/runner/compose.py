@@ -36,7 +36,6 @@ from ditile.parallel.attention.core import (
 )
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel
 from ditile.parallel.batch.denoise import DataCfgBatch
-from ditile.parallel.batch.shares import count_images
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
@@ -54,7 +53,7 @@ from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.layout import Split
 from ditile.plan.plan import Facts, Plan
-from ditile.plan.shape import Weights
+from ditile.plan.shape import Weights, count_images
 from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
 
@@ -143,7 +142,8 @@ class Composition:
             first: whether rank 0 alone needs the pictures.
         """
         spec, images = self.spec, count_images(call)
-        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, never=spec.batch)
+        dims = self.block_hooks.batch_dims
+        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, batch_dims=dims)
         # Before the hooks of blocks, which lie around those of caches: caches first look for compiled blocks.
         for cache in self.model_caches:
             cache.update_compilation()

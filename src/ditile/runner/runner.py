@@ -204,7 +204,7 @@ class Runner:
             # The first rank of each replica decodes its images, or every rank decodes its rows.
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
                 call["output_type"] = "latent"
-            result = self._kind.__call__(self.pipe, **call)
+            result = loop.make_count_steps(self._kind.__call__)(self.pipe, **call)
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)

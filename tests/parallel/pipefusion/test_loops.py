@@ -6,6 +6,7 @@ They read the scheduler's place, unpack what it returns, iterate their progress 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from diffusers import (
     CogVideoXDPMScheduler,
     CogVideoXPipeline,
+    DDIMPipeline,
     DDIMScheduler,
+    DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
     FluxInpaintPipeline,
     LatentConsistencyModelPipeline,
     LCMScheduler,
@@ -29,6 +33,7 @@ from diffusers import (
     StableDiffusionInpaintPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    UNet2DModel,
 )
 from transformers import CLIPTextModelWithProjection
 
@@ -95,6 +100,20 @@ def bar_of_unknown_length() -> Made:
     return bar_that_is_iterated(Counted)
 
 
+def latents_for_each_branch() -> Made:
+    pipe, call = bar_that_is_iterated()
+    return pipe, call | {"class_labels": [1, 2, 3], "guidance_scale": 3.0}
+
+
+def batch_size() -> Made:
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    return DDIMPipeline(tiny.randomise(unet, gain=1.0), DDIMScheduler()), {"batch_size": 3, "output_type": "np"}
+
+
 def results_unpacked() -> Made:
     pipe = tiny.stable_diffusion(LatentConsistencyModelPipeline)
     config = {k: v for k, v in pipe.unet.config.items() if not k.startswith("_")}
@@ -138,6 +157,8 @@ LOOPS: dict[Callable[[], Made], list[dict[str, Any]]] = {
     sd3_inpaint: [{}, {"data": 2}, {"cfg": 2}],
     bar_that_is_iterated: [{}, {"data": 2}],
     bar_of_unknown_length: [{}, {"data": 2}],
+    latents_for_each_branch: [{}, {"data": 2}, {"cfg": 2}],
+    batch_size: [{}, {"data": 2}],
     results_unpacked: [{}, {"data": 2}],
     arguments_between: [{}, {"data": 2}, {"cfg": 2}],
     left_early: [{}, {"data": 2}, {"cfg": 2}],
@@ -190,3 +211,50 @@ def of_one_patch() -> None:
 def test_what_a_scheduler_made_of_a_patch_is_refused(pool: Pool) -> None:
     """A failure means that a pipeline goes on with a patch and takes it for the whole."""
     pool.run(of_one_patch, 1)
+
+
+class Indexed(DiffusionPipeline):  # type: ignore[misc]
+    """Reads the level of noise by the number of its iteration, as many pipelines do."""
+
+    vae_scale_factor = 8
+
+    def __init__(self, transformer: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(self, inputs: dict[str, Any], seen: list[int], num_inference_steps: int = 4, bar: bool = False) -> Any:
+        latents = inputs["hidden_states"]
+        self.scheduler.set_timesteps(num_inference_steps)
+        timesteps = self.scheduler.timesteps
+        for i, t in enumerate(self.progress_bar(timesteps) if bar else timesteps):
+            seen.append(i)
+            scale = 1 + self.scheduler.sigmas[i] - self.scheduler.sigmas[i + 1]
+            call = inputs | {"hidden_states": latents, "timestep": t.expand(len(latents)) / 1000}
+            out = self.transformer(**call, return_dict=False)[0] * scale
+            latents = self.scheduler.step(out, t, latents, return_dict=False)[0]
+        assert [k for k, _ in enumerate("ab", 1)] == [1, 2]
+        return latents
+
+
+def indexed() -> None:
+    family = FAMILIES["FluxTransformer2DModel"]
+    pipe = tiny.quiet(Indexed(family.make(), FlowMatchEulerDiscreteScheduler()))
+    inputs, seen = family.inputs(), []
+    wanted = pipe(inputs, seen)
+    assert seen == [0, 1, 2, 3]
+    for warmup, iterations in ((4, seen), (1, [0, 1, 1, 2, 2, 3, 3])):
+        for bar in (False, True):
+            with divided(pipe, patches=2, warmup=warmup) as runner:
+                got = runner(inputs, counted := [], bar=bar)
+            assert counted == iterations
+            if warmup == 4:
+                same(got, wanted, bar)
+            assert torch.isfinite(got).all()
+    assert "enumerate" not in vars(sys.modules[__name__])
+
+
+def test_an_iteration_has_the_number_of_its_step(pool: Pool) -> None:
+    """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
+    what was put under it."""
+    pool.run(indexed, 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    ChronoEditTransformer3DModel,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
@@ -37,7 +39,11 @@ PIXART_PLAN = {
 
 
 class Denoising(DiffusionPipeline):  # type: ignore[misc]
-    """The loop of a pipeline without its encoders: for transformers whose text encoders are too large to make."""
+    """The loop of a pipeline without its encoders: for transformers whose text encoders are too large to make.
+
+    `inputs` are the arguments of the transformer; "free" among them is 0 for tokens of a picture that is given, 1 for
+    others, and makes a timestep for each token.
+    """
 
     def __init__(self, transformer: Any, scheduler: Any) -> None:
         super().__init__()
@@ -47,9 +53,12 @@ class Denoising(DiffusionPipeline):  # type: ignore[misc]
     def __call__(
         self, latents: Any, inputs: dict[str, Any], num_inference_steps: int = 2, generator: Any = None
     ) -> FluxPipelineOutput:
+        inputs = dict(inputs)
+        free = inputs.pop("free", None)
         self.scheduler.set_timesteps(num_inference_steps)
         for t in self.scheduler.timesteps:
             timestep = t.expand(len(latents)) / 1000
+            timestep = timestep if free is None else timestep[:, None] * free
             out = self.transformer(hidden_states=latents, timestep=timestep, return_dict=False, **inputs)[0]
             latents = self.scheduler.step(out, t, latents, return_dict=False)[0]
         return FluxPipelineOutput(images=latents)
@@ -119,7 +128,20 @@ def wan(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
     return wan_transformer(), draw(2, 4, 1, 2 * rows, 2 * columns), inputs
 
 
+def from_a_picture(make: Any, rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A timestep for each token."""
+    model, latents, inputs = make(rows, columns, text)
+    free = (torch.arange(rows * columns) >= columns).float().expand(2, -1)
+    return model, latents, inputs | {"free": free * torch.tensor([[1.0], [0.5]])}
+
+
+def chronoedit(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
+    model, latents, inputs = wan(rows, columns, text)
+    return ChronoEditTransformer3DModel.from_config(model.config), latents, inputs
+
+
 MAKE = {"qwen": qwen, "ltx": ltx, "flux2": flux2, "wan": wan, "lumina2": lumina2}
+MAKE |= {f"{make.__name__} from a picture": partial(from_a_picture, make) for make in (ltx, wan, chronoedit)}
 PLANS: dict[str, Any] = {"lumina2": LUMINA2_PLAN}
 """Of those whose class has none."""
 

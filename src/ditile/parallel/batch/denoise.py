@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import AsyncMax, gather_json
 from ditile.errors import ModelError, StateError
-from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
@@ -43,13 +43,14 @@ class DataCfgBatch:
         model: what the pipeline calls.
         images: how many the pipeline makes.
         latent_dim: the dimension of a prediction that patches cut.
-        never: arguments of the model that have no rows.
+        batch_dims: finds which dimension of each argument of the model is the batch.
     """
 
     def __init__(
-        self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, never: Sequence[str] = ()
+        self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, batch_dims: BatchDimFinder
     ) -> None:
-        self._mesh, self._model, self._images, self._dim, self._never = mesh, model, images, latent_dim, never
+        self._mesh, self._model, self._images, self._dim = mesh, model, images, latent_dim
+        self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
@@ -113,7 +114,8 @@ class DataCfgBatch:
         if self._data.size == self._cfg.size == 1:
             return
         now = self._current()
-        if sample.shape[0] != self._images:
+        # One row for each image, or as many as the last call had.
+        if sample.shape[0] not in (self._images, self._images * self._num_branches.get(now.branch - 1, 1)):
             raise ModelError(
                 f"the latents have {sample.shape[0]} row(s) and the call asks for {self._images} image(s), so rows "
                 "cannot be shared out; use a plan with data=1 and cfg=1"
@@ -165,7 +167,7 @@ class DataCfgBatch:
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._current()
         branch, step = now.branch, now.micro_step.step
-        batch = self._find_noisy_input(args, kwargs)
+        batch = self._find_noisy_input(args, kwargs)[1]
         every = BatchSlice.from_batch_size(batch.shape[0], self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
@@ -197,29 +199,27 @@ class DataCfgBatch:
             self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_span(now, branch))
         return replace_prediction(self._results[branch], self._predictions[branch])
 
-    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """The noisy input, which is the first argument."""
-        named = [name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs]
-        batch = args[0] if args else kwargs[named[0]] if named else None
+    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
+        """The name of the noisy input, which is the first argument, and its value."""
+        name = next((name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs), "")
+        name, batch = (self._names[0], args[0]) if args else (name, kwargs.get(name))
         if not isinstance(batch, Tensor):
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "
                 "use a plan with data=1 and cfg=1"
             )
-        return batch
+        return name, batch
 
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
         """Calls the model on some rows, and writes its result into the full-size prediction."""
         now = self._current()
-        branch, size, select = now.branch, batch_slice.batch_size, batch_slice.select_batch
-        named = {str(k): arg for k, arg in enumerate(args)}
-        never = [str(k) for k, name in enumerate(self._names[: len(args)]) if name in self._never]
-        positional = slice_batch_arguments(named, size, select, never).values()
-        result = forward(*positional, **slice_batch_arguments(kwargs, size, select, self._never))
+        branch, size = now.branch, batch_slice.batch_size
+        cut_positional, cut_named, own = self._slice_arguments(args, kwargs, batch_slice)
+        result = forward(*cut_positional, **cut_named)
         self._results[branch] = result
-        prediction = extract_prediction(result)
+        prediction = own(extract_prediction(result))
         self._agree_on_shape(prediction)
         shape = (size, *prediction.shape[1:])
         whole = self._predictions.get(branch)
@@ -227,6 +227,21 @@ class DataCfgBatch:
             # A new tensor, as the pipeline may have kept the last one.
             whole = self._predictions[branch] = prediction.new_zeros(shape)
         batch_slice.write_slice(whole, prediction)
+
+    def _slice_arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any], batch_slice: BatchSlice
+    ) -> tuple[list[Any], dict[str, Any], Callable[[Tensor], Tensor]]:
+        """The arguments of a call on some rows, and what takes these rows of its result: all of it, unless the model
+        can only be called on the whole batch."""
+        if batch_slice.slice_size == batch_slice.batch_size:
+            return list(args), kwargs, lambda prediction: prediction
+        names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
+        inputs, noisy = dict(zip(names, args, strict=True)) | kwargs, self._find_noisy_input(args, kwargs)[0]
+        dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
+        if dims is None:
+            return list(args), kwargs, batch_slice.select_batch
+        cut = dims.slice_arguments(inputs, batch_slice.select_batch)
+        return [cut.pop(name) for name in names], cut, lambda prediction: prediction
 
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""

@@ -18,7 +18,7 @@ they were made. A replica without images calls no model, and takes part in all m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -80,8 +80,8 @@ class BatchSlice:
         return len(self.branches) * len(self.images)
 
     def select_batch(self, batch: Tensor) -> Tensor:
-        """The chosen rows of a tensor `[batch_size, ...]`: a view, unless they lie apart."""
-        return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1)
+        """The chosen rows of a tensor `[batch_size, ...]`, contiguous: models take views of their arguments."""
+        return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1).contiguous()
 
     def view_as_grid(self, batch: Tensor) -> Tensor:
         """The same as a view `[branches, images, ...]`."""
@@ -93,20 +93,6 @@ class BatchSlice:
     def write_slice(self, batch: Tensor, values: Tensor) -> None:
         """Writes `values` `[slice_size, ...]` into the chosen rows of a contiguous tensor `[batch_size, ...]`."""
         self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
-
-
-def count_images(call: Mapping[str, Any]) -> int:
-    """How many images the arguments of a pipeline's call ask for."""
-    prompt = call.get("prompt", call.get("class_labels"))
-    embeddings = call.get("prompt_embeds")
-    if isinstance(prompt, list | tuple):
-        prompts = len(prompt)
-    elif prompt is None and isinstance(embeddings, Tensor):
-        prompts = embeddings.shape[0]
-    else:
-        prompts = 1
-    each = call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1
-    return prompts * int(each)
 
 
 def extract_prediction(result: Any) -> Tensor:
@@ -226,12 +212,21 @@ class ReplicaImages:
         return self._all < self.size
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """A view of this replica's rows of `[images, ...]`."""
-        return batch if self.size == 1 else batch[self.images.start : self.images.stop]
+        """This replica's rows of `[copies * images, ...]`, a view where there is one copy.
+
+        DiT's pipeline steps a copy of the latents for each branch of guidance.
+        """
+        if self.size == 1:
+            return batch
+        own: Tensor = batch.unflatten(0, (-1, self._all))[:, self.images.start : self.images.stop]
+        return own.flatten(0, 1)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
         """All latents, on every replica; of the given ones only those of its own images are used."""
-        return latents if self.size == 1 else self._gather_images(self.view_own_images(latents), LATENTS, "all")
+        if self.size == 1:
+            return latents
+        copies = [self.view_own_images(copy) for copy in latents.split(self._all)]
+        return torch.cat([self._gather_images(own, LATENTS, "all") for own in copies])
 
     def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
         """Each replica decodes its own images, until the stack is closed; the pictures come in order.

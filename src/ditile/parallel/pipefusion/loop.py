@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from ditile.distributed.transport import AsyncMax, broadcast_tensor
 from ditile.errors import StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
-from ditile.hooks.overrides import WatchedMethod, override_attribute
+from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
 from ditile.hooks.protocols import BatchShare
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
@@ -89,6 +89,7 @@ class Loop:
         self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
         self._latents: Tensor | None = None
+        self._timestep: Tensor | None = None
         self._copies: PatchSchedulers | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
@@ -173,6 +174,22 @@ class Loop:
 
     # One iteration of the pipeline's loop
 
+    def make_count_steps(self, pipeline_call: Callable[..., Any]) -> Callable[..., Any]:
+        """A pipeline's `__call__` that counts steps by `enumerate`, as it means to, where it would count micro-steps.
+
+        Pipelines index sigmas and timesteps by that number, and compare it with the number of steps.
+        """
+        if self._plan.num_patches == 1:
+            return pipeline_call
+        return replace_globals(pipeline_call, {"enumerate": self._enumerate_steps})
+
+    def _enumerate_steps(self, iterable: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+        """`enumerate`, which numbers the timestep of a micro-step by its step."""
+        for count, item in enumerate(iterable, start):
+            # By identity: it may come through a progress bar.
+            is_driven = self._generation is not None and item is self._timestep
+            yield start + self.get_generation().micro_step.step if is_driven else count, item
+
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
 
@@ -254,7 +271,7 @@ class Loop:
         self._generation.micro_step = micro
         self._callbacks.progress()
         self._exchange_latents(micro)
-        self._stepped = False
+        self._stepped, self._timestep = False, timestep
         while not self._stepped:
             yield timestep
             wanted = self._note_interrupt()
