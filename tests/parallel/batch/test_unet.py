@@ -80,8 +80,8 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
-        """`way`: both branches in each step; the second late; the first used early; one; too many latents; NaN."""
-        latents = torch.randn((4 if way == "more" else 2, 4, 8, 8), generator=generator, dtype=torch.float64)
+        """`way`: both branches in each step; the second late; the first used early; one; more latents, odd; NaN."""
+        latents = torch.randn(({"more": 4, "odd": 3}.get(way, 2), 4, 8, 8), generator=generator, dtype=torch.float64)
         latents = latents * torch.nan if way == "sick" else latents
         text = torch.linspace(-1, 1, 2 * 5 * tiny.WIDTH, dtype=torch.float64).view(2, 1, 5, tiny.WIDTH)
         self.scheduler.set_timesteps(4)
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[type[DitileError], str]] = {
     "late": (ModelError, "UNet2DConditionModel was called once, with one row for each image; raise guidance_scale"),
     "one": (ModelError, "was called once"),
     "early": (StateError, "computed with one prediction before it asked for the next.*use cfg=1"),
-    "more": (ModelError, r"have 4 row\(s\) and the call asks for 2 image\(s\).*data=1 and cfg=1"),
+    "odd": (ModelError, r"has 3 row\(s\) for 2 image\(s\).*data=1 and cfg=1"),
 }
 
 
@@ -110,13 +110,16 @@ def own() -> Own:
 
 def calls_in_turn() -> None:
     pipe = own()
-    plain = {way: pipe(["a", "b"], way, torch.Generator().manual_seed(1)) for way in ("both", "late", "early", "one")}
+    plain = {
+        way: pipe(["a", "b"], way, torch.Generator().manual_seed(1)) for way in ("both", "late", "early", "one", "more")
+    }
     with divided(pipe, cfg=2) as runner:
         same(runner(["a", "b"], "both", torch.Generator().manual_seed(1)), plain["both"], "the same calls, shared out")
         assert runner.report is not None
         assert runner.report.sent["cfg"] == 3 * 2 * 4 * 8 * 8 * 8, "the first step is whole on both"
         sick = runner(["a", "b"], "sick", torch.Generator().manual_seed(1))
         assert torch.isnan(sick).all(), "NaN of the model's own is the plain pipeline's result too"
+        close(runner(["a", "b"], "more", torch.Generator().manual_seed(1)), plain["more"], "two copies under cfg")
     for way in plain:
         with divided(pipe, data=2) as runner:
             got = runner(["a", "b"], way, torch.Generator().manual_seed(1))
