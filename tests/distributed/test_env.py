@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -80,11 +81,13 @@ def test_variables_left_over_are_named(call: Callable[[Plan], object], monkeypat
 def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A failure means ten minutes of silence where one of the ranks was never started."""
     monkeypatch.setattr(mesh, "NOTICE_SECONDS", 0.05)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
         mesh.join_torchrun(1.0)
-    assert "rank 0 of 2 still waits for the others at 127.0.0.1:0" in caplog.text and "unset RANK" in caplog.text
+    assert "rank 0 of 2 still waits for the others at 127.0.0.1:" in caplog.text and "unset RANK" in caplog.text
 
 
 def test_an_address_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

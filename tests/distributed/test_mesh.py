@@ -116,7 +116,7 @@ def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
     plan = Plan(cfg=2, ulysses=2)
     pairs, everyone = list_subgroups(plan, ["cfg"]) + list_subgroups(plan, ["ulysses"]), (0, 1, 2, 3)
     for asked in pool.run(made, plan.world, plan):
-        assert asked == [*pairs, everyone, everyone, everyone], "both axes, image, control, everyone"
+        assert asked == [everyone, *pairs, everyone, everyone], "everyone, both axes, image, control"
 
 
 NCCL = "cpu:gloo,cuda:nccl"

@@ -112,7 +112,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "PixArt's": (_with_processor(tiny.pixart, "transformer_blocks.3.attn1", JointAttnProcessor2_0),
                  "transformer_blocks.3.attn1 has .*: AttnProcessor2_0; set it back"),
     "SD3 fused": (_with_processor(tiny.sd3, "transformer_blocks.0.attn2", FusedJointAttnProcessor2_0),
-                  "blocks.0.attn2 has .* FusedJointAttnProcessor2_0.*: JointAttnProcessor2_0; set it back"),
+                  "blocks.0.attn2 has .* FusedJointAttnProcessor2_0.*; call pipe.transformer.unfuse_qkv_"),
 }  # fmt: skip
 """Pipelines that cannot be divided, and what is said of them."""
 
@@ -150,7 +150,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("flux", {"hieght": 32}, TypeError, "hieght"),
     ("flux", {"control_image": 1}, TypeError, "control_image"),
     ("flux", {"output": "frist"}, ModelError, "output='frist' .*try 'all' or 'first'"),
-    ("kontext", {}, ModelError, "FluxKontextPipeline has .* second picture .*run it without a plan"),
+    ("kontext", {}, ModelError, "FluxKontextPipeline has .* second picture .*use data or cfg alone"),
     ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
 ]
 """A call, and how it is refused."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ditile.distributed import backend as backends
 from ditile.distributed import env
-from ditile.distributed.transport import Traffic, connect_group
+from ditile.distributed.transport import Traffic, connect_group, gather_json
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
@@ -187,7 +187,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         device: this rank's; it becomes the current one before groups are made. By default that stays as it is.
 
     Raises:
-        PlanError: if the plan does not use all ranks.
+        PlanError: if the plan does not use all ranks, or ranks have different plans.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
     # Before this rank waits for others that nobody starts.
@@ -200,6 +200,9 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         return Mesh(0, 1)
     rank = dist.get_rank()
     communicators = groups or Communicators()
+    everyone = communicators.get_or_make_group("everyone", range(world), "gloo")
+    # Before ranks of different plans make different groups, and wait for each other.
+    _check_plans_agree(plan, everyone)
     axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
@@ -216,10 +219,22 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         pipeline_groups=_make_pipeline_groups(plan, rank, axes["pipefusion"], communicators),
         latents=_make_subgroup_axis("latents", ("pipefusion",), plan, rank, communicators).group,
         control=_make_subgroup_axis("control", IMAGE, plan, rank, communicators, backend="gloo").group,
-        everyone=communicators.get_or_make_group("everyone", range(world), "gloo"),
+        everyone=everyone,
         groups=communicators,
         shared=groups is not None,
     )
+
+
+def _check_plans_agree(plan: Plan, everyone: dist.ProcessGroup) -> None:
+    """Raises `PlanError` on every rank if two ranks have different plans."""
+    first, *others = gather_json(plan.to_dict(), everyone)
+    for rank, theirs in enumerate(others, start=1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise PlanError(
+                    f"rank {rank} has a plan with {name}={value!r} and rank 0 one with {name}={first[name]!r}; give "
+                    "all ranks one plan"
+                )
 
 
 def find_local_rank() -> int:

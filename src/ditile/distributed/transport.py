@@ -349,6 +349,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
 
 
+def describe_dtype(tensor: Tensor) -> str:
+    """The dtype of a tensor, as it travels in JSON: its name in `torch`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def broadcast_named_tensors(
     tensors: dict[str, Tensor],
     source: int,
@@ -361,7 +366,7 @@ def broadcast_named_tensors(
     """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
     if group is None:
         return tensors
-    headers = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
     headers = gather_json(headers, control)[source]
     received, is_source = {}, dist.get_rank(group) == source
     for name, (dtype, shape) in headers.items():

@@ -9,11 +9,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from diffusers.models.attention import AttentionModuleMixin
 from torch import nn
 
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
 from ditile.plan.spec import ModelSpec
+
+UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
+"""What undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
+
+
+def has_fused_projections(attention: Any) -> bool:
+    """Whether q, k and v come from the product that diffusers' `fuse_qkv_projections` made.
+
+    Newer layers say so themselves. Older ones have a processor for it, and a flag that stays when they are unfused.
+    """
+    if isinstance(attention, AttentionModuleMixin):
+        return bool(attention.fused_projections)
+    return type(getattr(attention, "processor", None)).__name__.startswith("Fused")
 
 
 def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -16,14 +16,27 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import StateError
-from ditile.hooks.attention_processors import cache_signatures, replace_cross_processors
+from ditile.hooks.attention_processors import (
+    UNFUSE,
+    cache_signatures,
+    has_fused_projections,
+    replace_cross_processors,
+)
 from ditile.hooks.batch_rows import BatchDimFinder, join_batch_results
-from ditile.hooks.compile import CompileFunction, bypass_compiled_model, find_compiler, wrap_block_call, wrap_model_call
+from ditile.hooks.compile import (
+    CompileFunction,
+    bypass_compiled_model,
+    exclude_from_compile,
+    find_compiler,
+    wrap_block_call,
+    wrap_model_call,
+)
 from ditile.hooks.generation import Generation
 from ditile.hooks.memoize import OutputMemoizer, embed_patches
-from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
+from ditile.hooks.overrides import IN_CALL, list_parameter_names, match_modules, override_attribute
 from ditile.hooks.placeholders import (
     ModuleContents,
     ReplacementBlock,
@@ -68,12 +81,14 @@ class LoadedBlocks:
         owned: the blocks that were read.
         weights: the parameters of the whole.
         bytes_read: from the files.
+        guard: refuses calls until a runner has it.
         shard: (index, ranks) of the part that was read of each tensor.
     """
 
     owned: range
     weights: Weights
     bytes_read: int
+    guard: RemovableHandle
     shard: tuple[int, int] = (0, 1)
 
 
@@ -134,6 +149,7 @@ class TransformerHooks:
         self.chain = [BlockHook(index, *location) for index, location in enumerate(blocks)]
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
+        self._guard: RemovableHandle | None = None
 
     def describe_weights(self) -> Weights:
         """What the transformer is made of; blocks that are placeholders count as empty."""
@@ -200,6 +216,7 @@ class TransformerHooks:
                 f"the plan needs {wanted}, shard {shard[0]} of {shard[1]}; load it for this plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]
+        loaded.guard.remove()
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
@@ -208,9 +225,10 @@ class TransformerHooks:
             for name, attention in hook.list_attentions():
                 if not self._is_known_processor(processor := attention.processor):
                     known = ", ".join(cls.__name__ for cls in self.spec.stock) or "those of dispatch_attention_fn"
+                    remedy = "set it back, or unload the IP-adapter that brought it"
                     return (
                         f"{hook.name}.{name} has the attention processor {type(processor).__name__}, and known to work "
-                        f"under PipeFusion: {known}; set it back, or unload the IP-adapter that brought it"
+                        f"under PipeFusion: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
                     )
         return None
 
@@ -232,6 +250,21 @@ class TransformerHooks:
         for index, parts in self._stored_contents.items():
             restore_contents(self.chain[index].block, parts)
         self._stored_contents.clear()
+        if self._guard is not None:
+            self._guard.remove()
+
+    def guard_calls(self) -> RemovableHandle:
+        """Lets calls of the transformer, and of its copies, raise `StateError` outside a runner, until it is whole."""
+
+        def refuse_partial_call(transformer: nn.Module, *_: Any) -> None:
+            if IN_CALL not in vars(transformer):
+                raise StateError(
+                    f"this {type(transformer).__name__} has a part of its weights, so it works in calls of its runner "
+                    "alone; call the runner that ditile.parallelize returned in place of the pipeline"
+                )
+
+        self._guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
+        return self._guard
 
     @contextmanager
     def install_hooks(
@@ -262,6 +295,7 @@ class TransformerHooks:
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
+            override_attribute(stack, self.transformer, IN_CALL, True)
             bypass_compiled_model(stack, pipe, self.transformer)
             self._hook_forward(stack, policy, current)
             compiled = []

@@ -19,6 +19,10 @@ ACCELERATE_FORWARD = "_old_forward"
 new ones: what lies outside of them is gone then."""
 
 
+IN_CALL = "_called_by_ditile"
+"""The attribute of a model that says that a runner is in the middle of a call."""
+
+
 class WatchedMethod:
     """Replaces a method of an instance. A copy of the instance has the plain method again, bound to the copy.
 

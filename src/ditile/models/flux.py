@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
+from ditile.hooks.attention_processors import UNFUSE
 from ditile.hooks.protocols import DeferredTensor
 from ditile.models.tokens import (
     JOINT_TENSOR_TOKENS,
@@ -52,7 +53,7 @@ class FluxOverlappedProcessor:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
         if attn.fused_projections:
-            raise ModelError("async_ulysses needs q, k and v apart, and they are fused; call unfuse_qkv_projections()")
+            raise ModelError(f"async_ulysses needs q, k and v apart, and they are fused; {UNFUSE}")
         heads = (-1, attn.head_dim)
         makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, heads, "text_first")
         if image_rotary_emb is not None:
@@ -82,7 +83,7 @@ def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
     if isinstance(pipe, FluxKontextPipeline):
         return (
             f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
-            "cut into patches of one; run it without a plan"
+            "cut into patches of one; use data or cfg alone"
         )
     return explain_ip_adapter_refusal(call)
 

@@ -337,6 +337,9 @@ def compose_strategies(
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
     sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_loaded_in_part, keep=keep)
     encoders.empty_foreign_parts()
+    # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
+    if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
+        block_hooks.guard_calls()
     # Behind all that takes weights out, so that the device never gets weights that this rank does not keep.
     move_pipeline(pipe, device)
     # The loop drives the stage, and attention asks the loop for the generation under way.
@@ -351,8 +354,13 @@ def compose_strategies(
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
     """The caches of the models that a pipeline calls now."""
-    models = [model for name in DENOISER_NAMES if (model := getattr(pipe, name, None)) is not None]
-    return [cache for model in models if (cache := find_transformer_cache(unwrap_compiled(model))) is not None]
+    return [cache for model in find_loop_models(pipe) if (cache := find_transformer_cache(model)) is not None]
+
+
+def find_loop_models(pipe: Any) -> list[nn.Module]:
+    """The models that a pipeline calls in its loop now; the modules themselves, where they are compiled."""
+    models = (getattr(pipe, name, None) for name in DENOISER_NAMES)
+    return [unwrap_compiled(model) for model in models if model is not None]
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:

@@ -115,7 +115,7 @@ def load_partial_transformer(
         part = TensorCuts.match_tensor_table(made, find_tensor_table(made, block_hooks.spec), *shard).select_shard
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
-    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, shard)
+    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guard_calls(), shard)
     made.register_to_config(_name_or_path=str(config.parent))
     made.eval()
     return block_hooks.transformer

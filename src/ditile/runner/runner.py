@@ -6,7 +6,6 @@ draw the same random numbers, runs the pipeline, and measures.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Mapping
@@ -17,26 +16,28 @@ from typing import Any, Literal
 
 import torch
 
+from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import env, rng
 from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, pick_device
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError, StateError
-from ditile.hooks.compile import unwrap_compiled
+from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.hooks.step_memory import explain_hook_refusal
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, fill_call_defaults
+from ditile.runner import digest
 from ditile.runner.callbacks import StepEndCallbacks
 from ditile.runner.compose import (
-    DENOISER_NAMES,
     Composition,
     CompositionOptions,
     check_pipeline,
     compose_strategies,
+    find_loop_models,
     move_pipeline,
 )
 from ditile.runner.report import CallMeter, Report
@@ -63,7 +64,7 @@ class Runner:
         self.trace = False
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._loras, self._quantized = self._snapshot_loras(), list_quantized_parameters(composition.model)
+        self._loras, self._quantized = self._describe_loras(), list_quantized_parameters(composition.model)
         self._restored = self._running = False
         num_parameters = sum(p.numel() for p in composition.model.parameters())
         everyone = gather_json([str(composition.device), num_parameters], self.mesh.everyone)
@@ -99,14 +100,7 @@ class Runner:
                 "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
                 "ranks again. To stop a picture, set pipe._interrupt = True"
             )
-        models = (getattr(self.pipe, name, None) for name in DENOISER_NAMES)
-        if not any(part is not None and unwrap_compiled(part) is self._parts.model for part in models):
-            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
-        if output not in ("all", "first"):
-            raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
-        call = dict(self._signature.bind(*args, **kwargs).arguments)
-        call |= call.pop(self._rest, {})
-        self._assert_ranks_agree(call, self._find_call_refusal(call))
+        call = self._agree_on_call(args, kwargs, output)
         self._check_call_fits_plan(call)
         self._running = True
         try:
@@ -130,11 +124,11 @@ class Runner:
             )
         if self._parts.encoders.has_freed_encoders:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
-        before, now = self._loras, self._snapshot_loras()
-        if cut and now != before:
+        changed = self._loras.items() ^ self._describe_loras().items()
+        if cut and changed:
             raise StateError(
-                f"LoRAs were loaded, scaled, switched or fused since parallelize (now {now[0]}, then {before[0]}), but "
-                "not in the blocks that were kept aside; set them back to what they were"
+                "LoRAs were loaded, scaled, switched or fused since parallelize "
+                f"({min(changed)[0]}), but not in the blocks that were kept aside; set them back to what they were"
             )
         if cut and list_quantized_parameters(self._parts.model) != self._quantized:
             raise StateError(
@@ -165,10 +159,12 @@ class Runner:
         Raises:
             StateError: if the last call recorded no trace.
         """
-        if not self.trace:
-            raise StateError("no trace was recorded; set runner.trace = True before the call")
         trace = self._parts.trace
-        events = gather_json(trace.list_events() + trace.list_waits(), self.mesh.everyone)
+        # What this rank has not, the others wait for all the same.
+        events = gather_json(trace.list_events() + trace.list_waits() if self.trace else None, self.mesh.everyone)
+        if None in events:
+            untraced = events.index(None)
+            raise StateError(f"no trace was recorded on rank {untraced}; set runner.trace = True before the call")
         if self.mesh.rank == 0:
             write_chrome_trace(path, [[TraceEvent(*event) for event in of_rank] for of_rank in events])
 
@@ -211,15 +207,55 @@ class Runner:
         self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
 
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: str) -> dict[str, Any]:
+        """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
+        if self.mesh.everyone is None:
+            return self._bind_call(args, kwargs, output)
+        refusal: DitileError | TypeError | None = None
+        call: dict[str, Any] = {}
+        try:
+            call = self._bind_call(args, kwargs, output)
+        # The other ranks would wait for this one.
+        except (DitileError, TypeError) as error:
+            refusal = error
+        caches = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
+        given = digest.describe_call(call | {"output": output}) | digest.describe_state(self.pipe, self._parts.device)
+        mine = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
+        everyone = gather_json([*mine, digest.describe_loras(self.pipe.components)], self.mesh.everyone)
+        if refusal is not None:
+            raise refusal
+        _check_ranks_alike(everyone)
+        return call
+
+    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: str) -> dict[str, Any]:
+        """The arguments by name. Raises what this rank alone finds wrong with them."""
+        if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
+            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
+        if output not in ("all", "first"):
+            raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        call |= call.pop(self._rest, {})
+        if reason := self._find_call_refusal(call):
+            raise ModelError(reason)
+        return call
+
     def _find_call_refusal(self, call: Mapping[str, Any]) -> str | None:
         """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all calls."""
         if self._parts.calls_whole_model:
             return None
+        steps = self._signature.parameters.get("num_inference_steps")
+        num_steps = call.get("num_inference_steps", None if steps is None else steps.default)
+        if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
+            return reason
         reason = self._parts.spec.refuse(self.pipe, call)
         # Without known blocks there are no patches: every rank steps whole images.
         if reason is None and self._parts.spec.blocks:
             reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
+
+    def _describe_loras(self) -> dict[str, str]:
+        """The LoRAs of the model that is divided."""
+        return digest.describe_loras({"transformer": self._parts.model})
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
@@ -248,33 +284,6 @@ class Runner:
             fill_call_defaults(type(self.pipe), config, scale, call),
         )
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
-
-    def _assert_ranks_agree(self, call: Mapping[str, Any], refused: str | None) -> None:
-        """Raises on every rank if one rank refuses or has other arguments: else the others would wait for it."""
-        kinds = (str, int, float, bool)
-        plain: dict[str, Any] = {name: value for name, value in call.items() if isinstance(value, kinds)}
-        plain["cache"] = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
-        plain["prompts"] = [str(value) for name, value in call.items() if "prompt" in name and isinstance(value, list)]
-        answers = gather_json([refused, plain], self.mesh.everyone)
-        for reason, _ in answers:
-            if reason:
-                raise ModelError(reason)
-        everyone = [theirs for _, theirs in answers]
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                name = next(n for n in {*theirs, *everyone[0]} if theirs.get(n) != everyone[0].get(n))
-                raise StateError(
-                    f"rank {rank} was called with {name}={theirs.get(name)!r} and rank 0 with "
-                    f"{everyone[0].get(name)!r}; call all ranks alike"
-                )
-
-    def _snapshot_loras(self) -> tuple[list[str], list[Any]]:
-        """The names of all LoRAs, and what peft's layers on this stage do with them."""
-        transformer = self._parts.model
-        layers = [layer for layer in transformer.modules() if hasattr(layer, "merged_adapters")]
-        does = ("scaling", "active_adapters", "merged_adapters", "disable_adapters")
-        state = [[copy.copy(getattr(layer, name, None)) for name in does] for layer in layers]
-        return sorted(getattr(transformer, "peft_config", {})), state
 
 
 def parallelize(
@@ -325,6 +334,31 @@ def parallelize(
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
+
+
+def _check_ranks_alike(everyone: list[Any]) -> None:
+    """Raises if a rank has refused a call or was called unlike rank 0; of each rank [refusal, what is given, LoRAs]."""
+    for rank, (refusal, _, _) in enumerate(everyone):
+        if refusal is not None:
+            kind, message = refusal
+            known = getattr(errors, kind, None)
+            raise known(message) if known else StateError(f"rank {rank} raised {kind}: {message}")
+    for rank, (_, theirs, _) in enumerate(everyone):
+        for name in (*everyone[0][1], *theirs):
+            _check_value_alike(name, rank, theirs.get(name), 0, everyone[0][1].get(name))
+    # A rank has the blocks of its stage alone: what it has of LoRAs is compared with the first rank that has it too.
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (_, _, loras) in enumerate(everyone):
+        for name, value in loras.items():
+            _check_value_alike(name, rank, value, *first.setdefault(name, (rank, value)))
+
+
+def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
+    if value != other:
+        text, other_text = (text if len(text) < 200 else f"{text[:200]}..." for text in (str(value), str(other)))
+        raise StateError(
+            f"rank {rank} was called with {name}={text} and rank {other_rank} with {other_text}; call all ranks alike"
+        )
 
 
 def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:

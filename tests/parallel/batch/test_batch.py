@@ -282,6 +282,22 @@ def test_replicas_stop_together(pool: Pool) -> None:
 # Saying no
 
 
+def autocast(name: str, plan: dict[str, Any]) -> None:
+    pipe = MAKE[name]()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = run(pipe, name)
+        with divided(pipe, **plan) as runner:
+            got = run(runner, name)
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    same(got.float(), wanted.float(), f"{name} {plan} rank {dist.get_rank()}")
+
+
+@pytest.mark.parametrize(("name", "plan"), [("flux", {"data": 2}), ("flux true cfg", {"cfg": 2})])
+def test_a_prediction_may_have_another_dtype_than_latents(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    """One image under autocast. A failure means noise or NaN where a rank takes bytes of one dtype for another."""
+    pool.run(autocast, 2, name, plan)
+
+
 def unguided(name: str) -> None:
     pipe = made(name)
     off: dict[str, Any] = {"true_cfg_scale": 1.0} if name == "flux true cfg" else {"guidance_scale": 1.0}

@@ -155,4 +155,4 @@ def fused_projections() -> str:
 def test_fused_projections_cannot_travel_apart(pool: Pool) -> None:
     """A failure means that FLUX is projected by weights that were fused away from, or in one piece unsaid."""
     for message in pool.run(fused_projections, 2):
-        assert "unfuse_qkv_projections" in message and "\n" not in message
+        assert "call pipe.transformer.unfuse_qkv_projections()" in message and "\n" not in message

@@ -17,12 +17,13 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import AsyncMax, gather_json
+from ditile.distributed.transport import AsyncMax, describe_dtype, gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.step_memory import explain_branch_refusal
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -95,7 +96,7 @@ class DataCfgBatch:
         self._hole: Tensor | None = None
         self._predictions: dict[int, Tensor] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
-        self._trailing: list[int] = []
+        self._row: tuple[str, list[int]] = ("", [])  # of a prediction, where this rank makes none
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
@@ -171,6 +172,8 @@ class DataCfgBatch:
         every = BatchSlice.from_batch_size(batch.shape[0], self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
+            if self._by_calls and (reason := explain_branch_refusal(self._model)):
+                raise ModelError(reason)
         before = self._num_branches.get(branch, every.num_branches)
         if every.num_branches != before and now.is_stale(step):
             raise StateError(
@@ -220,7 +223,7 @@ class DataCfgBatch:
         result = forward(*cut_positional, **cut_named)
         self._results[branch] = result
         prediction = own(extract_prediction(result))
-        self._agree_on_shape(prediction)
+        self._agree_on_row(prediction)
         shape = (size, *prediction.shape[1:])
         whole = self._predictions.get(branch)
         if whole is None or now.micro_step.patch is None or whole.shape != shape:
@@ -257,16 +260,18 @@ class DataCfgBatch:
 
     def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
-        self._agree_on_shape(None)
+        self._agree_on_row(None)
         now.advance_branch()
-        zeros = batch.new_zeros((batch.shape[0], *self._trailing))
+        # The dtype may be another than the latents': under autocast it is that of the last product.
+        dtype, trailing = self._row
+        zeros = batch.new_zeros((batch.shape[0], *trailing), dtype=getattr(torch, dtype))
         return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
 
-    def _agree_on_shape(self, prediction: Tensor | None) -> None:
-        """Where some replica is idle, rank 0 sends once how large a row of the prediction is; all must call it."""
+    def _agree_on_row(self, prediction: Tensor | None) -> None:
+        """Where some replica is idle, rank 0 sends once the dtype and shape of a prediction's row; all must call it."""
         if not self._announced and self._data.has_idle_replica:
-            mine = None if prediction is None else list(prediction.shape[1:])
-            self._trailing = gather_json(mine, self._mesh.everyone)[0]
+            mine = None if prediction is None else [describe_dtype(prediction), list(prediction.shape[1:])]
+            self._row = tuple(gather_json(mine, self._mesh.everyone)[0])
         self._announced = True
 
     def _find_fresh_span(self, now: Generation, branch: int) -> Span | None:

@@ -17,6 +17,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
+from ditile.hooks.attention_processors import UNFUSE, has_fused_projections
 from ditile.hooks.overrides import match_modules
 
 
@@ -220,10 +221,8 @@ def _list_head_counts(attention: Any) -> list[int]:
 
 
 def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, CutStyle]) -> None:
-    if getattr(attention, "fused_projections", False):
-        raise ModelError(
-            f"{path} has fused projections, and the tensor table names them apart; call unfuse_qkv_projections()"
-        )
+    if has_fused_projections(attention):
+        raise ModelError(f"{path} has fused projections, and the tensor table names them apart; {UNFUSE}")
     processor = getattr(attention, "processor", None)
     if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
         raise ModelError(

@@ -20,14 +20,13 @@ from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic, broadcast_tensor, gather_json
+from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dtype, gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import IN_CALL, override_attribute
 from ditile.hooks.placeholders import ModuleContents, restore_contents, turn_into_placeholder
 from ditile.parallel.text.parts import (
     FREED,
-    IN_CALL,
     WHOLE,
     EncoderPlacement,
     assign_layer_ranks,
@@ -204,7 +203,7 @@ class _EncoderChannel:
             made = make()
             header = {
                 "made": _describe_output(made, output_tensors),
-                "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in output_tensors],
+                "tensors": [[describe_dtype(t), list(t.shape)] for t in output_tensors],
             }
         except BaseException as error:  # the others wait for a header
             gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self._control)

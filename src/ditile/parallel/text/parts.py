@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import LoadError, ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
+from ditile.hooks.overrides import IN_CALL
 from ditile.hooks.placeholders import ModuleContents, turn_into_placeholder
 
 _PLACEHOLDER = "stand_in"
@@ -189,8 +190,6 @@ def _iterate_largest_foreign(module: nn.Module, mine: set[int]) -> Iterator[nn.M
 
 _PLACE = "_place_by_ditile"
 """The attribute of an encoder that says which part of it there is."""
-IN_CALL = "_called_by_ditile"
-"""The attribute of an encoder that says that a runner is in the middle of a call."""
 
 
 @dataclass(frozen=True, slots=True)

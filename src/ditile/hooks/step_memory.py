@@ -1,0 +1,79 @@
+"""Hooks of diffusers on the user's model that remember something from step to step, and which plans they fit.
+
+They are its caches (`transformer.enable_cache`, or the functions that it calls), and whatever a user derives from its
+`ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank; what such a hook
+remembers, or decides by the tokens that it sees, is right then only if it neither compares tokens nor leaves out
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from diffusers.hooks.hooks import ModelHook
+from diffusers.hooks.mag_cache import MagCacheHeadHook
+from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastHook
+from diffusers.hooks.smoothed_energy_guidance_utils import SmoothedEnergyGuidanceHook
+from diffusers.hooks.taylorseer_cache import TaylorSeerCacheHook
+from torch import nn
+
+from ditile.plan.plan import Plan
+
+_OF_LAYERS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
+"""They count steps, and remember what one layer made of the tokens that it was given."""
+_OF_BLOCKS = (*_OF_LAYERS, MagCacheHeadHook)
+"""They count steps; some leave out all blocks behind the first."""
+_REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
+
+
+def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | None = None) -> str | None:
+    """Why hooks on models give another picture under a plan than without one, or None.
+
+    Args:
+        models: what the pipeline calls in its loop, not compiled.
+        plan: how they are divided.
+        steps: of the call, if they are known.
+    """
+    fitting = _list_fitting_hooks(plan, steps)
+    for model in models:
+        for where, hook in _list_hooks(model):
+            looks_at_tokens = hook._is_stateful or isinstance(hook, SmoothedEnergyGuidanceHook)
+            if looks_at_tokens and not isinstance(hook, fitting):
+                return (
+                    f"{where} has diffusers' {type(hook).__name__}, which remembers or compares tokens of whole calls, "
+                    f"and '{plan}' divides these; {_REMEDY}, or use a plan of data, cfg and tensor alone"
+                )
+    return None
+
+
+def explain_branch_refusal(model: nn.Module) -> str | None:
+    """Why hooks on a model need all calls of a step, or None: they count and remember over branches of guidance."""
+    for where, hook in _list_hooks(model):
+        # diffusers' other caches have a memory for each of the pipeline's contexts, "cond" and "uncond".
+        if hook._is_stateful and not hasattr(hook, "state_manager"):
+            return (
+                f"{where} has diffusers' {type(hook).__name__}, which takes the calls of all branches of guidance for "
+                f"one series, and cfg shares them out; {_REMEDY}, or use data"
+            )
+    return None
+
+
+def _list_fitting_hooks(plan: Plan, steps: int | None) -> tuple[type[ModelHook], ...]:
+    """The classes of hooks that are right under a plan."""
+    # A patch would get what the hook remembers of the patch before.
+    if plan.attends_to_stale_keys and (steps is None or plan.least_warmup < steps):
+        return ()
+    if plan.pipefusion > 1:
+        return _OF_LAYERS
+    divides_between_layers = plan.tensor > 1 and plan.split_scheme == "sequence"
+    divides_tokens = plan.ring * plan.distrifusion * plan.ulysses > 1 or divides_between_layers
+    return _OF_BLOCKS if divides_tokens else (ModelHook,)
+
+
+def _list_hooks(model: nn.Module) -> Iterator[tuple[str, ModelHook]]:
+    """diffusers' hooks on the modules of a model, with the names of the modules."""
+    for path, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        if registry is not None:
+            where = f"{type(model).__name__}.{path}".rstrip(".")
+            yield from ((where, hook) for hook in registry.hooks.values())
