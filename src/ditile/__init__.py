@@ -15,9 +15,11 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 
 if TYPE_CHECKING:
-    from ditile.cache.cache_dit import ParallelismConfig
+    from ditile.cache.cache_dit import ParallelismBackend, ParallelismConfig, QuantizeConfig
     from ditile.cache.cached import IdleCacheWarning
     from ditile.cache.config import (
+        BasicCacheConfig,
+        CalibratorConfig,
         DBCacheConfig,
         DBPruneConfig,
         DMDCalibratorConfig,
@@ -25,10 +27,26 @@ if TYPE_CHECKING:
         ParamsModifier,
         TaylorSeerCalibratorConfig,
     )
-    from ditile.cache.config_text import load_configs
+    from ditile.cache.config_text import (
+        load_attn_backend_config,
+        load_cache_config,
+        load_configs,
+        load_parallelism_config,
+        load_quantize_config,
+    )
     from ditile.cache.step_mask import steps_mask
     from ditile.hooks.compile import set_compile_configs
-    from ditile.models.adapter import BlockAdapter, ForwardPattern, PatchFunctor
+    from ditile.models.adapter import (
+        BlockAdapter,
+        ForwardPattern,
+        PatchFunctor,
+        Pattern_0,
+        Pattern_1,
+        Pattern_2,
+        Pattern_3,
+        Pattern_4,
+        Pattern_5,
+    )
     from ditile.models.block_lists import supported_pipelines
     from ditile.models.registry import register
     from ditile.plan.spec import ModelSpec
@@ -42,27 +60,34 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockAdapter", "DBCacheConfig", "DBPruneConfig", "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig",
-    "ForwardPattern", "IdleCacheWarning", "JoinError", "LoadError", "ModelError", "ModelSpec", "ParallelismConfig",
-    "ParamsModifier", "PatchFunctor", "Plan", "PlanError", "RankError", "Report", "Runner", "StateError",
-    "TaylorSeerCalibratorConfig", "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load",
-    "load_configs", "load_lora", "parallelize", "plan_for", "quantize", "refresh_context", "register",
-    "set_compile_configs", "steps_mask", "strify", "summary", "supported_pipelines",
+    "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
+    "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig", "ForwardPattern", "IdleCacheWarning", "JoinError",
+    "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
+    "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
+    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "TaylorSeerCalibratorConfig",
+    "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
+    "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
+    "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
+    "strify", "summary", "supported_pipelines",
 ]  # fmt: skip
 
 _LAZY = {
     name: module
     for module, names in {
-        "ditile.cache.cache_dit": "ParallelismConfig",
+        "ditile.cache.cache_dit": "ParallelismBackend ParallelismConfig QuantizeConfig",
         "ditile.cache.cached": "IdleCacheWarning",
         "ditile.cache.config": (
-            "DBCacheConfig DBPruneConfig DMDCalibratorConfig FoCaCalibratorConfig ParamsModifier "
-            "TaylorSeerCalibratorConfig"
+            "BasicCacheConfig CalibratorConfig DBCacheConfig DBPruneConfig DMDCalibratorConfig FoCaCalibratorConfig "
+            "ParamsModifier TaylorSeerCalibratorConfig"
         ),
-        "ditile.cache.config_text": "load_configs",
+        "ditile.cache.config_text": (
+            "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"
+        ),
         "ditile.cache.step_mask": "steps_mask",
         "ditile.hooks.compile": "set_compile_configs",
-        "ditile.models.adapter": "BlockAdapter ForwardPattern PatchFunctor",
+        "ditile.models.adapter": (
+            "BlockAdapter ForwardPattern PatchFunctor Pattern_0 Pattern_1 Pattern_2 Pattern_3 Pattern_4 Pattern_5"
+        ),
         "ditile.models.block_lists": "supported_pipelines",
         "ditile.models.registry": "register",
         "ditile.plan.spec": "ModelSpec",
@@ -79,7 +104,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ditile.cache.cache_dit import INSTEAD
+
+        hint = f", a name of cache-dit; use {INSTEAD[name]}" if name in INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     env.drop_import_complaints()
     return getattr(importlib.import_module(_LAZY[name]), name)
 

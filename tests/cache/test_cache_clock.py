@@ -10,6 +10,7 @@ import torch
 from diffusers import (
     AutoencoderKLWan,
     DDIMScheduler,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2Transformer3DModel,
@@ -120,6 +121,110 @@ def test_timesteps_that_were_set_before_the_call() -> None:
     pipe.scheduler.set_timesteps(STEPS)
     different(pipe(latents, inputs), plain)
     assert skipped(pipe) == [REST] * 2
+
+
+class Own(DiffusionPipeline):  # type: ignore[misc]
+    """A loop without a scheduler; it may be left in mid picture."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer)
+
+    @torch.no_grad()
+    def __call__(self, latents: Any, text: Any, num_inference_steps: int = STEPS, leave: int = -1) -> Any:
+        for k in range(num_inference_steps):
+            if k == leave:
+                raise KeyError(leave)
+            with self.transformer.cache_context("cond"):
+                out = self.transformer(latents, torch.tensor([900 - 100 * k]), text, return_dict=False)[0]
+            latents = latents - 0.1 * out
+        return latents
+
+
+class Several(DiffusionPipeline):  # type: ignore[misc]
+    """Steps a scheduler by another name, and then a second one for something else."""
+
+    def __init__(self, transformer: Any, prior_scheduler: Any, decoder_scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(
+            transformer=transformer, prior_scheduler=prior_scheduler, decoder_scheduler=decoder_scheduler
+        )
+
+    @torch.no_grad()
+    def __call__(self, latents: Any, text: Any, both: bool = False) -> Any:
+        for scheduler in (self.prior_scheduler, self.decoder_scheduler) if both else (self.prior_scheduler,):
+            scheduler.set_timesteps(STEPS)
+        for t in self.prior_scheduler.timesteps:
+            out = self.transformer(latents, t[None], text, return_dict=False)[0]
+            latents = self.prior_scheduler.step(out, t, latents, return_dict=False)[0]
+            if both:
+                self.decoder_scheduler.step(out, t, latents)
+        self.decoder_scheduler.set_timesteps(3)
+        for t in self.decoder_scheduler.timesteps:
+            latents = self.decoder_scheduler.step(latents, t, latents, return_dict=False)[0]
+        return latents
+
+
+def test_pipelines_without_a_component_called_scheduler() -> None:
+    """A failure means that they cannot be cached, that a picture which is left in the middle goes on in the next one,
+    or that the steps of another scheduler are counted."""
+    model, text = wan_pipeline()[0].transformer, draw(1, 9, 16, seed=1)
+    latents = draw(1, 4, 1, 6, 10, seed=3)
+    pipe = Own(model)
+    plain, _ = draw_plain_and_cached(pipe, SETTINGS, lambda: pipe(latents, text))
+    with pytest.raises(KeyError):
+        pipe(latents, text, leave=3)
+    assert find_transformer_cache(model).memory_bytes == 0
+    different(pipe(latents, text), plain)
+    assert skipped(pipe) == [REST]
+    pipe(latents, text, 9)
+    assert skipped(pipe) == [list(range(SPARE, 9))]
+    ditile.disable_cache(pipe)
+    assert type(pipe) is Own
+    same(pipe(latents, text), plain)
+    for both in (False, True):
+        several = Several(model, DDIMScheduler(clip_sample=False), DDIMScheduler(clip_sample=False))
+        draw_plain_and_cached(several, SETTINGS, lambda both=both, pipe=several: pipe(latents, text, both))
+        assert skipped(several) == [REST]
+        ditile.disable_cache(several)
+        assert not {"step", "set_timesteps"} & vars(several.decoder_scheduler).keys()
+
+
+@pytest.mark.parametrize("guided", [range(STEPS), range(2, 4), range(3)], ids=["all", "some", "first"])
+def test_a_transformer_alone_whose_calls_have_names(guided: range) -> None:
+    """diffusers' pipelines name their calls. A failure means that a branch of guidance is taken for a step: other steps
+    than with the pipeline's cache are left out, and each branch is given what the other one added."""
+    pipe, _ = denoising("ltx", 3, 5, 7)
+    model, call = pipe.transformer, denoising("ltx", 3, 5, 7)[1]
+
+    class Guided(Denoising):  # type: ignore[misc]
+        @torch.no_grad()
+        def __call__(self, latents: Any, inputs: dict[str, Any]) -> Any:
+            self.scheduler.set_timesteps(STEPS)
+            for k, t in enumerate(self.scheduler.timesteps):
+                outs = []
+                for name in ("cond", "uncond") if k in guided else ("cond",):
+                    sample = latents if name == "cond" else -latents
+                    with self.transformer.cache_context(name):
+                        time = t.expand(len(latents)) / 1000
+                        outs.append(self.transformer(sample, timestep=time, return_dict=False, **inputs)[0])
+                latents = self.scheduler.step(sum(outs), t, latents, return_dict=False)[0]
+            return latents
+
+    pipe = quiet(Guided(model, FlowMatchEulerDiscreteScheduler()))
+    inputs = call["latents"], call["inputs"]
+    ditile.enable_cache(pipe, CACHE)
+    wanted, steps = pipe(*inputs), {tuple(branch) for branch in skipped(pipe)}
+    assert tuple(REST) in steps
+    ditile.disable_cache(pipe)
+    ditile.enable_cache(model, CACHE)
+    for _ in range(2):
+        ditile.refresh_context(model, num_inference_steps=STEPS, verbose=True)
+        same(pipe(*inputs), wanted)
+        assert {tuple(branch) for branch in skipped(model)} == steps
+    ditile.enable_cache(model, CACHE.reset(num_inference_steps=STEPS))
+    for _ in range(2):
+        same(pipe(*inputs), wanted)
 
 
 def test_guidance_by_two_calls_without_a_pipeline() -> None:

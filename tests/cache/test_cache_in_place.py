@@ -14,6 +14,14 @@ from ditile import BlockAdapter, DBCacheConfig, DBPruneConfig, ForwardPattern
 STEPS = 8
 
 
+def run_block(block: Any, hidden_states: Tensor) -> Tensor:
+    """The forward of a block, whose first parameter may have any name."""
+    block.calls += 1
+    if block.in_place:
+        return hidden_states.mul_(block.factor).add_(1.0)
+    return hidden_states * block.factor + 1.0
+
+
 class Block(nn.Module):
     """Scales, adds a number, and counts its calls."""
 
@@ -21,23 +29,22 @@ class Block(nn.Module):
         super().__init__()
         self.in_place, self.factor, self.calls = in_place, factor, 0
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        self.calls += 1
-        if self.in_place:
-            return hidden_states.mul_(self.factor).add_(1.0)
-        return hidden_states * self.factor + 1.0
+    forward = run_block
 
 
 class Stack(nn.Module):
-    """Eight of them."""
+    """Eight of them. It may add a number to the tokens behind each, in place, as what a ControlNet gives."""
 
-    def __init__(self, in_place: bool, factor: float) -> None:
+    def __init__(self, in_place: bool, factor: float, adds: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(in_place, factor) for _ in range(8))
+        self.adds = adds
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         for block in self.blocks:
             hidden_states = block(hidden_states)
+            if self.adds:
+                hidden_states += self.adds
         return hidden_states
 
 
@@ -52,7 +59,7 @@ def cached_run(config: Any, in_place: bool, factor: float = 1.0, growth: float =
     return means, [block.calls for block in model.blocks]  # type: ignore[union-attr, misc]
 
 
-@pytest.mark.parametrize(
+CONFIGS = pytest.mark.parametrize(
     "config",
     [
         DBCacheConfig(Fn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.05),
@@ -63,6 +70,24 @@ def cached_run(config: Any, in_place: bool, factor: float = 1.0, growth: float =
     ],
     ids=["F=0", "F=1", "F=3 B=2", "hidden", "DBPrune"],
 )
+
+
+@CONFIGS
+def test_a_model_that_adds_in_place_between_blocks(config: Any) -> None:
+    """The same input gives the same output in every step. A failure would mean that what is added counts twice where
+    blocks are left out: once in what is kept, and once in the tokens in front of them."""
+    model = Stack(in_place=False, factor=1.0, adds=10.0)
+    ditile.enable_cache(
+        BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=ForwardPattern.Pattern_3),
+        config.reset(num_inference_steps=STEPS, residual_diff_threshold=1.0),
+    )
+    for rows in (1, 2):
+        got = [float(model(torch.ones(rows, 3, 2)).mean()) for _ in range(STEPS)]
+        assert got == [1.0 + 8 * 11.0] * STEPS
+    assert min(block.calls for block in model.blocks) == 2, "the first step of each"  # type: ignore[union-attr, misc]
+
+
+@CONFIGS
 @pytest.mark.parametrize("factor", [1.0, 1.1], ids=["the same is added", "more is added"])
 def test_blocks_that_write_in_place(config: Any, factor: float) -> None:
     """A failure would mean that what they add is taken for nothing, or that every step looks like the one before."""

@@ -5,13 +5,15 @@ What `enable_cache` puts on a pipeline is gone after `disable_cache`, and what i
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 import ditile
 from ditile import TaylorSeerCalibratorConfig
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
 from ditile.models.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
@@ -52,6 +54,41 @@ def test_nothing_left_out_is_the_pipeline(name: str) -> None:
             ditile.disable_cache(pipe)
             unchanged(pipe, before)
     same(draw(pipe, name, num_inference_steps=4), wanted, "the cache was taken off")
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["cached again", "cache taken off"])
+def test_a_transformer_that_is_replaced_is_freed(again: bool) -> None:
+    """A failure means that the weights of the old one stay in memory, or that something is left on the pipeline."""
+    pipe, other = MAKE["flux"](), MAKE["flux"]()
+    plain, kind = draw(other, "flux"), type(pipe)
+    ditile.enable_cache(pipe, CACHE)
+    cached = draw(pipe, "flux")
+    old = weakref.ref(pipe.transformer)
+    pipe.transformer = other.transformer
+    with pytest.warns(IdleCacheWarning, match="is no longer that of the FluxPipeline.*call ditile.enable_cache again"):
+        same(draw(pipe, "flux"), plain)
+    if again:
+        ditile.enable_cache(pipe, CACHE)
+        same(draw(pipe, "flux"), cached)
+    ditile.disable_cache(pipe)
+    gc.collect()
+    assert old() is None and type(pipe) is kind
+    assert not {"step", "set_timesteps"} & vars(pipe.scheduler).keys()
+    same(draw(pipe, "flux"), plain)
+
+
+def test_what_is_refused_leaves_the_earlier_cache() -> None:
+    """A failure means that a division or a type of quantization that cannot be takes the cache away that was there."""
+    pipe = MAKE["flux"]()
+    ditile.enable_cache(pipe, CACHE)
+    wanted = draw(pipe, "flux")
+    for refused in ({"parallelism_config": {"ulysses_size": 2}}, {"quantize_config": {"quant_type": "svdq_int4_r32"}}):
+        with pytest.raises(ditile.DitileError):
+            ditile.enable_cache(pipe, CACHE.reset(max_warmup_steps=1), **refused)
+        same(draw(pipe, "flux"), wanted)
+        assert skipped(pipe) == [REST]
+    ditile.disable_cache(pipe)
+    assert type(pipe).__module__.startswith("diffusers.") and "__call__" in vars(type(pipe))
 
 
 @pytest.mark.parametrize("name", MAKE)

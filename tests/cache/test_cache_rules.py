@@ -285,22 +285,49 @@ def test_the_difference_of_some_tokens_or_channels() -> None:
 
 
 def test_a_ratio_to_nothing() -> None:
-    """Nothing that stays nothing did not change; nothing that becomes something did, beyond any threshold."""
+    """Nothing that stays nothing says nothing; nothing that becomes something changed, beyond any threshold."""
     assert (
-        compute_relative_difference(0.0, 0.0) == 0
+        compute_relative_difference(0.0, 0.0) is None
         and compute_relative_difference(1e-9, 0.0) == math.inf
         and math.isnan(compute_relative_difference(math.nan, 1.0))
     )
+
+
+def test_a_probe_of_zeros_says_nothing() -> None:
+    """Such as of blocks whose gates are 0. A failure means that all is left out while the rest of the model changes."""
+    for difference in (Difference(), Difference(important=0.5)):
+        one = SkipJudge(SkipRules(limits(threshold=0.5)), difference)
+        zeros, ones = torch.zeros(1, 4, 4), torch.ones(1, 4, 4)
+        for step, (probe, wanted) in enumerate(((zeros, False), (zeros, False), (ones, False), (ones, True))):
+            assert decide(one, probe, step) == [wanted], (difference, step)
+
+
+def test_what_enters_behind_the_probe_counts() -> None:
+    """The size of each argument, by image. A failure means that control that begins, ends or jumps is not noticed, or
+    that a small one is not beside a large one."""
+    one, probe = judge(), torch.ones(2, 4, 4)
+    sizes = [(4.0, 900.0)] * 2, [(5.0, 900.0), (5.0, 950.0)], [(0.0, 900.0), (5.0, 900.0)], [(4.0, 900.0)] * 2
+    wanted = [False, False], [True, True], [False, True], [False, True]
+    for step, (control, skips) in enumerate(zip(sizes, wanted, strict=True)):
+        assert decide(one, probe, step, images=2, control=torch.tensor(control)) == skips, step
 
 
 def judge(threshold: float = 0.5, **how: Any) -> SkipJudge:
     return SkipJudge(SkipRules(limits(threshold=threshold)), Difference(), **how)
 
 
-def decide(one: SkipJudge, probe: Tensor, step: int, *, images: int | None = None, **moment: Any) -> list[bool]:
+def decide(
+    one: SkipJudge,
+    probe: Tensor,
+    step: int,
+    *,
+    images: int | None = None,
+    control: Tensor | None = None,
+    **moment: Any,
+) -> list[bool]:
     """One call of a model, and what is remembered of it."""
     at = CallPosition(step, images=images, **moment)
-    call = CacheCall(at, step, split_into_units(len(probe), images, "image"), len(probe))
+    call = CacheCall(at, step, split_into_units(len(probe), images, "image"), len(probe), control=control)
     skips = one.decide_skips(probe, call, SingleRankAgreement())
     one.store_probes(probe, call, skips)
     return skips

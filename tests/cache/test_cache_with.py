@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import (
+    FirstBlockCacheConfig,
     FluxControlNetModel,
     FluxControlNetPipeline,
     SD3ControlNetModel,
@@ -114,6 +115,28 @@ def test_controlnets(name: str) -> None:
     same(draw(pipe, name, **control), plain)
 
 
+@pytest.mark.parametrize("part", [{"control_guidance_end": 0.5}, {"control_guidance_start": 0.5}], ids=str)
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_control_that_begins_or_ends_in_mid_run(name: str, part: dict[str, float]) -> None:
+    """The step in which it does computes, and with steady control no other one does for its sake. A failure means that
+    what enters behind the probe is not noticed, so that control goes on where it should have ended."""
+    pipe, control = with_controlnet(name)
+    randomise(pipe.transformer, gain=0.3)  # as slow from step to step as a trained model
+
+    def draw(**changes: Any) -> Any:
+        torch.manual_seed(3)
+        return run(pipe, name, num_inference_steps=12, **control, **changes)
+
+    plain = draw(**part)
+    ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=0.15))
+    draw()
+    steady = {step for branch in skipped(pipe) for step in branch}
+    got = draw(**part)
+    [found] = {tuple(branch) for branch in skipped(pipe)}
+    assert steady - set(found) == {6}
+    assert float((got - plain).norm() / plain.norm()) < 0.06
+
+
 # Hooks that offload
 
 
@@ -199,6 +222,44 @@ def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> No
         pictures.append(draw(pipe, name))
         assert all(steps == REST for steps in skipped(pipe))
     assert all(near(picture, pictures[0]) for picture in pictures)
+
+
+def offload_by_block(pipe: Any) -> None:
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(cpu, num_blocks_per_group=1, offload_type="block_level")
+
+
+def cache_by_diffusers(pipe: Any) -> None:
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["at once", "after a picture"])
+@pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "transformer"])
+@pytest.mark.parametrize("below", [offload_by_block, cache_by_diffusers])
+def test_hooks_below_that_are_taken_off(below: Any, alone: bool, drawn: bool, tmp_path: Path) -> None:
+    """diffusers takes the hooks of group offloading off for a LoRA, and puts them on again; its own cache is disabled.
+    A failure means that a cache is lost without a word, or that something is left of it."""
+    pipe, folder = MAKE["flux"](), folder_of("flux", tmp_path)
+    below(pipe)
+    target = pipe.transformer if alone else pipe
+    ditile.enable_cache(target, CACHE.reset(num_inference_steps=STEPS))
+    if drawn:
+        draw(pipe, "flux")
+    if below is offload_by_block:
+        pipe.load_lora_weights(folder, adapter_name="one", weight_name="one.safetensors")
+    else:
+        pipe.transformer.disable_cache()
+    for _ in range(2):
+        got = draw(pipe, "flux")
+        assert skipped(target) == [REST]
+    ditile.disable_cache(target)
+    plain = draw(pipe, "flux")
+    different(got, plain)
+    for module in pipe.transformer.modules():
+        assert not [key for key in vars(module) if "ditile" in key]
+    if below is offload_by_block:
+        pipe.transformer._diffusers_hook.remove_hook("group_offloading", recurse=True)
+        same(draw(pipe, "flux"), plain)
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:

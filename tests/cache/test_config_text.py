@@ -47,12 +47,20 @@ parallelism_config:
 """
 
 
+def named(configs: dict[str, Any]) -> dict[str, Any]:
+    """Without the sections that are absent, cache_config apart; all five are there."""
+    assert list(configs) == [
+        "cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config"
+    ]  # fmt: skip
+    return {name: config for name, config in configs.items() if config is not None or name == "cache_config"}
+
+
 def test_the_documented_file(tmp_path: Path) -> None:
     path = tmp_path / "hybrid.yaml"
     path.write_text(HYBRID)
     found = load_configs(path)
     assert found == load_configs(str(path))
-    assert found == {
+    assert named(found) == {
         "cache_config": DBCacheConfig(
             Fn_compute_blocks=1, warmup_interval=2, max_continuous_cached_steps=2, residual_diff_threshold=0.12
         ),
@@ -76,8 +84,8 @@ def test_json_and_all_sections(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     path.write_text(json.dumps(content))
     assert (
-        load_configs(path)
-        == load_configs(content)
+        named(load_configs(path))
+        == named(load_configs(content))
         == {
             "cache_config": DBCacheConfig(steps_computation_mask="fast"),
             "calibrator_config": FoCaCalibratorConfig(),
@@ -122,7 +130,7 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("content", "wanted"), MEANT)
 def test_what_sections_mean(content: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = load_configs(content)
+    found = named(load_configs(content))
     assert found == wanted
     assert [*map(type, found.values())] == [*map(type, wanted.values())]
 
@@ -168,7 +176,8 @@ def test_a_line_a_file_and_flags_say_the_same(values: dict[str, Any], forecast: 
         assert found == wanted and type(found["cache_config"]) is type(cache), line
         assert CacheOptions(cache_line=line).build_cache_arguments() == wanted
     section = values | ({key: True} if key else {}) | {"cache_type": "DBPrune" if prunes else "DBCache"}
-    assert load_configs({"cache_config": section}) == wanted
+    assert named(load_configs({"cache_config": section})) == wanted
+    assert load_configs(section, return_dict=False) == tuple(load_configs({"cache_config": section}).values())
     argv = [f"{FIELDS[name][1]}={value}" for name, value in values.items()]
     parser = argparse.ArgumentParser()
     add_arguments(parser, CacheOptions, title="cache")
@@ -321,7 +330,7 @@ def test_kernel_and_splits_of_a_parallelism() -> None:
         ({"backend": "mpi"}, "backend='mpi'"),
         ({"parallel_kwargs": ["attention_backend"]}, "are no names and values"),
         ({"parallel_kwargs": {"experimental_ulysses_anythin": True}}, "did you mean experimental_ulysses_anything?"),
-        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "is not True or False"),
+        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "ulysses_anything=1 is not known"),
         ({"parallel_kwargs": {"experimental_ulysses_float8": True}}, "leave it out"),
         ({"parallel_kwargs": {"ring_rotate_method": "allgather"}}, "try 'p2p'"),
         ({"parallel_kwargs": {"attention_backend": 3}}, "is no name"),

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
-from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
+from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier, merge_configs
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import CompileFunction, exclude_from_compile
-from ditile.hooks.overrides import find_forward_attribute, locate_override, override_attribute
+from ditile.hooks.overrides import find_innermost_forward, locate_override, override_attribute
 from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.spec import BlockList
 
@@ -81,8 +82,8 @@ class TransformerCache:
     Args:
         transformer: the model.
         hooks: around all its blocks of all contexts.
-        contexts: (settings) -> the contexts, each of which decides by itself.
-        config: the settings.
+        contexts: (settings, calibrator) -> the contexts, each of which decides by itself.
+        config, calibrator: the settings.
 
     Attributes:
         contexts: the contexts.
@@ -95,11 +96,13 @@ class TransformerCache:
         self,
         transformer: nn.Module,
         hooks: Sequence[CacheHook],
-        contexts: Callable[[DBCacheConfig], list[CacheContext]],
+        contexts: Callable[[DBCacheConfig, Calibration | None], list[CacheContext]],
         config: DBCacheConfig,
+        calibrator: Calibration | None,
     ) -> None:
-        self.transformer, self._hooks, self._make, self._config = transformer, hooks, contexts, config
-        self.contexts = contexts(config)
+        self.transformer, self._hooks, self._make = transformer, hooks, contexts
+        self._config, self._calibrator = config, calibrator
+        self.contexts = contexts(config, calibrator)
         self.reports: list[ContextReport] = []
         self.kept_bytes = 0
         self._clock: PipelineClock | None = None
@@ -120,15 +123,17 @@ class TransformerCache:
         self._compiler = compiler
         for hook in self._hooks:
             hook.install_hook()
-        name = find_forward_attribute(self.transformer)
-        forward = getattr(self.transformer, name)
-        self._before, self._stock = vars(self.transformer).get(name), forward
+        # Innermost, where it is never lost: it sees when a generation begins, and then renews the hooks of blocks.
+        owner, name = find_innermost_forward(self.transformer)
+        forward = getattr(owner, name)
+        self._had_own, self._stock = vars(owner).get(name) is not None, forward
 
         @exclude_from_compile
         def call_with_cache(*args: Any, **kwargs: Any) -> Any:
             return self._call_forward(forward, *args, **kwargs)
 
-        self._mine = vars(self.transformer)[name] = functools.update_wrapper(call_with_cache, forward)
+        self._mine = functools.update_wrapper(call_with_cache, forward)
+        setattr(owner, name, self._mine)
         stock: Any = getattr(self.transformer, "cache_context", None)
         if stock is not None:
             override_attribute(
@@ -144,32 +149,44 @@ class TransformerCache:
         self._clock = None
         for hook in self._hooks:
             hook.remove_hook()
-        name = locate_override(self.transformer, self._mine)
-        if name == "forward" and self._before is None:
+        place = locate_override(self.transformer, self._mine)
+        if place == (self.transformer, "forward") and not self._had_own:
             del vars(self.transformer)["forward"]
-        elif name is not None:
-            vars(self.transformer)[name] = self._stock
+        elif place is not None:
+            setattr(*place, self._stock)
         vars(self.transformer).pop(_CACHE_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         name = type(self.transformer).__name__
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
-    def refresh_settings(self, steps: int | None, config: DBCacheConfig | None, changes: dict[str, Any]) -> None:
+    def refresh_settings(
+        self, steps: int | None, config: DBCacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
+    ) -> None:
         """Prepares for a new picture, of so many steps if they are given, and with other settings if some are given.
+
+        Args:
+            steps: of the picture.
+            config: the fields that were given to it change; one of another class replaces the settings.
+            calibrator: the same.
+            changes: fields of the settings that change too.
 
         Raises:
             ModelError: if a field is not known, or a value is out of its range.
         """
-        self._config = (config or self._config).reset(**changes)
-        self.contexts = self._make(self._config)
-        self._own_clock.restart_clock(steps, separate_cfg=self._config.enable_separate_cfg)
+        if config is not None and type(config) is type(self._config):
+            config = merge_configs(self._config, config)
+        config = (config or self._config).reset(**changes)
+        calibrator = merge_configs(self._calibrator, calibrator)
+        self.contexts = self._make(config, calibrator)
+        self._config, self._calibrator = config, calibrator
+        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
-    def update_compilation(self) -> None:
-        """Looks for blocks that were compiled since the hooks were installed. This comes first in a generation."""
+    def renew_hooks(self) -> None:
+        """Renews hooks that were lost, or whose block was compiled since. This comes first in a generation."""
         compile_ = self._compiler()
         for hook in self._hooks:
-            hook.update_compilation(compile_)
+            hook.renew_hook(compile_)
 
     @contextmanager
     def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
@@ -191,7 +208,7 @@ class TransformerCache:
         """Begins a generation of so many steps, in which nothing is remembered yet."""
         self.end_generation()
         if self._clock is self._own_clock:
-            self.update_compilation()
+            self.renew_hooks()
         self.reports, self.kept_bytes = [], 0
         self._loop_step, self._step = -1, -1
         # `enable_cache` has warned of the other contexts.
@@ -205,14 +222,18 @@ class TransformerCache:
 
     def end_generation(self) -> None:
         """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
+        self.update_reports()
+        for _, chain in self._chains:
+            chain.bypass_cache()
+        self._chains = []
+
+    def update_reports(self) -> None:
+        """Makes the reports those of the generation under way, if there is one."""
         if self._chains:
             self.kept_bytes = self.memory_bytes
             self.reports = [
                 build_context_report(context, chain, self._step + 1, self.kept_bytes) for context, chain in self._chains
             ]
-        for _, chain in self._chains:
-            chain.bypass_cache()
-        self._chains = []
 
     @property
     def memory_bytes(self) -> int:
@@ -254,10 +275,13 @@ class TransformerCache:
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1
-        batch_size, kind = _get_batch_size(args, kwargs), _get_input_signature(args, kwargs)
+        # The noisy input is the first argument; of some models it is a list.
+        sample: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
+        batch_size, kind = len(sample), _describe_input((*args, *kwargs.values()))
+        control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         for context, chain in self._chains:
             units = split_into_units(batch_size, moment.images, context.config.couple)
-            chain.begin_forward(CacheCall(moment, self._step, units, batch_size, kind), self._agreement)
+            chain.begin_forward(CacheCall(moment, self._step, units, batch_size, kind, control), self._agreement)
 
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
@@ -307,7 +331,7 @@ def build_transformer_cache(
     ) -> CacheContext:
         return CacheContext(name, context_hooks, config if has_rows else config.reset(couple="batch"), calibrator)
 
-    def build_contexts(changed: DBCacheConfig) -> list[CacheContext]:
+    def build_contexts(changed: DBCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
         if len(modifiers) < 2:
             whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
             return [build_context("+".join(hooks_by_list), hooks, *whole)]
@@ -317,7 +341,7 @@ def build_transformer_cache(
             for (name, context_hooks), modifier in pairs
         ]
 
-    return TransformerCache(transformer, hooks, build_contexts, config)
+    return TransformerCache(transformer, hooks, build_contexts, config, calibrator)
 
 
 def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
@@ -325,15 +349,43 @@ def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
     return vars(transformer).get(_CACHE_ATTRIBUTE)
 
 
-def _get_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the batch: those of the noisy input, which is the first argument (of some models a list)."""
-    sample: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
-    return int(sample.shape[0]) if isinstance(sample, Tensor) else len(sample)
+def _describe_input(value: Any) -> Any:
+    """The shapes of all tensors in an argument, its strings, which name modes, and the types of the rest; calls that
+    differ share no memory."""
+    if isinstance(value, dict | list | tuple):
+        return tuple(map(_describe_input, value.values() if isinstance(value, dict) else value))
+    return value.shape if isinstance(value, Tensor) else value if isinstance(value, str) else type(value)
 
 
-def _get_input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes of all tensors of a call, and its strings, which name modes; calls that differ share no memory."""
-    inputs = (*args, *kwargs.values())
-    return tuple(
-        value.shape if isinstance(value, Tensor) else value for value in inputs if isinstance(value, Tensor | str)
-    )
+def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:
+    """Sizes `[rows, arguments]` of what may enter between blocks: lists of tensors, and what is called control.
+
+    Other arguments enter in front of the first block, or are the same in all steps.
+    """
+    sizes = [
+        torch.stack([_measure_rows(each, batch_size).to(tensors[0].device) for each in tensors]).sum(dim=0)
+        for name, value in inputs
+        if value is not sample and (not isinstance(value, Tensor) or "control" in str(name))
+        for tensors in [list(_iterate_float_tensors(value))]
+        if tensors
+    ]
+    return torch.stack([each.to(sizes[0].device) for each in sizes], dim=1) if sizes else None
+
+
+def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The L1 norm of each row; where there are no such rows, that of the whole for each."""
+    own_rows = rows if tensor.ndim and len(tensor) == rows else 1
+    flat = tensor.detach().reshape(own_rows, -1)
+    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    norms: Tensor = torch.linalg.vector_norm(flat, ord=1, dim=1, dtype=dtype)
+    return norms.expand(rows)
+
+
+def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in an argument, which may be nested."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_float_tensors(each)

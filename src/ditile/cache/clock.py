@@ -1,7 +1,7 @@
 """Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
 
-A generation also ends when the pipeline's call returns or raises. Methods of the scheduler are overridden on the
-instance. The pipeline gets a class of its own, because Python looks up `__call__` on the class. A cache needs to know
+A generation also ends when the pipeline's call returns or raises. Methods of schedulers are overridden on the
+instances. The pipeline gets a class of its own, because Python looks up `__call__` on the class. A cache needs to know
 only the scheduler's steps and the model's calls between them: a step with two calls has two branches of guidance.
 """
 
@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from ditile.errors import StateError
@@ -21,52 +21,94 @@ from ditile.hooks.protocols import CallPosition, LabelledModel
 MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
 
 
+def find_schedulers(pipe: Any) -> dict[str, Any]:
+    """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
+    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
+    schedulers = {name: part for name, part in parts.items() if all(hasattr(part, each) for each in _WATCHED)}
+    return dict(sorted(schedulers.items(), key=lambda item: item[0] != "scheduler"))
+
+
+_WATCHED = ("set_timesteps", "step")
+"""The methods of a scheduler that say where a pipeline is."""
+
+
+def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., AbstractContextManager[None]]) -> None:
+    """Gives a pipeline a class of its own, whose call runs within `enter(..)`, until the stack is closed."""
+    kind = type(pipe)
+    if not callable(pipe):
+        return
+
+    @functools.wraps(kind.__call__)
+    def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
+        with enter(*args, **kwargs) if this is pipe else ExitStack():
+            return kind.__call__(this, *args, **kwargs)
+
+    names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    pipe.__class__ = type(kind.__name__, (kind,), names)
+    stack.callback(setattr, pipe, "__class__", kind)
+
+
 class SchedulerClock:
     """The clock of one pipeline, and of all the models that it calls.
 
+    A model may belong to several pipelines. A call in which none of this pipeline's schedulers is used is not counted.
+
     Args:
-        pipe: the pipeline; the scheduler is the one that it has at the time.
+        pipe: the pipeline; its schedulers are those that it has at the time.
         on_begin: called when a generation begins, with its steps.
         on_end: called when it is over, or was left by an error.
+        on_call: called when the pipeline is.
     """
 
-    def __init__(self, pipe: Any, on_begin: Callable[[int], None], on_end: Callable[[], None]) -> None:
-        self._pipe, self._begun, self._ended = pipe, on_begin, on_end
+    def __init__(
+        self,
+        pipe: Any,
+        on_begin: Callable[[int], None],
+        on_end: Callable[[], None],
+        on_call: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pipe, self._begun, self._ended, self._called = pipe, on_begin, on_end, on_call
         self._stack = ExitStack()
+        self._schedulers: dict[str, Any] = {}
         self._scheduler: Any = None
-        self._live, self._steps, self._step = False, 0, 0
+        self._live, self._is_counted, self._steps, self._step = False, False, 0, 0
         self._images: int | None = None
         self._calls: dict[LabelledModel, int] = {}
         self._labels: set[tuple[LabelledModel, str]] = set()
-        self._timed, self._apart, self._presets = False, False, False
+        self._timed, self._apart = False, False
+        # Timesteps may have been set before the call, and out of sight; then so many steps went by unseen.
+        self._presets, self._unseen = False, 0
         self._thread: int | None = None
         self._busy, self._depth = threading.RLock(), 0
 
     def start_watching(self) -> None:
-        """Watches the scheduler, and the pipeline's call."""
-        if self._scheduler is self._pipe.scheduler:
+        """Watches the schedulers, and the pipeline's call."""
+        if self._schedulers and not self._are_schedulers_replaced():
             return
         self._stack.close()
-        self._scheduler = self._pipe.scheduler
-        for name, mine in (("set_timesteps", self._handle_set_timesteps), ("step", self._handle_scheduler_step)):
-            override_attribute(
-                self._stack,
-                self._scheduler,
-                name,
-                WatchedMethod(mine, getattr(self._scheduler, name), self._record_scheduler_copy),
+        self._schedulers = find_schedulers(self._pipe)
+        self._scheduler = next(iter(self._schedulers.values()))
+        for scheduler in {id(each): each for each in self._schedulers.values()}.values():
+            names = list(inspect.signature(scheduler.step).parameters)
+            sample_at = names.index("sample") if "sample" in names else len(names)
+            handlers = (
+                functools.partial(self._handle_set_timesteps, scheduler),
+                functools.partial(self._handle_scheduler_step, scheduler, sample_at),
             )
-        names = list(inspect.signature(self._scheduler.step).parameters)
-        self._sample_at = names.index("sample") if "sample" in names else len(names)
-        self._watch_pipeline_call()
+            for name, mine in zip(_WATCHED, handlers, strict=True):
+                watched = WatchedMethod(mine, getattr(scheduler, name), self._record_scheduler_copy)
+                override_attribute(self._stack, scheduler, name, watched)
+        _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:
-        """Leaves scheduler and pipeline as they were."""
+        """Leaves schedulers and pipeline as they were."""
         self.end_generation()
         self._stack.close()
-        self._scheduler = None
+        self._schedulers = {}
 
     def end_generation(self) -> None:
         """The generation is over."""
+        self._unseen = 0
         if self._live:
             self._live = False
             self._ended()
@@ -76,31 +118,39 @@ class SchedulerClock:
         self.end_generation()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """The place of a model's call; None before the pipeline has set its timesteps, as when it encodes an image.
+        """The place of a model's call. None before the pipeline has set its timesteps, as when it encodes an image, and
+        where another pipeline calls the model.
 
         Raises:
             StateError: if another thread runs the pipeline, or the scheduler is not stepped.
         """
         # A user may give the pipeline another scheduler at any time.
-        if self._pipe.scheduler is not self._scheduler:
+        if self._are_schedulers_replaced():
             self.start_watching()
-            self._begin_generation()
+            self.end_generation()
+            if self._depth:
+                self._begin_generation()
         if not self._live:
-            if self._depth and not (self._timed or self._presets):
+            if not (self._presets or (self._depth and self._timed)):
                 return None
-            self._begin_generation()
+            self._begin_generation(self._unseen)
         self._check_thread()
         if model.label is not None:
             self._record_label(model, model.label)
-        if self._step == 0 and not self._calls:
-            skipped = getattr(self._scheduler, "begin_index", None) or 0
-            self._steps = len(self._scheduler.timesteps) - skipped
+        if not self._is_counted:
+            self._steps = self._count_steps()
             self._begun(self._steps)
+            self._is_counted = True
         branch = self._calls.get(model, 0)
+        if branch >= MAX_CALLS_PER_STEP and not self._depth:
+            # Another pipeline, although the timesteps of this one were set.
+            self._presets = False
+            self.end_generation()
+            return None
         if branch >= MAX_CALLS_PER_STEP:
             raise StateError(
-                f"a cached model was called {branch} times, and the scheduler of the {type(self._pipe).__name__} that "
-                "it was cached with was not stepped; call enable_cache on the pipeline that runs"
+                f"a cached model was called {branch} times, and no scheduler of the {type(self._pipe).__name__} was "
+                "stepped, so its steps cannot be counted; call disable_cache"
             )
         return CallPosition(self._step, branch, images=self._images)
 
@@ -108,6 +158,13 @@ class SchedulerClock:
         """Counts a call of the model that has returned."""
         if self._live:
             self._calls[model] = self._calls.get(model, 0) + 1
+
+    def _are_schedulers_replaced(self) -> bool:
+        return any(getattr(self._pipe, name, None) is not each for name, each in self._schedulers.items())
+
+    def _count_steps(self) -> int:
+        skipped = getattr(self._scheduler, "begin_index", None) or 0
+        return len(self._scheduler.timesteps) - skipped
 
     def _record_label(self, model: LabelledModel, label: str) -> None:
         """Ends a step when a label comes again, where the pipeline steps copies and not the scheduler itself."""
@@ -122,28 +179,17 @@ class SchedulerClock:
         """Notes that the pipeline copied its scheduler: it may step copies, one for each frame, and never the first."""
         self._apart = self._live and not self._step
 
-    def _watch_pipeline_call(self) -> None:
-        """Overrides the pipeline's call, which makes one picture, and refuses a second call at the same time."""
-        pipe, kind = self._pipe, type(self._pipe)
-        if not callable(pipe):
-            return
-
-        @functools.wraps(kind.__call__)
-        def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._enter_pipeline_call() if this is pipe else ExitStack():
-                return kind.__call__(this, *args, **kwargs)
-
-        names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        pipe.__class__ = type(kind.__name__, (kind,), names)
-        self._stack.callback(setattr, pipe, "__class__", kind)
-
     @contextmanager
-    def _enter_pipeline_call(self) -> Iterator[None]:
+    def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """One call, which makes one picture; a second one at the same time is refused."""
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
         self._depth += 1
         self._timed = self._timed and self._depth > 1
         try:
+            if self._depth == 1:
+                self._unseen = 0
+                self._called()
             yield
         finally:
             self._depth -= 1
@@ -151,29 +197,39 @@ class SchedulerClock:
                 self.end_generation()
             self._busy.release()
 
-    def _handle_set_timesteps(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _handle_set_timesteps(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._enter_pipeline_call() if self._depth else ExitStack():
             result = stock(*args, **kwargs)
-        self._timed = True
+        self._timed, self._scheduler = True, scheduler
         self._begin_generation()
         return result
 
-    def _begin_generation(self) -> None:
+    def _begin_generation(self, step: int = 0) -> None:
         self.end_generation()
-        self._live, self._step, self._images, self._apart = True, 0, None, False
+        self._live, self._is_counted, self._step, self._images, self._apart = True, False, step, None, False
         self._calls.clear()
         self._labels.clear()
         self._thread = threading.get_ident()
 
-    def _handle_scheduler_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _handle_scheduler_step(
+        self, scheduler: Any, sample_at: int, stock: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._live and self._calls:
             self._check_thread()
-        # The scheduler is stepped in a call that set no timesteps: they were set before the call.
-        self._presets |= self._depth > 0 and not self._timed
         result = stock(*args, **kwargs)
+        if not self._live:
+            # Timesteps were set before the call, or before the cache.
+            self._presets |= not (self._depth and self._timed)
+            self._scheduler, self._unseen = scheduler, self._unseen + 1
         if not self._live or not self._calls:
             return result
-        sample = kwargs.get("sample", args[self._sample_at] if len(args) > self._sample_at else None)
+        if scheduler is not self._scheduler and self._step:
+            return result
+        if scheduler is not self._scheduler:
+            # Several had their timesteps set; the first one that is stepped counts.
+            self._scheduler = scheduler
+            self._steps = self._count_steps()
+        sample = kwargs.get("sample", args[sample_at] if len(args) > sample_at else None)
         self._images, self._apart = None if sample is None else int(sample.shape[0]), False
         self._advance_step()
         return result
@@ -198,38 +254,50 @@ class SchedulerClock:
 
 
 class CallClock:
-    """The clock of a transformer without a pipeline: each step has so many calls.
+    """The clock of a transformer without a scheduler: each step has so many calls.
+
+    A pipeline that names its calls of the model ends a step where a name comes again, whatever their number.
 
     Args:
-        on_begin, on_end: as in `SchedulerClock`.
-        steps: of every picture; None waits for `restart_clock`.
+        on_begin, on_end, on_call: as in `SchedulerClock`.
+        steps: of every picture; None waits for `restart_clock`, or the pipeline's call.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
+        pipe: a pipeline that has no scheduler; its `num_inference_steps` are those of a picture.
     """
 
     def __init__(
         self,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
+        on_call: Callable[[], None] = lambda: None,
         steps: int | None = None,
         *,
         separate_cfg: bool = False,
+        pipe: Any = None,
     ) -> None:
-        self._begun, self._ended, self._of_step = on_begin, on_end, 2 if separate_cfg else 1
-        self._count, self._steps, self._live = 0, steps, False
+        self._begun, self._ended, self._called, self._pipe = on_begin, on_end, on_call, pipe
+        self._of_step, self._most = 2 if separate_cfg else 1, 0
+        self._step, self._branch, self._steps, self._live = 0, 0, steps, False
+        self._labels: set[str] = set()
+        self._stack = ExitStack()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
         """Prepares for a new picture; steps and calls that are not given are those of the last picture."""
         self.end_generation()
-        self._steps, self._count = steps or self._steps, 0
+        self._steps = steps or self._steps
         if separate_cfg is not None:
             self._of_step = 2 if separate_cfg else 1
 
     def start_watching(self) -> None:
-        """Does nothing: there is no pipeline to watch."""
+        """Watches the pipeline's call, if there is a pipeline."""
+        self._stack.close()
+        if self._pipe is not None:
+            _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:
-        """Forgets the generation."""
+        """Forgets the generation, and leaves the pipeline as it was."""
         self.end_generation()
+        self._stack.close()
 
     def end_generation(self) -> None:
         """The generation is over."""
@@ -241,17 +309,44 @@ class CallClock:
         """The place of a call of the transformer. Raises `StateError` if the number of steps is not known."""
         if self._steps is None:
             raise StateError(
-                "this transformer is cached without a pipeline, so the number of steps is not known; call "
-                "ditile.refresh_context(transformer, num_inference_steps=N) before each picture, or set "
-                "num_inference_steps in the cache_config"
+                f"this transformer is cached without {'a scheduler' if self._pipe else 'a pipeline'}, so the number of "
+                "steps is not known; call ditile.refresh_context(transformer, num_inference_steps=N) before each "
+                "picture, or set num_inference_steps in the cache_config"
             )
+        if self._live and self._has_step_ended(model.label):
+            self._most = max(self._most, self._branch)
+            self._step, self._branch = self._step + 1, 0
+            self._labels.clear()
+            if self._step >= self._steps:
+                self.end_generation()
         if not self._live:
-            self._live, self._count = True, 0
+            self._step, self._branch, self._most = 0, 0, 0
+            self._labels.clear()
             self._begun(self._steps)
-        return CallPosition(self._count // self._of_step, self._count % self._of_step)
+            self._live = True
+        if model.label is not None:
+            self._labels.add(model.label)
+        return CallPosition(self._step, self._branch)
 
     def end_model_call(self, model: LabelledModel) -> None:
         """Counts a call of the model that has returned; the last one of a picture ends the generation."""
-        self._count += 1
-        if self._steps is not None and self._count >= self._steps * self._of_step:
+        self._branch += 1
+        calls = self._most if self._labels else self._of_step
+        if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
+            self.end_generation()
+
+    def _has_step_ended(self, label: str | None) -> bool:
+        return self._branch >= self._of_step if label is None else label in self._labels
+
+    @contextmanager
+    def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """One call, which makes one picture."""
+        call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
+        call.apply_defaults()
+        steps = call.arguments.get("num_inference_steps")
+        self.restart_clock(steps if isinstance(steps, int) else None)
+        self._called()
+        try:
+            yield
+        finally:
             self.end_generation()

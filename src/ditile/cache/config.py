@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -35,11 +35,12 @@ class Fields:
     __slots__ = ("_given",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     _given: frozenset[str]
+    INSTEAD: ClassVar[Mapping[str, str]] = {}
+    """Field that cache-dit has, and ditile has not -> what to do."""
 
     def __new__(cls, **values: Any) -> Any:
         """Raises `ModelError` for a field that is not known, and names the nearest one."""
-        for name in values:
-            check_known(f"{cls.__name__}({name}=..)", name, cls.__dataclass_fields__)
+        cls._check_names(f"{cls.__name__}(%s=..)", values)
         new = object.__new__(cls)
         object.__setattr__(new, "_given", frozenset(values))
         return new
@@ -61,14 +62,28 @@ class Fields:
         """All fields and their values, as they are."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    as_dict = values
+
+    def update(self, **changes: Any) -> None:
+        """Raises `ModelError`: a config does not change; `reset` makes another one."""
+        raise ModelError(f"a {type(self).__name__} does not change; write config = config.reset(..)")
+
+    empty = update
+
+    @classmethod
+    def _check_names(cls, where: str, names: Iterable[str]) -> None:
+        for name in names:
+            if name in cls.INSTEAD:
+                raise ModelError(f"{where % name} is not offered; {cls.INSTEAD[name]}")
+            check_known(where % name, name, cls.__dataclass_fields__)
+
     def reset(self: C, **changes: Any) -> C:
         """A copy with some fields changed; this one stays as it is.
 
         Raises:
             ModelError: if a field is not known, or a value is out of its range.
         """
-        for name in changes:
-            check_known(f"{type(self).__name__}.reset({name}=..)", name, self.__dataclass_fields__)
+        self._check_names(f"{type(self).__name__}.reset(%s=..)", changes)
         return _rebuild_config(type(self), self.values() | changes, self._given | set(changes))
 
 
@@ -114,6 +129,14 @@ class DBCacheConfig(Fields):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
+    INSTEAD = {
+        "cache_type": "the class says it: DBCacheConfig or DBPruneConfig",
+        **dict.fromkeys(
+            ("force_refresh_step_hint", "force_refresh_step_policy"),
+            "call ditile.refresh_context(pipe) after that step, in callback_on_step_end",
+        ),
+    }
+
     Fn_compute_blocks: Count = 8
     Bn_compute_blocks: Count = 0
     residual_diff_threshold: float = 0.08
@@ -142,6 +165,8 @@ class DBCacheConfig(Fields):
 
     def __str__(self) -> str:
         return format_cache_config(self)
+
+    strify = __str__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +218,15 @@ class Calibration(Fields):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
+    INSTEAD = {"calibrator_kwargs": "its entries are fields"}
+
     enable_calibrator: bool = True
     enable_encoder_calibrator: bool = True
     calibrator_cache_type: Literal["residual", "hidden_states"] = "residual"
+
+
+BasicCacheConfig, CalibratorConfig = DBCacheConfig, Calibration
+"""The configs under the names that cache-dit gives them too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

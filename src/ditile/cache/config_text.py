@@ -11,8 +11,7 @@ A YAML or JSON file says all that `enable_cache` takes.
       taylorseer_order: 1
     parallelism_config:
       ulysses_size: auto
-      parallel_kwargs:
-        attention_backend: native
+      attention_backend: native
     quantize_config:
       quant_type: float8_weight_only
     attention_backend: native
@@ -40,7 +39,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ditile.cache.cache_dit import ParallelismConfig
+from ditile.cache.cache_dit import AXES, ParallelismConfig, QuantizeConfig
 from ditile.cache.config import (
     CACHE_WORDS,
     Calibration,
@@ -60,8 +59,6 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "foca": FoCaCalibratorConfig,
     "dmd": DMDCalibratorConfig,
 }
-QUANTIZE_ARGUMENTS = ("quant_type", "exclude_layers", "per_row", "group_size")
-"""What quantize_config may say: the arguments of `quantize`."""
 MAX_VALUES, MAX_DEPTH = 100_000, 32
 """In a file of settings, with all that aliases stand for."""
 NO_CACHE = "none"
@@ -69,40 +66,73 @@ NO_CACHE = "none"
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 _CACHE_CONFIGS = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
+_UNUSED = ("force_reduce_calibrator_vram",)
+"""Entries of cache_config that cache-dit has, and that change nothing here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
 _FORECASTS = [word for word, row in CACHE_WORDS.items() if issubclass(row.config, Calibration) and word != "reach"]
 _WITHOUT_VALUE = ("resets", "prune", *_FORECASTS)
 """The words that need no value."""
 
 
-def load_configs(path_or_dict: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+ConfigSource = str | PathLike[str] | Mapping[str, Any]
+"""A `.json` file, or one in YAML; or its content."""
+
+
+def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset: bool = False) -> Any:
     """The keyword arguments of `enable_cache` that a file, or its content, stands for.
 
     Args:
-        path_or_dict: a `.json` file, or one in YAML; or its content.
+        path_or_dict: a `.json` file, or one in YAML; or its content. A file without sections is a cache_config.
+        return_dict: False returns the values alone, in the order below.
+        reset: accepted and not used: a config knows the fields that it was given.
 
     Returns:
-        Always cache_config, which is None if the file has none; and calibrator_config, parallelism_config,
-        attention_backend and quantize_config (the arguments of `quantize`, as a dict) if the file has them. A section
-        that is null counts as absent.
+        cache_config, calibrator_config, parallelism_config, attention_backend and quantize_config (the fields of a
+        `QuantizeConfig`, as a dict); None where a section is absent or null.
 
     Raises:
         LoadError: if the file is missing, unreadable, or neither YAML nor JSON.
         ModelError: if a name is not known, with the nearest one, or a value is out of its range.
     """
     content = path_or_dict if isinstance(path_or_dict, Mapping) else _read_config_file(Path(path_or_dict))
+    if content and all(name in _FLAT_ENTRIES for name in content):
+        content = {"cache_config": content}
     for name in content:
         check_known(f"the config {name!r}", name, _SECTIONS)
     content = {name: value for name, value in content.items() if value is not None}
-    configs: dict[str, Any] = {"cache_config": None}
+    configs: dict[str, Any] = dict.fromkeys(_SECTIONS)
     if "cache_config" in content:
         configs |= _parse_cache_section(_read_section(content, "cache_config"))
-        if {"calibrator_config"} <= configs.keys() & content.keys():
+        if configs["calibrator_config"] is not None and "calibrator_config" in content:
             raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
     for name, make in _SECTIONS.items():
         if name in content and name != "cache_config":
             configs[name] = make(content[name] if name == "attention_backend" else _read_section(content, name))
-    return configs
+    return configs if return_dict else tuple(configs.values())
+
+
+def load_cache_config(source: ConfigSource) -> tuple[DBCacheConfig | None, Calibration | None]:
+    """The cache_config and the calibrator_config of `load_configs`."""
+    configs = load_configs(source)
+    return configs["cache_config"], configs["calibrator_config"]
+
+
+def load_parallelism_config(source: ConfigSource) -> ParallelismConfig | None:
+    """The parallelism_config of `load_configs`."""
+    config: ParallelismConfig | None = load_configs(source)["parallelism_config"]
+    return config
+
+
+def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
+    """The quantize_config of `load_configs`, as a config."""
+    values = load_configs(source)["quantize_config"]
+    return None if values is None else QuantizeConfig(**values)
+
+
+def load_attn_backend_config(source: ConfigSource) -> str | None:
+    """The attention_backend of `load_configs`."""
+    name: str | None = load_configs(source)["attention_backend"]
+    return name
 
 
 def _read_config_file(path: Path) -> Mapping[str, Any]:
@@ -158,7 +188,7 @@ def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
     if len(enabled) > 1:
         names = " and ".join(f"enable_{kind}" for kind in enabled)
         raise ModelError(f"{names}: there is one calibrator; leave one out")
-    fields = {name: value for name, value in values.items() if name not in _CALIBRATOR_ENTRIES}
+    fields = {name: value for name, value in values.items() if name not in (*_CALIBRATOR_ENTRIES, *_UNUSED)}
     name = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
     if name:
         check_known(f"cache_type={name!r}", name, _CACHE_CONFIGS)
@@ -200,9 +230,13 @@ def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
     return CALIBRATOR_CONFIGS[kind](**values)
 
 
+def _parse_parallelism_section(values: dict[str, Any]) -> ParallelismConfig:
+    names = {name.removesuffix("_size"): name for name in AXES}
+    return ParallelismConfig(**{names.get(name, name): value for name, value in values.items()})
+
+
 def _check_quantize_section(values: dict[str, Any]) -> dict[str, Any]:
-    for name in values:
-        check_known(f"quantize_config has {name!r}, which", name, QUANTIZE_ARGUMENTS)
+    QuantizeConfig(**values)
     return values
 
 
@@ -215,10 +249,12 @@ def _check_attention_backend(value: Any) -> str:
 _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "cache_config": _parse_cache_section,
     "calibrator_config": _parse_calibrator_section,
-    "parallelism_config": lambda values: ParallelismConfig(**values),
-    "quantize_config": _check_quantize_section,
+    "parallelism_config": _parse_parallelism_section,
     "attention_backend": _check_attention_backend,
+    "quantize_config": _check_quantize_section,
 }
+_FLAT_ENTRIES = {"cache_type", *_UNUSED, *DBPruneConfig.__dataclass_fields__, *_CALIBRATOR_ENTRIES}
+"""What a config file may have that is one cache_config, without sections."""
 
 
 def parse_cache_line(line: str) -> dict[str, Any]:

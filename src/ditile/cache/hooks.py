@@ -14,7 +14,12 @@ from torch import nn
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import TokenState
 from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
-from ditile.hooks.overrides import find_forward_attribute, list_parameter_names, locate_override
+from ditile.hooks.overrides import (
+    find_forward_attribute,
+    is_override_lost,
+    list_parameter_names,
+    locate_override,
+)
 from ditile.plan.spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
@@ -68,39 +73,41 @@ class CacheHook:
 
         def call_with_hook(*args: Any, **kwargs: Any) -> Any:
             handle = self.handle
-            if handle is None:
-                return self.forward(*args, **kwargs)
+            # One that was installed again must do nothing where something still calls the first.
+            if handle is None or self._mine is not call_with_hook:
+                return inner(*args, **kwargs)
             return handle(self, args, kwargs)
 
         call_with_hook.compiled_with = self._compile_inner_forward  # type: ignore[attr-defined]
         self._mine = vars(self.block)[name] = call_with_hook
 
-    def update_compilation(self, compile_: CompileFunction | None) -> None:
-        """Installs the hook again if the block or the whole model was compiled since, or is compiled no more."""
+    def renew_hook(self, compile_: CompileFunction | None) -> None:
+        """Installs the hook again if it was lost with a hook below it that something else took off, or if the block or
+        the whole model was compiled since, or is compiled no more."""
         around = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
         is_known = get_compiled_call(self.block) is around and compile_ is None and not self._is_compiled
-        if not is_known and self._find_hook_attribute() is not None:
+        place = self._locate_hook()
+        if (place is not None and not is_known) or (place is None and is_override_lost(self.block, self._mine)):
             self.install_hook(compile_)
             self._is_compiled = compile_ is not None
 
     def remove_hook(self) -> None:
         """Removes the hook; a hook that something else lies around by now stays and does nothing."""
         self.handle = None
-        name = self._find_hook_attribute() if self._name else None
-        if name is None:
+        place = self._locate_hook() if self._name else None
+        if place is None:
             return
-        if name == self._name and self._before is None:
-            del vars(self.block)[name]
+        if place == (self.block, self._name) and self._before is None:
+            del vars(self.block)[self._name]
         else:
-            vars(self.block)[name] = self._stock
+            setattr(*place, self._stock)
         self._name = ""
 
-    def _find_hook_attribute(self) -> str | None:
-        return (
-            COMPILED_CALL_ATTRIBUTE
-            if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine
-            else locate_override(self.block, self._mine)
-        )
+    def _locate_hook(self) -> tuple[Any, str] | None:
+        """The owner and the attribute that hold the hook; None if something unknown lies around it, or it is lost."""
+        if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine:
+            return self.block, COMPILED_CALL_ATTRIBUTE
+        return locate_override(self.block, self._mine)
 
     def _compile_inner_forward(self, compile_: CompileFunction) -> Any:
         """Compiles the forward inside of the hook, because the hook itself must not be traced."""

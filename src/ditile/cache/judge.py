@@ -4,6 +4,9 @@ A probe, such as what the first blocks add to the tokens (first-block caching, a
 that of the last computed step, never with that of a step that was left out. The difference is the mean absolute
 difference over the mean absolute value. It is measured as two sums: ranks that share out tokens, heads or guidance add
 their sums up before they divide.
+
+What a ControlNet adds between the blocks enters behind the probe. The relative change of its size, which is never more
+than that of its values, counts as a difference too: where control begins or ends it is a whole one.
 """
 
 from __future__ import annotations
@@ -69,6 +72,7 @@ class CacheCall(NamedTuple):
         units: groups of rows, each of which is decided on by itself.
         batch_size: rows of the batch.
         kind: shapes and modes of all arguments of the model.
+        control: sizes `[rows, arguments]` of what enters behind the probe, as from a ControlNet; None if nothing does.
     """
 
     moment: CallPosition
@@ -76,6 +80,7 @@ class CacheCall(NamedTuple):
     units: list[Unit]
     batch_size: int
     kind: tuple[Any, ...] = ()
+    control: Tensor | None = None
 
     def split_by_patch(self, image: Tensor) -> list[tuple[int, Tensor]]:
         """Image tokens `[rows, tokens, channels]` by patch, because a later step may decide on each patch by itself."""
@@ -97,11 +102,13 @@ class UnitState:
         record: what was decided.
         probe: of the last computed step.
         size: the sum of the absolute values of `probe`, once it is known.
+        control: the rows of `CacheCall.control` in that step.
     """
 
     record: DecisionRecord = field(default_factory=DecisionRecord)
     probe: Tensor | None = None
     size: Tensor | None = None
+    control: Tensor | None = None
 
 
 class SkipJudge:
@@ -161,6 +168,7 @@ class SkipJudge:
                     kept = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
                     state = self._get_unit_state(call, patch, unit)
                     state.probe, state.size = kept if self._dtype is None else kept.to(self._dtype), None
+                    state.control = None if call.control is None else call.control[unit.batch_slice]
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
         """The difference of each unit that was measured in this step; None where none was."""
@@ -208,6 +216,7 @@ class SkipJudge:
                 return [
                     measured if v is RuleVerdict.MEASURE else None for v, measured in zip(verdicts, first, strict=True)
                 ]
+        kind = self._difference.choose_sum_dtype(probe)
         measured: list[Tensor] = []
         for unit, states, verdict in zip(call.units, states_by_unit, verdicts, strict=True):
             for (_, tokens), state in zip(call.split_by_patch(probe), states, strict=True):
@@ -218,15 +227,27 @@ class SkipJudge:
                     state.size = size if self._difference.important <= 0 else None
                     measured += change, size
                 else:
-                    measured += probe.new_zeros(2, dtype=self._difference.choose_sum_dtype(probe))
+                    measured += probe.new_zeros(2, dtype=kind)
         sums = torch.stack(measured).view(len(verdicts), -1)
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
+        if call.control is not None:
+            sums = torch.cat([sums, self._sum_control(call, call.control, states_by_unit).to(sums)], dim=1)
         numbers = agreement.sum_over_ranks(HostCopy(sums).wait_for_numbers()).tolist()
         return [
-            compute_relative_difference(*n) if verdict is RuleVerdict.MEASURE else None
+            _find_largest_difference(*n) if verdict is RuleVerdict.MEASURE else None
             for verdict, n in zip(verdicts, numbers, strict=True)
         ]
+
+    @staticmethod
+    def _sum_control(call: CacheCall, control: Tensor, states_by_unit: list[list[UnitState]]) -> Tensor:
+        """`[units, 2 * arguments]`: how far each size is from that of the last computed step, and that."""
+        sums = []
+        for unit, states in zip(call.units, states_by_unit, strict=True):
+            now = control[unit.batch_slice].sum(dim=0)
+            before = now if states[0].control is None else states[0].control.sum(dim=0)
+            sums.append(torch.stack([(now - before).abs(), before], dim=1).flatten())
+        return torch.stack(sums)
 
     def _collect_states(self, call: CacheCall) -> list[list[UnitState]]:
         return [[self._get_unit_state(call, patch, unit) for patch in call.moment.patches] for unit in call.units]
@@ -244,6 +265,7 @@ class SkipJudge:
                         whole.record.computed,
                         whole.probe[each.batch_slice].clone(),
                     )
+                    new_state.control = None if whole.control is None else whole.control[each.batch_slice]
             state = self._states[key]
         return state
 
@@ -277,7 +299,8 @@ class Difference:
             return change, norm(before, ord=1, dtype=kind) if size is None else size
         changes, sizes = norm(now - before, ord=1, dim=-1, dtype=kind), norm(before, ord=1, dim=-1, dtype=kind)
         counted = changes > self.important * sizes
-        return (changes * counted).sum(), (sizes * counted).sum()
+        # Where no token counts the difference is 0 over something; only that of a probe of zeros is 0 over 0.
+        return (changes * counted).sum(), (sizes * counted).sum() + torch.finfo(kind).tiny * sizes.any()
 
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:
@@ -285,8 +308,15 @@ class Difference:
         return torch.float64 if probe.dtype == torch.float64 else torch.float32
 
 
-def compute_relative_difference(change: float, size: float) -> float:
-    """The relative difference; infinite if `size` is 0 and `change` is not."""
+def compute_relative_difference(change: float, size: float) -> float | None:
+    """The relative difference; infinite if `size` alone is 0, and None if both are: such a probe says nothing."""
     if size > 0:
         return change / size
-    return 0.0 if change == 0 else float("inf")
+    return None if change == 0 else float("inf")
+
+
+def _find_largest_difference(change: float, size: float, *control: float) -> float | None:
+    """The relative difference of a probe, or of the size of what enters behind it where that is larger."""
+    difference = compute_relative_difference(change, size)
+    jumps = [compute_relative_difference(*pair) or 0.0 for pair in zip(control[::2], control[1::2], strict=True)]
+    return None if difference is None else max(difference, *jumps, 0.0)

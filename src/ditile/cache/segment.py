@@ -93,6 +93,9 @@ class Segment:
         state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
+            if hook is not self._last:
+                # What the model adds in place between blocks must not change the start: the residual has it already.
+                state = hook.copy_tokens(args, kwargs)
         if hook is self._last:
             start, self._start = self._start, None
             assert start is not None

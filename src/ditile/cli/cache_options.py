@@ -194,7 +194,8 @@ class CacheOptions(Fields):
         return values | {degree: place.world // others}
 
     def _load_config_file(self) -> dict[str, Any]:
-        return {"cache_config": None} if self.config is None else load_configs(self.config)
+        configs = {} if self.config is None else load_configs(self.config)
+        return {"cache_config": None} | {name: config for name, config in configs.items() if config is not None}
 
     def _check_cache_line(self, line: str) -> None:
         """Raises `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""

@@ -190,7 +190,7 @@ def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """Rows for quantization, LoRA and cache, with what the cache saved."""
     settings, entries = outcome.settings, outcome.left_out
     if "quantize_config" in settings:
-        yield "weights", str(settings["quantize_config"]["quant_type"])
+        yield "weights", str(settings["quantize_config"].get("quant_type", "quantized by component"))
     if "lora" in settings:
         yield "LoRA", settings["lora"] + (" (fused)" if settings["fuse_lora"] else "")
     if "cache_config" not in settings or not outcome.reports:

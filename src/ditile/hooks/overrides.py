@@ -84,14 +84,45 @@ def find_forward_attribute(module: nn.Module) -> str:
     return ACCELERATE_FORWARD if ACCELERATE_FORWARD in vars(module) else "forward"
 
 
+def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
+    """The owner and the attribute that hold a module's own forward, inside of the hooks of accelerate and diffusers.
+
+    What is put there stays when such hooks are removed, and is wrapped by those that are added.
+    """
+    references = _list_hook_references(module)
+    if ACCELERATE_FORWARD in vars(module) or not references:
+        return module, find_forward_attribute(module)
+    # A hook that replaces the forward keeps the one that it replaces, and else calls it.
+    return references[0], "forward" if references[0].original_forward is None else "original_forward"
+
+
 def list_parameter_names(module: nn.Module) -> list[str]:
     """The parameters of a module's own forward, whatever hooks lie around it."""
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def locate_override(module: nn.Module, mine: object) -> str | None:
-    """The attribute that holds our override of the forward, which hooks may have moved; None if it is gone."""
-    return next((name for name in ("forward", ACCELERATE_FORWARD) if vars(module).get(name) is mine), None)
+def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
+    """The owner and the attribute of our override of the forward, which hooks may have moved; None if it is gone."""
+    places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
+    places += [(each, name) for each in _list_hook_references(module) for name in ("forward", "original_forward")]
+    return next(((owner, name) for owner, name in places if vars(owner).get(name) is mine), None)
+
+
+def is_override_lost(module: nn.Module, mine: object) -> bool:
+    """Whether no hook that may lie around the module calls our override any more: its own forward is innermost.
+
+    diffusers' hooks keep the forward that was there when they came, and put it back when they go.
+    """
+    if locate_override(module, mine) is not None:
+        return False
+    owner, name = find_innermost_forward(module)
+    innermost = vars(owner).get(name)
+    return innermost is None or getattr(innermost, "__func__", None) is type(module).forward
+
+
+def _list_hook_references(module: nn.Module) -> list[Any]:
+    """What each of diffusers' hooks of a module calls, the innermost first."""
+    return list(getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()))
 
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

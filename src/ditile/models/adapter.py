@@ -421,6 +421,9 @@ class ForwardPattern(Enum):
         return f"{self.name} ({', '.join(self.takes)} -> {', '.join(self.gives)})"
 
 
+Pattern_0, Pattern_1, Pattern_2, Pattern_3, Pattern_4, Pattern_5 = ForwardPattern
+"""The patterns under the names that cache-dit gives them too."""
+
 _FLOWS = (
     Flow(("image", "text")),
     Flow(("text", "image")),

@@ -12,16 +12,18 @@ and of no class. `disable_cache` restores them.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from ditile.cache.cache_dit import ParallelismConfig
+from ditile.cache.cache_dit import ParallelismConfig, QuantizeConfig, parse_quantize_config
 from ditile.cache.cached import (
     CacheClock,
     IdleCacheWarning,
@@ -29,9 +31,10 @@ from ditile.cache.cached import (
     build_transformer_cache,
     find_transformer_cache,
 )
-from ditile.cache.clock import CallClock, SchedulerClock
+from ditile.cache.clock import CallClock, SchedulerClock, find_schedulers
 from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.cache.config import format_cache_config as config_text
+from ditile.cache.config_text import load_configs
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
@@ -48,11 +51,12 @@ from ditile.models.block_lists import find_model_entry
 from ditile.models.source import unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.plan.plan import Plan
-from ditile.runner.quantize import quantize_models
+from ditile.runner.quantize import quantize
 from ditile.runner.runner import Runner, parallelize
 
+LOG = logging.getLogger("ditile")
 _ENABLED = "_enabled_by_ditile"
-"""The attribute of a transformer that holds the `ExitStack` which undoes `enable_cache`."""
+"""The attribute of a pipeline and of its transformers that holds the `_Enabled` of `enable_cache`."""
 
 _PIPED = 160
 """Columns of a table that goes to a file or a pipe, and not to a terminal."""
@@ -62,14 +66,16 @@ _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
 def enable_cache(
     pipe_or_adapter: Any,
-    cache_config: DBCacheConfig | None = None,
-    calibrator_config: Calibration | None = None,
+    cache_config: DBCacheConfig | Mapping[str, Any] | None = None,
+    calibrator_config: Calibration | Mapping[str, Any] | None = None,
     params_modifiers: Sequence[ParamsModifier] | ParamsModifier | None = None,
-    parallelism_config: ParallelismConfig | None = None,
+    parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
     attention_backend: str | None = None,
-    quantize_config: Mapping[str, Any] | None = None,
+    quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
 ) -> Any:
     """Leaves out blocks whose work hardly changed since the last step that was computed.
+
+    Each config may be a dict, as in a config file (`load_configs`).
 
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
@@ -81,7 +87,8 @@ def enable_cache(
         parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
             before. `ditile.parallelize` offers more.
         attention_backend: the attention kernel, as diffusers names it.
-        quantize_config: arguments of `ditile.quantize`. `disable_cache` does not take this back.
+        quantize_config: what `ditile.quantize` does, after the division if there is one. `disable_cache` does not take
+            this back.
 
     Returns:
         What it was given.
@@ -94,40 +101,90 @@ def enable_cache(
     Warns:
         IdleCacheWarning: if the settings leave no block that could be left out.
     """
-    # It raises where one of them is no config.
-    ParamsModifier(cache_config=cache_config, calibrator_config=calibrator_config)
+    configs = _parse_mappings(
+        cache_config=cache_config,
+        calibrator_config=calibrator_config,
+        parallelism_config=parallelism_config,
+        quantize_config=quantize_config,
+    )
+    config, calibrator, division, quantization = configs.values()
     pipe = _unwrap_pipeline(pipe_or_adapter)
-    runner = pipe_or_adapter if isinstance(pipe_or_adapter, Runner) else None
-    adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None
-    others = (parallelism_config, attention_backend, quantize_config)
-    if runner is not None and parallelism_config is not None:
+    if isinstance(pipe_or_adapter, Runner) and division is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
-    wants_cache = cache_config is not None or all(other is None for other in others)
-    made: list[TransformerCache] = []
+    wants_cache = config is not None or all(each is None for each in (division, attention_backend, quantization))
     adapted: list[TransformerBlockLists] = []
-    if wants_cache or adapter is not None:
-        adapted = resolve_adapter(adapter) if adapter is not None else find_pipeline_block_lists(pipe)
-    if wants_cache:
-        made = [_build_model_cache(each, cache_config, calibrator_config, params_modifiers) for each in adapted]
-    kernel = attention_backend or (parallelism_config.attention_backend if parallelism_config is not None else None)
+    if isinstance(pipe_or_adapter, BlockAdapter):
+        adapted = resolve_adapter(pipe_or_adapter)
+    elif wants_cache:
+        adapted = find_pipeline_block_lists(pipe)
+    made = [_build_model_cache(each, config, calibrator, params_modifiers) for each in adapted if wants_cache]
+    kernel = attention_backend or (division.attention_backend if division is not None else None)
     transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
     if kernel is not None:
         _check_attention_kernel(kernel, transformers)
     _warn_of_idle_caches(made)
-    # Behind all that may refuse: a refusal leaves the earlier cache as it was.
+    earlier = _find_enabled(pipe)
     disable_cache(pipe)
-    with ExitStack() as stack:
-        for each in adapted:
-            stack.callback(each.undo)
-        if quantize_config is not None:
-            quantize_models(transformers, **quantize_config)
-        if parallelism_config is not None:
-            _divide_pipeline(stack, pipe, parallelism_config, kernel)
-        elif kernel is not None:
-            _set_attention_kernel(stack, transformers, kernel)
-        _install_caches(stack, pipe, made, adapted, cache_config)
-        vars(transformers[0])[_ENABLED] = stack.pop_all()
+    try:
+        with ExitStack() as stack:
+            for each in adapted:
+                stack.callback(each.undo)
+            _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
+            _install_caches(stack, pipe, made, adapted, config)
+            arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
+            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments))
+    except BaseException:
+        # What was refused leaves the earlier cache as it was.
+        for one in earlier:
+            enable_cache(*one.arguments)
+        raise
     return pipe_or_adapter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Enabled:
+    """One call of `enable_cache`: what undoes it, and its arguments without quantization, which stays."""
+
+    stack: ExitStack
+    arguments: tuple[Any, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Enabled:
+        return self
+
+
+def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
+    """Keeps it at the pipeline, where a transformer that is replaced does not take it away, and at the transformers."""
+    for owner in owners:
+        vars(owner)[_ENABLED] = enabled
+        enabled.stack.callback(vars(owner).pop, _ENABLED, None)
+
+
+def _find_enabled(pipe: Any) -> list[_Enabled]:
+    """What is enabled on a pipeline, and on the transformers that it has now."""
+    owners = [pipe]
+    # A pipeline may have lost its transformer since.
+    with suppress(ModelError) if _ENABLED in vars(owners[0]) else nullcontext():
+        owners += [unwrap_module(transformer) for transformer in find_transformers(pipe)]
+    found = [vars(owner)[_ENABLED] for owner in owners if _ENABLED in vars(owner)]
+    return [each for k, each in enumerate(found) if each not in found[:k]]
+
+
+def _parse_mappings(**configs: Any) -> dict[str, Any]:
+    """Configs by name, with those that are dicts read as sections of a config file.
+
+    Raises:
+        ModelError: if one is neither, or not allowed.
+    """
+    mappings = {name: config for name, config in configs.items() if isinstance(config, Mapping)}
+    found = load_configs(mappings) if mappings else {}
+    parsed = configs | {name: config for name, config in found.items() if config is not None}
+    ParamsModifier(cache_config=parsed["cache_config"], calibrator_config=parsed["calibrator_config"])
+    if parsed.get("quantize_config") is not None:
+        parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
+    division = parsed.get("parallelism_config")
+    if division is not None and not isinstance(division, ParallelismConfig):
+        raise ModelError(f"parallelism_config={division!r} is no config; give a ParallelismConfig(..), or a dict")
+    return parsed
 
 
 def build_default_config(blocks: int) -> DBCacheConfig:
@@ -141,30 +198,47 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
     Raises:
         StateError: if the pipeline was divided, and its weights were changed or freed since.
     """
-    for transformer in find_transformers(_unwrap_pipeline(pipe_or_adapter)):
-        stack = vars(unwrap_module(transformer)).pop(_ENABLED, None)
-        if stack is not None:
-            stack.close()
+    for enabled in _find_enabled(_unwrap_pipeline(pipe_or_adapter)):
+        enabled.stack.close()
     return pipe_or_adapter
 
 
-def refresh_context(transformer: Any, num_inference_steps: int | None = None, **changes: Any) -> None:
+def refresh_context(
+    transformer: Any,
+    num_inference_steps: int | None = None,
+    *,
+    cache_config: DBCacheConfig | Mapping[str, Any] | None = None,
+    calibrator_config: Calibration | Mapping[str, Any] | None = None,
+    verbose: bool = False,
+    **changes: Any,
+) -> None:
     """Drops what was remembered, for a new picture. Only a transformer without a pipeline needs it.
 
     Args:
         transformer: what `enable_cache` was given.
         num_inference_steps: the steps of the picture; in a pipeline the scheduler says them.
-        changes: fields of the `cache_config` that are different from now on, or a whole `cache_config`.
+        cache_config: fields that are different from now on are those that were given to it; a config of another class
+            replaces the whole.
+        calibrator_config: the same of the calibrator.
+        verbose: log the settings.
+        changes: fields of the `cache_config` that are different from now on.
 
     Raises:
         StateError: if there is no cache.
         ModelError: if a field is not known, or a value is out of its range.
     """
     caches = _require_caches(transformer)
-    config = changes.pop("cache_config", None)
+    configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
+    config, calibrator = configs["cache_config"], configs["calibrator_config"]
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
+    if isinstance(cache_config, Mapping) and config is not None:
+        # A dict changes fields, and does not say which class it is.
+        changes = {name: getattr(config, name) for name in config.given} | changes
+        config = None
     for each in caches:
-        each.refresh_settings(steps, config, changes)
+        each.refresh_settings(steps, config, calibrator, changes)
+    if verbose:
+        LOG.info("%s: %s", type(transformer).__name__, strify(transformer))
     _warn_of_idle_caches(caches)
 
 
@@ -180,6 +254,8 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
         StateError: if there is no cache.
     """
     caches = _require_caches(pipe_or_adapter)
+    for each in caches:
+        each.update_reports()
     reports = [report for each in caches for report in each.reports]
     if isinstance(pipe_or_adapter, Runner):
         mesh = pipe_or_adapter.mesh
@@ -276,22 +352,59 @@ def _install_caches(
         for each in made:
             each.end_generation()
 
+    def check_models() -> None:
+        for each in made:
+            _warn_of_replaced_model(pipe, each.transformer)
+
     if not made:
         return
     clock: CacheClock
-    if isinstance(pipe, nn.Module):
+    if isinstance(pipe, nn.Module) or not find_schedulers(pipe):
         said = [
             config.enable_separate_cfg if config is not None else None,
             *(each.has_separate_cfg for each in adapted),
         ]
         steps = config.num_inference_steps if config is not None else None
-        clock = CallClock(begin_caches, end_caches, steps, separate_cfg=any(said))
+        own_pipe = None if isinstance(pipe, nn.Module) else pipe
+        clock = CallClock(begin_caches, end_caches, check_models, steps, separate_cfg=any(said), pipe=own_pipe)
     else:
-        clock = SchedulerClock(pipe, begin_caches, end_caches)
+        clock = SchedulerClock(pipe, begin_caches, end_caches, check_models)
     clock.start_watching()
     for each in made:
         each.install_hooks(clock, functools.partial(find_compiler, pipe, each.transformer))
         stack.callback(each.remove_hooks)
+
+
+def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
+    """Warns if a cached model is no longer the pipeline's, nor within one of its components."""
+    parts = getattr(pipe, "components", None) or vars(pipe)
+    modules = [unwrap_module(part) for part in parts.values() if isinstance(part, nn.Module)]
+    if transformer not in modules and not any(transformer is each for part in modules for each in part.modules()):
+        name = type(pipe).__name__
+        warnings.warn(
+            f"the {type(transformer).__name__} that was cached is no longer that of the {name}, and what replaced it "
+            "is not cached; call ditile.enable_cache again, or disable_cache to free it",
+            IdleCacheWarning,
+            stacklevel=2,
+        )
+
+
+def _divide_and_quantize(
+    stack: ExitStack,
+    pipe: Any,
+    transformers: Sequence[nn.Module],
+    division: ParallelismConfig | None,
+    kernel: str | None,
+    quantization: QuantizeConfig | None,
+) -> None:
+    """Divides a pipeline over the ranks, sets its kernel, and quantizes its weights."""
+    if division is not None:
+        _divide_pipeline(stack, pipe, division, kernel)
+    elif kernel is not None:
+        _set_attention_kernel(stack, transformers, kernel)
+    # After the division, which cannot share out quantized weights.
+    if quantization is not None:
+        quantize(pipe, quantize_config=quantization)
 
 
 def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:

@@ -144,9 +144,9 @@ class Composition:
         spec, images = self.spec, count_images(call)
         dims = self.block_hooks.batch_dims
         batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, batch_dims=dims)
-        # Before the hooks of blocks, which lie around those of caches: caches first look for compiled blocks.
+        # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
-            cache.update_compilation()
+            cache.renew_hooks()
         with ExitStack() as stack:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:

@@ -15,12 +15,13 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ditile.cache.cache_dit import QuantizeConfig, parse_quantize_config
 from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.placeholders import count_parameter_bytes, is_plain_parameter
@@ -42,6 +43,15 @@ ALIASES = {
 }
 """Other names of the types, with the bits of weights (w) and activations (a); wo is weight only, dq dynamic."""
 
+SCALED_TYPES = {
+    "float8_per_row": ("float8", "row"),
+    "float8_per_tensor": ("float8", "tensor"),
+    "float8_per_block": ("float8", "block"),
+    "int8_per_row": ("int8", "row"),
+    "int8_per_tensor": ("int8", "tensor"),
+}
+"""Names that say the type and what has a scale of its own, instead of `per_row`."""
+
 WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
 """The reason for layers that are not quantized because diffusers loads them in float32, whatever the dtype."""
 
@@ -62,11 +72,12 @@ class QuantizationScales:
     """How many numbers share a scale.
 
     Attributes:
-        per_row: each row of weights and each token has its own scale; else each layer and each call has one.
+        scheme: what has a scale of its own: "row" each row of weights and each token, "tensor" each layer and each
+            call, "block" 128 x 128 weights and 128 numbers of a token.
         group: numbers of a row of weights that share a scale, in the 4-bit types.
     """
 
-    per_row: bool
+    scheme: str
     group: int
 
 
@@ -94,28 +105,6 @@ class QuantizationRecord:
         return f"{self.quant_type}: {counts}; {before:.1f} MiB of parameters are {after:.1f} MiB"
 
 
-def quantize_models(
-    models: nn.Module | Sequence[nn.Module],
-    quant_type: str = "float8_weight_only",
-    exclude_layers: Sequence[str] = EXCLUDED,
-    per_row: bool = True,
-    *,
-    group_size: int = 128,
-) -> None:
-    """Quantizes the Linears of one or several models; its arguments are those of `quantize`.
-
-    Raises:
-        ModelError: as in `quantize`. No model was changed then.
-    """
-    name = ALIASES.get(quant_type, quant_type)
-    scales = QuantizationScales(per_row=per_row, group=group_size)
-    each = [models] if isinstance(models, nn.Module) else models
-    # All models are tried before any is changed.
-    work = [_QuantizationWork.plan_quantization(unwrap_compiled(model), name, exclude_layers, scales) for model in each]
-    for one in work:
-        one.quantize_layers()
-
-
 def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
     """The records of a model, one for each call of `quantize` that changed it."""
     return list(vars(unwrap_compiled(model)).get(_RECORDS, ()))
@@ -132,30 +121,77 @@ class _QuantizationWork:
     left: Mapping[str, str]
 
     @classmethod
-    def plan_quantization(
-        cls, model: nn.Module, name: str, exclude: Sequence[str], scales: QuantizationScales
-    ) -> _QuantizationWork:
+    def plan_model(cls, model: nn.Module, config: QuantizeConfig) -> list[_QuantizationWork]:
         """Tries one layer of each shape. Raises `ModelError`, before anything is changed, if none can be quantized."""
+        layers, kept = _select_layers(model, config)
+        layers_by_type: dict[str, dict[str, nn.Linear]] = {}
+        for path, layer in layers.items():
+            word = next((word for word in config.precision_plan if word in path), None)
+            quant_type = config.quant_type if word is None else config.precision_plan[word]
+            layers_by_type.setdefault(quant_type, {})[path] = layer
+        for word in config.precision_plan:
+            if not any(word in path for path in layers):
+                raise ModelError(f"precision_plan: no layer of {type(model).__name__} has {word!r} in its name")
+        work = []
+        for quant_type, part in layers_by_type.items():
+            name, scheme = SCALED_TYPES.get(
+                quant_type, (ALIASES.get(quant_type, quant_type), "row" if config.per_row else "tensor")
+            )
+            scales = QuantizationScales(scheme=scheme, group=config.group_size)
+            work += cls._plan_with_fallback(model, name, part, scales, falls_back=config.per_tensor_fallback)
+        return [replace(work[0], left={**work[0].left, **dict.fromkeys(kept, WHY_FLOAT32)}), *work[1:]]
+
+    @classmethod
+    def _plan_with_fallback(
+        cls,
+        model: nn.Module,
+        name: str,
+        layers: Mapping[str, nn.Linear],
+        scales: QuantizationScales,
+        *,
+        falls_back: bool,
+    ) -> list[_QuantizationWork]:
+        """The work on some layers, and of those that cannot have their scales, with one for each tensor."""
+        falls_back = falls_back and name in ("float8", "int8") and scales.scheme != "tensor"
+        by_tensor = replace(scales, scheme="tensor")
+        try:
+            work = cls._plan_layers(model, name, layers, scales)
+        except ModelError:
+            if not falls_back:
+                raise
+            return [cls._plan_layers(model, name, layers, by_tensor)]
+        if not (falls_back and work.left):
+            return [work]
+        with contextlib.suppress(ModelError):
+            more = cls._plan_layers(model, name, {path: layers[path] for path in work.left}, by_tensor)
+            return [replace(work, left={}), more]
+        return [work]
+
+    @classmethod
+    def _plan_layers(
+        cls, model: nn.Module, name: str, layers: Mapping[str, nn.Linear], scales: QuantizationScales
+    ) -> _QuantizationWork:
         if name not in QUANT_TYPES:
-            raise ModelError(f"quant_type={name!r} is not known; try {', '.join(QUANT_TYPES)}")
-        if isinstance(exclude, str):
-            raise ModelError(f"exclude_layers={exclude!r} is one word; give a list of them")
-        candidates, kept = _select_layers(model, exclude)
-        kinds = {(layer.weight.device, layer.weight.dtype) for layer in candidates.values()}
+            known = ", ".join((*QUANT_TYPES, *SCALED_TYPES))
+            if name.startswith(("svdq", "nvfp4")):
+                raise ModelError(f"quant_type={name!r} has no kernel here; try int4_weight_only or float8")
+            raise ModelError(f"quant_type={name!r} is not known; try {known}")
+        kinds = {(layer.weight.device, layer.weight.dtype) for layer in layers.values()}
         options: list[QuantizeLinear] = []
         for device, dtype in sorted(kinds, key=str):
             _check_quant_type(model, name, device, dtype, scales)
             options += _list_quantizers(name, device, scales)
-        trials = [_try_each_shape(make, candidates) for make in options]
-        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(candidates) - len(tried[1]))
-        if len(left) == len(candidates):
+        trials = [_try_each_shape(make, layers) for make in options]
+        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(layers) - len(tried[1]))
+        if len(left) == len(layers):
             reasons = "; ".join(dict.fromkeys(why for trial in trials for why in trial.values()))
             where = ", ".join(f"{device} in {str(dtype).removeprefix('torch.')}" for device, dtype in kinds)
             raise ModelError(
                 f"quant_type={name} cannot run on {where} ({reasons}); {_suggest_quant_type(name, device)}"
             )
-        layers = tuple(path for path in candidates if path not in left)
-        return cls(model=model, name=name, make=make, layers=layers, left=left | dict.fromkeys(kept, WHY_FLOAT32))
+        return cls(
+            model=model, name=name, make=make, layers=tuple(path for path in layers if path not in left), left=left
+        )
 
     def quantize_layers(self) -> None:
         """Quantizes the layers, one at a time."""
@@ -183,9 +219,17 @@ class _QuantizationWork:
             LOG.log(level, "not quantized, as %s: %s", why, ", ".join(paths))
 
 
-def _select_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[dict[str, nn.Linear], list[str]]:
+def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, nn.Linear], list[str]]:
     """The Linears to be quantized, by path, and the paths of those that stay in float32. LoRAs are in neither."""
-    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    exclude, regions = config.exclude_layers, [""]
+    blocks = tuple(config.repeated_blocks or getattr(model, "_repeated_blocks", None) or ())
+    if config.regional_quantize and blocks:
+        regions = [f"{path}." for path, module in model.named_modules() if type(module).__name__ in blocks]
+    linears = {
+        path: layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and path.startswith(tuple(regions))
+    }
     own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
     plain = {path: layer for path, layer in own.items() if is_plain_parameter(layer.weight)}
     wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
@@ -219,7 +263,7 @@ def _check_quant_type(
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
     if device.type == "meta":
         raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
-    if name == "float8" and scales.per_row and dtype != torch.bfloat16:
+    if name == "float8" and scales.scheme == "row" and dtype != torch.bfloat16:
         raise ModelError(
             f"quant_type=float8 with per_row=True needs bfloat16, and the weights are "
             f"{str(dtype).removeprefix('torch.')}; load the model in bfloat16, or use per_row=False"
@@ -317,7 +361,11 @@ def _list_torchao_configs(name: str, device: torch.device, scales: QuantizationS
         "float8": "Float8DynamicActivationFloat8WeightConfig",
         "int8": "Int8DynamicActivationInt8WeightConfig",
     }
-    granularity = torchao.PerRow() if scales.per_row else torchao.PerTensor()
+    granularity = {
+        "row": torchao.PerRow(),
+        "tensor": torchao.PerTensor(),
+        "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
+    }[scales.scheme]
     return [functools.partial(getattr(torchao, kinds[name]), granularity=granularity, set_inductor_config=False)]
 
 
@@ -333,6 +381,8 @@ def quantize(
     per_row: bool = True,
     *,
     group_size: int = 128,
+    quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> T:
     """Quantizes the Linears of a model in place, on the device where they are; before `parallelize` or after it.
 
@@ -342,11 +392,13 @@ def quantize(
         target: a transformer or any other module; or a pipeline or a runner, of which all transformers (those of
             guidance and priors too) and the U-Net are quantized.
         quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
-            float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES`.
+            float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES` or `SCALED_TYPES`.
         exclude_layers: a layer whose name has one of these in it is not quantized.
         per_row: a scale for each row of weights and each token. False gives each layer and each call one scale, so that
             the result of a token depends on the other tokens of the call. It has no effect on the 4-bit types.
         group_size: numbers of a row that share a scale, in the 4-bit types of torchao.
+        quantize_config: all of this as a config, in place of the other arguments.
+        fields: other fields of a `QuantizeConfig`, such as `precision_plan`.
 
     Returns:
         The target. What was done is logged, and `ditile.runner.quantize.list_quantization_records(model)` returns it.
@@ -355,14 +407,40 @@ def quantize(
         ModelError: if the type is unknown, its package is absent, it cannot run on this device or in this dtype, or
             there is no layer for it. Nothing was changed then.
     """
-    quantize_models(_find_target_models(target), quant_type, exclude_layers, per_row, group_size=group_size)
+    if quantize_config is None:
+        fields |= {"quant_type": quant_type, "exclude_layers": exclude_layers, "per_row": per_row}
+        config = QuantizeConfig(**fields, group_size=group_size)
+    else:
+        config = parse_quantize_config(quantize_config)
+    # All models are tried before any is changed.
+    work = [
+        each
+        for model, part in _find_target_models(target, config)
+        for each in _QuantizationWork.plan_model(unwrap_compiled(model), part)
+    ]
+    for one in work:
+        one.quantize_layers()
     return target
 
 
-def _find_target_models(target: Any) -> list[nn.Module]:
-    if isinstance(target, nn.Module):
-        return [target]
-    pipe = getattr(target, "pipe", target)
+def _find_target_models(target: Any, config: QuantizeConfig) -> list[tuple[nn.Module, QuantizeConfig]]:
+    """The models to quantize, each with its config."""
+    pipe = target if isinstance(target, nn.Module) else getattr(target, "pipe", target)
+    named = config.by_component()
+    for name in named:
+        if isinstance(pipe, nn.Module) or not isinstance(getattr(pipe, name, None), nn.Module):
+            raise ModelError(
+                f"components_to_quantize: {type(pipe).__name__} has no component {name!r} that is a module"
+            )
+    if named:
+        return [(getattr(pipe, name), part) for name, part in named.items()]
+    return [(model, config) for model in _find_denoisers(pipe)]
+
+
+def _find_denoisers(pipe: Any) -> list[nn.Module]:
+    """The transformers and the U-Net of a pipeline, or the module that is given."""
+    if isinstance(pipe, nn.Module):
+        return [pipe]
     models: list[nn.Module] = []
     # A pipeline may have a U-Net and no transformer, which `find_transformers` refuses.
     if hasattr(pipe, "__dict__"):
@@ -371,5 +449,5 @@ def _find_target_models(target: Any) -> list[nn.Module]:
     unet = getattr(pipe, "unet", None)
     models += [unet] if isinstance(unet, nn.Module) else []
     if not models:
-        raise ModelError(f"{type(target).__name__} has no transformer and no unet; give quantize the module itself")
+        raise ModelError(f"{type(pipe).__name__} has no transformer and no unet; give quantize the module itself")
     return list(dict.fromkeys(models))
