@@ -48,6 +48,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "async projections": {"ulysses_size": 2, "parallel_kwargs": {"experimental_async_qkv_proj": True}},
     "native attention": {"ulysses_size": 2, "parallel_kwargs": {"attention_backend": "native"}},
     "tensor parallel": {"tp_size": 2},
+    "fields": {"ulysses_size": 2, "ulysses_anything": True, "attention_backend": "native"},
     "a plan of its own": {"ulysses_size": 2, "parallel_kwargs": {"cp_plan": PLAN_OF_FLUX}},
 }
 
@@ -61,6 +62,23 @@ def test_two_ranks(pool: Pool, name: str) -> None:
     for latents, found in pool.run(on_rank, 2, PARALLEL[name]):
         assert found == steps != [[]]
         assert torch.allclose(latents, wanted, rtol=1e-4, atol=1e-4)
+
+
+def quantized_on_rank() -> tuple[Any, Any]:
+    """Without and with quantized weights, which are those of this rank's share."""
+    pictures = []
+    for more in ({}, {"quantize_config": {"quant_type": "int8_weight_only"}}):
+        pipe = flux(2, 4)
+        cache_dit.enable_cache(pipe, **config_of(tp_size=2) | more)
+        pictures.append(picture(pipe, 14))
+        assert left_out(pipe) != [[]]
+    return pictures[0], pictures[1]
+
+
+def test_quantized_weights_of_a_share(pool: Pool) -> None:
+    """A failure means that weights are quantized before they are shared out, which no kernel of torchao can do."""
+    for plain, quantized in pool.run(quantized_on_rank, 2):
+        assert 0 < float((quantized - plain).norm() / plain.norm()) < 0.1
 
 
 def refused_on_rank(backend: str) -> str:

@@ -21,9 +21,11 @@ from ditile import (
     DBPruneConfig,
     ForwardPattern,
     ModelError,
+    ParallelismConfig,
     ParamsModifier,
     TaylorSeerCalibratorConfig,
 )
+from ditile.cache.cache_dit import INSTEAD
 from ditile.cache.cached import IdleCacheWarning
 from ditile.hooks.placeholders import list_quantized_parameters
 from tests import tiny
@@ -294,3 +296,47 @@ def test_compiled_weights_of_eight_bits() -> None:
     torch.compiler.reset()
     pipe.transformer = torch.compile(pipe.transformer, backend="eager")
     same(picture(pipe, 2), picture(plain, 2))
+
+
+@pytest.mark.parametrize("name", [*INSTEAD, "load_optionz"])
+def test_names_that_are_absent_say_what_to_use(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match="use .+" if name in INSTEAD else "has no attribute 'load_optionz'$"
+    ) as caught:
+        getattr(cache_dit, name)
+    assert not hasattr(cache_dit, name) and "\n" not in str(caught.value)
+
+
+def test_configs_do_not_change() -> None:
+    """They are values. A failure means that a script which changes one in place goes on with the old values."""
+    config = DBCacheConfig(Fn_compute_blocks=1)
+    assert config.as_dict() == config.values() and config.strify() == str(config)
+    for call, hint in (
+        (lambda: config.update(Fn_compute_blocks=2), "write config = config.reset"),
+        (lambda: DBCacheConfig(cache_type="DBCache"), "the class says it"),
+        (lambda: config.reset(force_refresh_step_hint=4), "call ditile.refresh_context"),
+        (lambda: ParallelismConfig(use_ray=True), "started by torchrun or ditile.launch"),
+        (lambda: ParallelismConfig(ray_address="auto"), "started by torchrun or ditile.launch"),
+    ):
+        with pytest.raises(ModelError, match=hint):
+            call()
+
+
+def test_a_refresh_changes_what_it_is_given() -> None:
+    """The fields that a config was given, as with modifiers. A failure means that all others fall back to defaults."""
+    pipe = flux(2, 4)
+    model = pipe.transformer
+    cache_dit.enable_cache(model, {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "enable_taylorseer": True})
+    assert cache_dit.strify(model) == "DBCache_F1B0_W2I1M0MC0_R0.08_T1O1"
+    config = DBCacheConfig().reset(num_inference_steps=8, residual_diff_threshold=0.5)
+    cache_dit.refresh_context(
+        model, cache_config=config, calibrator_config=TaylorSeerCalibratorConfig(taylorseer_order=2), verbose=True
+    )
+    assert cache_dit.strify(model) == "DBCache_F1B0_W2I1M0MC0_R0.5_T1O2"
+    cache_dit.refresh_context(model, cache_config={"max_warmup_steps": 4})
+    assert cache_dit.strify(model) == "DBCache_F1B0_W4I1M0MC0_R0.5_T1O2"
+    picture(pipe, 8)
+    assert left_out(model) != [[]]
+    for wrong in (3, {"max_warmup_step": 4}):
+        with pytest.raises(ModelError):
+            cache_dit.refresh_context(model, cache_config=wrong)

@@ -21,7 +21,14 @@ from ditile.cache.config import (
     FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
 )
-from ditile.cache.config_text import load_configs, parse_cache_line
+from ditile.cache.config_text import (
+    load_attn_backend_config,
+    load_cache_config,
+    load_configs,
+    load_parallelism_config,
+    load_quantize_config,
+    parse_cache_line,
+)
 from ditile.cache.step_mask import parse_step_mask
 from ditile.cli.cache_options import CacheOptions
 from ditile.errors import LoadError, ModelError
@@ -93,6 +100,55 @@ def test_json_and_all_sections(tmp_path: Path) -> None:
             "attention_backend": "native",
         }
     )
+
+
+PUBLISHED = {
+    "parallelism_config: {ulysses_size: auto, attention_backend: _flash_3, extra_parallel_modules: [text_encoder, vae]}": (
+        Plan(ulysses=4, text="split", vae="rows")
+    ),
+    "parallelism_config: {ulysses_size: auto, attention_backend: native, ulysses_anything: true}": Plan(
+        ulysses=4, uaa=True
+    ),
+    "parallelism_config: {ulysses: 2, ring: 2, backend: CACHE_DIT, use_ray: false}": Plan(ulysses=2, ring=2),
+    "parallelism_config: {tp_size: auto}": Plan(tensor=4),
+    "quantize_config: {quant_type: float8_per_row, exclude_layers: [embedder, embed], verbose: false}": None,
+    "quantize_config: {components_to_quantize: {transformer: {quant_type: float8_per_row, exclude_layers: [embed]}, "
+    "text_encoder_2: {quant_type: float8_weight_only, exclude_layers: [shared, embed_tokens]}}, verbose: false}": None,
+    "quantize_config: {components_to_quantize: {transformer: {quant_type: float8_per_row, regional_quantize: true, "
+    "per_tensor_fallback: true, precision_plan: {attn.to_q: float8_per_tensor, attn.to_v: float8_per_block}}}}": None,
+    "{cache_type: DBPrune, Fn_compute_blocks: 8, force_reduce_calibrator_vram: true, enable_taylorseer: false}": None,
+}
+"""Files of the form that cache-dit publishes, and the plan on four ranks."""
+
+
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_files_of_the_published_form(text: str, tmp_path: Path) -> None:
+    """A failure means that such a file must be rewritten before it can be used."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    configs = load_configs(path)
+    if PUBLISHED[text] is not None:
+        assert load_parallelism_config(path).to_plan(4) == PUBLISHED[text]
+    elif "quantize" in text:
+        assert {name: getattr(load_quantize_config(path), name) for name in configs["quantize_config"]}
+    else:
+        assert load_cache_config(path) == (DBPruneConfig(Fn_compute_blocks=8), None)
+    assert load_attn_backend_config(path) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [
+        ({"svdq_kwargs": {"fused_mlp": True}, "quant_type": "svdq_int4_r128_dq"}, "take quant_type=int4_weight_only"),
+        ({"components_to_quantize": {"transformer": {"quant_typ": "int8"}}}, "did you mean quant_type?"),
+        ({"components_to_quantize": {"transformer": "int8"}}, "give {'quant_type': 'int8'}"),
+        ({"precision_plan": ["attn"]}, "precision_plan=\\['attn'\\] is no dict"),
+        ({"backend": "cache_dit"}, "try one of|torchao"),
+    ],
+)
+def test_a_quantization_that_will_not_do(section: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ModelError, match=hint):
+        load_configs({"quantize_config": section})
 
 
 MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -96,6 +96,46 @@ def test_aliases_are_their_types(alias: str) -> None:
     assert record(pipe) == record(other)
 
 
+def test_names_that_say_the_scales() -> None:
+    """As cache-dit has them. What has no kernel here is refused by its name, with what would work."""
+    for name in ("int8_per_row", "int8_per_tensor"):
+        pipe, other = tiny.flux(), tiny.flux()
+        ditile.quantize(pipe, quantize_config=ditile.QuantizeConfig(quant_type=name))
+        ditile.quantize(other, "int8", per_row=name.endswith("row"))
+        same(run(pipe, "flux"), run(other, "flux"))
+    for name in ("svdq_int4_r32", "nvfp4"):
+        with pytest.raises(ModelError, match=f"quant_type='{name}' has no kernel here; try int4_weight_only or float8"):
+            ditile.quantize(tiny.flux(), name)
+
+
+def test_types_by_component_and_layer() -> None:
+    """A failure means that a config quantizes other layers than it says, or some before all were tried."""
+    pipe = tiny.flux()
+    plan = {"attn.to_q": "int8_per_tensor", "attn.to_k": "float8_weight_only"}
+    config = {"components_to_quantize": {
+        "transformer": {"quant_type": "int8_weight_only", "regional_quantize": True, "precision_plan": plan},
+        "text_encoder_2": {"quant_type": "int8_weight_only", "exclude_layers": ["wo"]},
+    }}  # fmt: skip
+    for wrong, hint in (
+        ({"unet": {}}, "FluxPipeline has no component 'unet'"),
+        (
+            {"transformer": {"precision_plan": {"attn.to_x": "int8"}}},
+            "no layer of FluxTransformer2DModel has 'attn.to_x'",
+        ),
+    ):
+        with pytest.raises(ModelError, match=hint):
+            ditile.quantize(pipe, quantize_config={"components_to_quantize": config["components_to_quantize"] | wrong})
+        assert not list_quantized_parameters(pipe.text_encoder_2)
+    ditile.quantize(pipe, quantize_config=config)
+    layers = {each.quant_type: each.layers for each in list_quantization_records(pipe.transformer)}
+    assert layers.keys() == {"int8", "float8_weight_only", "int8_weight_only"}
+    assert all("attn.to_q" in name for name in layers["int8"]) and len(layers["int8"]) == 5
+    assert all("attn.to_k" in name for name in layers["float8_weight_only"])
+    assert all("transformer_blocks." in name for name in list_quantized_parameters(pipe.transformer)), "repeated blocks"
+    assert not any("wo" in name for name in list_quantized_parameters(pipe.text_encoder_2))
+    run(pipe, "flux")
+
+
 def test_the_default_is_float8_weights_without_embedders() -> None:
     pipe = tiny.flux()
     ditile.quantize(pipe)
