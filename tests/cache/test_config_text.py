@@ -103,8 +103,8 @@ def test_json_and_all_sections(tmp_path: Path) -> None:
 
 
 PUBLISHED = {
-    "parallelism_config: {ulysses_size: auto, attention_backend: _flash_3, extra_parallel_modules: [text_encoder, vae]}": (
-        Plan(ulysses=4, text="split", vae="rows")
+    "parallelism_config: {ulysses_size: auto, attention_backend: _flash_3, extra_parallel_modules: [vae]}": Plan(
+        ulysses=4, vae="rows"
     ),
     "parallelism_config: {ulysses_size: auto, attention_backend: native, ulysses_anything: true}": Plan(
         ulysses=4, uaa=True
