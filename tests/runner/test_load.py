@@ -146,17 +146,27 @@ def test_a_folder_that_is_no_pipeline(tmp_path: Path) -> None:
     assert "model_index.json" in message(tmp_path)
 
 
-def write_without(folder: Path, lost: str, end: str = ".safetensors") -> None:
-    """Saves a model's weights but for one tensor."""
-    tensors = load_file(folder / WEIGHTS)
-    tensors.pop(lost)
-    save_file(tensors, folder / WEIGHTS.replace(".safetensors", end))
+def write_without(folder: Path, lost: str, end: str = ".safetensors", weights: str = WEIGHTS) -> None:
+    """Saves a model's weights but for one tensor, which has another name."""
+    tensors = load_file(folder / weights)
+    tensors["renamed"] = tensors.pop(lost)
+    save_file(tensors, folder / weights.replace(".safetensors", end), {"format": "pt"})
+
+
+def change_config(name: str, **values: Any) -> Callable[[Path], Any]:
+    """Changes a config."""
+
+    def write_config(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+    return write_config
 
 
 def cut_short(kept: int) -> Callable[[Path], Any]:
     return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:kept])
 
 
+LOST_TEXT = "encoder.block.0.layer.0.SelfAttention.q.weight"
 SHARD_INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no component": (lambda folder: shutil.rmtree(folder / "vae"), "vae is missing"),
@@ -175,6 +185,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: write_without(folder, "proj_out.weight"),
         "lacks 1 weight(s), such as proj_out.weight",
     ),
+    "no tensor of the text encoder": (
+        lambda folder: write_without(folder, LOST_TEXT, weights="text_encoder/model.safetensors"),
+        f"lacks 1 weight(s), such as {LOST_TEXT}",
+    ),
+    "no tensor of the VAE": (
+        lambda folder: write_without(
+            folder, "decoder.conv_in.weight", weights="vae/diffusion_pytorch_model.safetensors"
+        ),
+        "lacks 1 weight(s), such as decoder.conv_in.weight",
+    ),
+    "an index of numbers": (
+        lambda folder: (folder / SHARD_INDEX).write_text(json.dumps({"weight_map": {"a": 3}})),
+        "is no index of safetensors files",
+    ),
+    "deep JSON": (lambda folder: (folder / "model_index.json").write_text("[" * 100_000), "nested too deep"),
+    "layers": (change_config("transformer/config.json", num_layers=10**9), "says num_layers=1000000000, and no model"),
+    "layers of text": (change_config("text_encoder/config.json", num_layers=10**9), "says num_layers=1000000000"),
+    "timesteps": (change_config("scheduler/scheduler_config.json", num_train_timesteps=10**9), "timesteps=1000000000"),
 }
 """What is done to a folder, and what loading says of it."""
 
@@ -184,6 +212,41 @@ def test_a_folder_that_is_damaged(folder: Path, damage: str) -> None:
     spoil, says = DAMAGES[damage]
     spoil(folder)
     assert says in message(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("transformer/config.json", {"num_attention_heads": "x"}),  # TypeError
+        ("transformer/config.json", {"num_attention_heads": -1}),  # RuntimeError
+        ("transformer/config.json", {"norm_type": "x"}),
+        ("vae/config.json", {"block_out_channels": []}),  # IndexError
+        ("vae/config.json", {"norm_num_groups": 0}),  # ZeroDivisionError
+        ("text_encoder/config.json", {"d_model": "x"}),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
+    ],
+    ids=str,
+)
+def test_a_config_of_no_model(folder: Path, name: str, values: dict[str, Any]) -> None:
+    """diffusers and transformers raise almost anything. A failure means a traceback of hundreds of lines."""
+    change_config(name, **values)(folder)
+    assert "is not one that diffusers can build here: " in message(folder, ModelError)
+
+
+def test_a_shard_lacks_a_weight_of_its_index(tmp_path: Path) -> None:
+    """An index that lacks a weight, as its file does. A failure means random numbers in its place."""
+    pipe = tiny.sd3()
+    pipe.save_pretrained(tmp_path / "model")
+    part = tmp_path / "model" / "text_encoder_3"
+    sharded(part, pipe.text_encoder_3)
+    index = part / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = content["weight_map"].pop(LOST_TEXT)
+    index.write_text(json.dumps(content))
+    tensors = load_file(part / shard)
+    tensors.pop(LOST_TEXT)
+    save_file(tensors, part / shard, {"format": "pt"})
+    assert f"lacks 1 weight(s), such as {LOST_TEXT}" in message(tmp_path / "model")
 
 
 def test_a_class_that_diffusers_does_not_have(folder: Path) -> None:

@@ -156,6 +156,11 @@ class TransformerCache:
             setattr(*place, self._stock)
         vars(self.transformer).pop(_CACHE_ATTRIBUTE, None)
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the call of a pipeline is under way, a runner's or the pipeline's own."""
+        return self._clock is not None and (self._clock is not self._own_clock or self._own_clock.is_in_call)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         name = type(self.transformer).__name__
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")

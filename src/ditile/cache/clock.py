@@ -81,6 +81,11 @@ class SchedulerClock:
         self._thread: int | None = None
         self._busy, self._depth = threading.RLock(), 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the pipeline's call is under way."""
+        return self._depth > 0
+
     def start_watching(self) -> None:
         """Watches the schedulers, and the pipeline's call."""
         if self._schedulers and not self._are_schedulers_replaced():
@@ -287,6 +292,11 @@ class CallClock:
         self._steps = steps or self._steps
         if separate_cfg is not None:
             self._of_step = 2 if separate_cfg else 1
+
+    @property
+    def is_in_call(self) -> bool:
+        """Always False: there is no pipeline whose call could be under way."""
+        return False
 
     def start_watching(self) -> None:
         """Watches the pipeline's call, if there is a pipeline."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +26,7 @@ from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, count_decoder_numbers, make_frame_decode_counter
 from ditile.planner.kernel_times import TransformerWork, count_transformer_work
 from ditile.planner.tables import FamilyTable, VaeScale, check_family_plan, find_family_table, splits_only_tokens
+from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
@@ -80,6 +80,11 @@ class PlanSubject:
             LoadError: if configs cannot be read.
             ModelError: if it has no transformer, or one without a `ModelSpec` that cannot be counted.
         """
+        with convert_build_errors(name):
+            return cls._build_from_configs(name, source)
+
+    @classmethod
+    def _build_from_configs(cls, name: str, source: Path | str) -> PlanSubject:
         try:
             index = diffusers.DiffusionPipeline.load_config(source)
             pipeline = getattr(diffusers, index["_class_name"])
@@ -89,8 +94,10 @@ class PlanSubject:
             transformer = getattr(diffusers, kind)
             config = transformer.load_config(source, subfolder="transformer")
             vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
-        except (OSError, KeyError, AttributeError) as error:
+        except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        for part, values in (("transformer", config), ("vae", vae)):
+            check_config_counts(values, f"the config of {part} in {source}")
         with init_on_meta_device():
             transformer_model: nn.Module = transformer.from_config(config)
         kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
@@ -260,7 +267,7 @@ def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, 
     """Reads the parameters of other parts from a file, or else counts them on models that are made from configs."""
     facts = Path(source, FACTS)
     if facts.exists():
-        counts: dict[str, int] = json.loads(facts.read_text("utf-8"))
+        counts = read_json_object(facts)
         return _OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=counts.get("decoded_numbers"))
     names = [name for name in TEXT if (index.get(name) or [None])[0]]
     sizes = {name: _count_encoder_parameters(source, name, index[name][1]) for name in names}
@@ -279,6 +286,7 @@ def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int |
         config = kinds.config_class.from_pretrained(str(source), subfolder=name)
     except OSError:
         return None
+    check_config_counts(config.to_dict(), f"the config of {name} in {source}")
     with init_on_meta_device():
         return _count_module_parameters(kinds(config))
 

@@ -129,10 +129,10 @@ def enable_cache(
         with ExitStack() as stack:
             for each in adapted:
                 stack.callback(each.undo)
-            _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
+            runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
             _install_caches(stack, pipe, made, adapted, config)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
-            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments))
+            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments, runner, made))
     except BaseException:
         # What was refused leaves the earlier cache as it was.
         for one in earlier:
@@ -143,10 +143,22 @@ def enable_cache(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Enabled:
-    """One call of `enable_cache`: what undoes it, and its arguments without quantization, which stays."""
+    """One call of `enable_cache`: what undoes it, and its arguments without quantization, which stays.
+
+    Attributes:
+        runner: what calls of the pipeline run, if it was divided.
+        made: its caches.
+    """
 
     stack: ExitStack
     arguments: tuple[Any, ...]
+    runner: Runner | None
+    made: Sequence[TransformerCache]
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call of the pipeline is under way, which needs it."""
+        return (self.runner is not None and self.runner.is_running) or any(each.is_in_call for each in self.made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Enabled:
         return self
@@ -196,9 +208,12 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
     """Undoes `enable_cache`, quantization apart; the pipeline is bit for bit what it was. Returns its argument.
 
     Raises:
-        StateError: if the pipeline was divided, and its weights were changed or freed since.
+        StateError: if a call is under way, or the pipeline was divided, and its weights were changed or freed since.
     """
-    for enabled in _find_enabled(_unwrap_pipeline(pipe_or_adapter)):
+    found = _find_enabled(_unwrap_pipeline(pipe_or_adapter))
+    if any(enabled.is_in_call for enabled in found):
+        raise StateError("the pipeline is in the middle of a call, which uses its cache; change that when it is over")
+    for enabled in found:
         enabled.stack.close()
     return pipe_or_adapter
 
@@ -396,23 +411,29 @@ def _divide_and_quantize(
     division: ParallelismConfig | None,
     kernel: str | None,
     quantization: QuantizeConfig | None,
-) -> None:
-    """Divides a pipeline over the ranks, sets its kernel, and quantizes its weights."""
+) -> Runner | None:
+    """Divides a pipeline over the ranks, sets its kernel, and quantizes its weights; returns the runner, if any."""
+    runner = None
     if division is not None:
-        _divide_pipeline(stack, pipe, division, kernel)
+        runner = _divide_pipeline(stack, pipe, division, kernel)
     elif kernel is not None:
         _set_attention_kernel(stack, transformers, kernel)
     # After the division, which cannot share out quantized weights.
     if quantization is not None:
         quantize(pipe, quantize_config=quantization)
+    return runner
 
 
-def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> None:
-    """Makes a call of this pipeline a call of a runner: the instance gets a subclass of its own."""
+def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> Runner | None:
+    """Makes a call of this pipeline a call of a runner: the instance gets a subclass of its own.
+
+    Returns:
+        The runner; None if nothing is divided.
+    """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
     plan = config.to_plan(world)
     if plan == Plan() and kernel is None:
-        return
+        return None
     runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=config.cp_plan)
     kind = type(pipe)
 
@@ -423,6 +444,7 @@ def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, ker
     pipe.__class__ = type(kind.__name__, (kind,), {"__call__": call_runner, "__module__": kind.__module__})
     stack.callback(runner.restore)
     stack.callback(setattr, pipe, "__class__", kind)
+    return runner
 
 
 def _check_attention_kernel(kernel: str, transformers: Sequence[nn.Module]) -> None:

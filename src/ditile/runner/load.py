@@ -15,7 +15,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from ditile.models.known import (
     list_known_models,
     list_published_models,
 )
-from ditile.plan.checks import suggest_nearest
+from ditile.plan.checks import is_number, suggest_nearest
 from ditile.plan.plan import Plan, require_plan
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""
 HUB_TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
+MOST_IN_CONFIGS = {r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?": 1000, "num_train_timesteps": 10**6}
+"""Patterns of names in a config, and the largest number that they may have."""
+_BUILD_ERRORS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    *(RuntimeError, ImportError, MemoryError),
+)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -63,7 +69,7 @@ def defaults(model: str) -> dict[str, Any]:
     """
     source = _locate_model(model, weights=False)
     path = source / "generation.json" if isinstance(source, Path) else None
-    return _read_json_object(path) if path is not None and path.exists() else {}
+    return read_json_object(path) if path is not None and path.exists() else {}
 
 
 def find_model_source(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
@@ -126,34 +132,46 @@ def load(
     """
     env.drop_import_complaints()
     # Not at the top of the module, because listing models and reading their options must not import torch.
-    import safetensors
     from diffusers import DiffusionPipeline
 
     from ditile.distributed.mesh import find_process_rank
-    from ditile.runner.partial import load_partial_components
+    from ditile.runner.partial import load_partial_components, load_whole_models
 
     source = find_model_source(name, variant)
     wanted = choose_weight_dtype(source, dtype)
     rank = 0 if plan is None else find_process_rank(require_plan(plan))
+    with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():
+        own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
+        own |= load_whole_models(source, wanted, variant, apart=own)
+        pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
+            source, dtype=wanted, use_safetensors=True, variant=variant, **own
+        )
+    return pipe
+
+
+@contextmanager
+def convert_build_errors(name: str) -> Iterator[None]:
+    """Turns what diffusers and transformers raise for a model that they cannot build into an error of ditile.
+
+    Raises:
+        LoadError: for files that are missing or corrupt.
+        ModelError: for a config that describes no model of theirs; such code raises almost anything.
+    """
+    import safetensors
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
-        with report_download_progress(source) if isinstance(source, str) else nullcontext():
-            own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
-            pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
-                source, dtype=wanted, use_safetensors=True, variant=variant, **own
-            )
+        yield
+    except DitileError:
+        raise
     except safetensors.SafetensorError as error:
         raise LoadError(f"model {name!r} has a corrupt safetensors file: {_join_error_lines(error)}") from error
     except OSError as error:
         raise LoadError(f"model {name!r} cannot be loaded: {_join_error_lines(error)}") from error
-    except DitileError:
-        raise
-    except (ValueError, AttributeError, ImportError) as error:
-        raise ModelError(
-            f"model {name!r} is not one that diffusers can build here: {_join_error_lines(error)}"
-        ) from error
-    if isinstance(source, Path):
-        _check_no_missing_weights(pipe, source / "transformer", variant)
-    return pipe
+    except (*_BUILD_ERRORS, StrictDataclassError) as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        what = f"{kind}{_join_error_lines(error)}"
+        raise ModelError(f"model {name!r} is not one that diffusers can build here: {what}") from error
 
 
 def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
@@ -162,7 +180,7 @@ def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     Raises:
         LoadError: if something is missing, as far as the headers of the weights say.
     """
-    for part, entry in _read_json_object(folder / "model_index.json").items():
+    for part, entry in read_json_object(folder / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
             _check_component(folder / part, variant)
     return folder
@@ -178,6 +196,9 @@ def _check_component(part: Path, variant: str | None) -> None:
     """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights beside it."""
     if not part.is_dir():
         raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
+    for path in (part / "config.json", part / "scheduler_config.json"):
+        if path.exists():
+            check_config_counts(read_json_object(path), path)
     if not (part / "config.json").exists():
         return
     files = _list_weight_files(part, variant)
@@ -198,9 +219,12 @@ def _list_weight_files(part: Path, variant: str | None) -> list[Path]:
     files = set() if indices or variant is None else set(part.glob(f"*.{variant}.safetensors"))
     if not indices and not files:
         indices, files = list(part.glob("*.safetensors.index.json")), set(part.glob("*.safetensors"))
-    return sorted(
-        files | {part / file for index in indices for file in _read_json_object(index).get("weight_map", {}).values()}
-    )
+    for index in indices:
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise LoadError(f"{index} is no index of safetensors files; copy it again")
+        files |= {part / file for file in weight_map.values()}
+    return sorted(files)
 
 
 def _check_weight_file(file: Path) -> None:
@@ -215,19 +239,16 @@ def _check_weight_file(file: Path) -> None:
         raise LoadError(f"{file} is no whole safetensors file ({_join_error_lines(error)}); copy it again") from error
 
 
-def _check_no_missing_weights(pipe: DiffusionPipeline, part: Path, variant: str | None) -> None:
-    """Raises `LoadError` for a transformer whose files lack weights: diffusers would fill them with random numbers."""
-    import safetensors
-
-    transformer, there = getattr(pipe, "transformer", None), set()
-    # Quantizers save weights under names of their own.
-    if transformer is None or _read_json_object(part / "config.json").get("quantization_config"):
-        return
-    for file in _list_weight_files(part, variant):
-        with safetensors.safe_open(file, framework="np") as tensors:
-            there |= set(tensors.keys())
-    if lacking := sorted({name for name, _ in transformer.named_parameters()} - there):
-        raise LoadError(f"{part} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
+    """Raises `LoadError` for a config with so many layers or timesteps that building its model would never end."""
+    for name, value in config.items():
+        most = next((most for pattern, most in MOST_IN_CONFIGS.items() if re.fullmatch(pattern, str(name))), None)
+        todo = [value] if most is not None else []
+        while todo:
+            each = todo.pop()
+            todo += each if isinstance(each, list) else ()
+            if most is not None and is_number(each) and each > most:
+                raise LoadError(f"{path} says {name}={each}, and no model has more than {most}; copy it again")
 
 
 def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) -> torch.dtype:
@@ -249,7 +270,8 @@ def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) ->
     return weight_dtype
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON. Raises `LoadError` if there is none."""
     try:
         content = files.parse_json(files.read_text(path))
     except (OSError, ValueError) as error:

@@ -1,14 +1,14 @@
-"""Loads this rank's share of a pipeline: its blocks of the transformer, and its part of the text encoders.
+"""Loads the models of a pipeline: a rank's part of the transformer and the text encoders, and the others whole.
 
-The transformer is built as diffusers builds it, but without weights. Blocks of other stages become placeholders. Then
-the weights of what is left are read.
+What a rank reads in part is built as diffusers builds it, but without weights. Blocks of other stages become
+placeholders. Then the weights of what is left are read. A model whose files lack a weight is refused: diffusers and
+transformers would fill it with random numbers.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.compose import divide_into_stages
+from ditile.runner.load import check_config_counts, read_json_object
 
 STEM = "diffusion_pytorch_model"
 log = logging.getLogger(__name__)
@@ -62,22 +63,52 @@ def load_partial_components(
         if not in_part or not kind or not (name == "transformer" or name.startswith("text_encoder")):
             continue
         cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
-        config = locate("config.json")
-        if config is None:
-            raise LoadError(f"{name} has no config.json; copy the whole model")
+        config = _find_config(locate, name)
         reason = _find_partial_load_refusal(cls, kind, config)
         if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
         elif name == "transformer":
             partial_components[name] = load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
         else:
-            where = str(source / name) if isinstance(source, Path) else source
-            options = {} if isinstance(source, Path) else {"subfolder": name}
-            if variant is not None and _has_variant_files(locate, variant):
-                options["variant"] = variant
+            where, options = _collect_source_options(source, name, locate, variant)
             partial_components[name] = read_partial_encoder(cls, where, place, dtype, **options)
             install_call_guard(partial_components[name], name)
     return partial_components
+
+
+def load_whole_models(
+    source: Path | str, dtype: torch.dtype, variant: str | None = None, *, apart: Collection[str] = ()
+) -> dict[str, nn.Module]:
+    """The other components that are models, whole, each after a check that its files have all of its weights.
+
+    Quantized ones are not among them, nor those of classes that are in neither diffusers nor transformers: their own
+    loaders read them, with the pipeline.
+
+    Args:
+        source, dtype, variant: as in `load_partial_components`.
+        apart: the components that are not read here.
+
+    Raises:
+        LoadError: if files or weights are missing or corrupt.
+    """
+    models: dict[str, nn.Module] = {}
+    for name, entry in _read_model_index(source).items():
+        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
+        cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
+        if name in apart or cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
+            continue
+        config = _find_config(locate, name)
+        if _find_partial_load_refusal(cls, str(kind), config) is not None:
+            continue
+        where, options = _collect_source_options(source, name, locate, variant)
+        options["torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype"] = dtype
+        from_pretrained: Any = cls.from_pretrained
+        models[name], info = from_pretrained(where, use_safetensors=True, output_loading_info=True, **options)
+        # Not buffers: those that are missing are computed, as tables of positions are.
+        parameters = {key for key, _ in models[name].named_parameters(remove_duplicate=False)}
+        if lacking := sorted(parameters & set(info["missing_keys"])):
+            raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+    return models
 
 
 def load_partial_transformer(
@@ -176,8 +207,26 @@ def _read_model_index(source: Path | str) -> dict[str, Any]:
     path = _locate_component_files(source, "")("model_index.json")
     if path is None:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
-    model_index: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return model_index
+    return read_json_object(path)
+
+
+def _find_config(locate: LocateFile, name: str) -> Path:
+    """The config of a component. Raises `LoadError` if there is none, or it describes what nobody can build."""
+    config = locate("config.json")
+    if config is None:
+        raise LoadError(f"{name} has no config.json, or the hub cannot be reached; copy the whole model")
+    check_config_counts(read_json_object(config), config)
+    return config
+
+
+def _collect_source_options(
+    source: Path | str, name: str, locate: LocateFile, variant: str | None
+) -> tuple[str, dict[str, Any]]:
+    """Where `from_pretrained` finds a component: its folder or hub id, and keyword arguments."""
+    options: dict[str, Any] = {} if isinstance(source, Path) else {"subfolder": name}
+    if variant is not None and _has_variant_files(locate, variant):
+        options["variant"] = variant
+    return str(source / name) if isinstance(source, Path) else source, options
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:
@@ -191,10 +240,13 @@ def _find_partial_load_refusal(cls: type[Any] | None, kind: str, config: Path) -
     """Why a component cannot be read in part, or None."""
     if cls is None:
         return f"its class {kind} is in neither diffusers nor transformers"
-    if json.loads(config.read_text("utf-8")).get("quantization_config"):
+    if read_json_object(config).get("quantization_config"):
         return "its weights are quantised, and only its quantiser knows how to read them"
     return None
 
 
-def _find_component_class(library: str | None, kind: str) -> type[Any] | None:
-    return getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), kind, None)
+def _find_component_class(library: Any, kind: Any) -> type[Any] | None:
+    """The class of a component; None if it is in neither diffusers nor transformers."""
+    modules = {"diffusers": diffusers, "transformers": transformers}
+    found = getattr(modules.get(str(library)), kind, None) if isinstance(kind, str) else None
+    return found if isinstance(found, type) else None

@@ -108,15 +108,22 @@ class Runner:
         finally:
             self._running = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is under way."""
+        return self._running
+
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
 
         Raises:
-            StateError: if the weights of other stages or the text encoders were freed, or LoRAs were loaded, scaled
-                or fused since, or the model was quantized.
+            StateError: if a call is under way, the weights of other stages or the text encoders were freed, LoRAs were
+                loaded, scaled or fused since, or the model was quantized.
         """
         if self._restored:
             return
+        if self._running:
+            raise StateError("this runner is in the middle of a call; restore it when the call is over")
         cut = self.plan.divides_weights
         if cut and not self._keep:
             raise StateError(

@@ -14,12 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import AsyncMax, broadcast_tensor
-from ditile.errors import StateError
+from ditile.errors import ModelError, StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
@@ -233,6 +234,7 @@ class Loop:
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents = self._copies = None
         self._stop_flags: list[AsyncMax] = []
+        self._finite_flags: list[Tensor] = []  # of each step on the device, where they wait to be read
         self._adaptive_warmup = (
             None
             if self._relative_change is None
@@ -319,6 +321,22 @@ class Loop:
         for done in self.when_over:
             done()
         self._batch.end_generation()
+        self._check_finite_latents()
+
+    def _check_finite_latents(self) -> None:
+        """Raises `ModelError` on all ranks if latents became NaN or infinite on one: they would be a black picture."""
+        # Read once for all steps, because reading waits for a GPU.
+        finite = torch.stack(self._finite_flags).tolist() if self._finite_flags else []
+        steps = self._schedule.steps
+        left = steps - finite.index(False) if False in finite else 0
+        most_left = AsyncMax(self._stop_group, left, self._mesh.traffic).wait_for_max()
+        if self._stop_group is not None:
+            self._mesh.traffic.count_message("control", 8)
+        if most_left:
+            raise ModelError(
+                f"the latents have NaN or infinite numbers since step {steps - most_left + 1} of {steps}; lower the "
+                "guidance, or compute in float32 or bfloat16; if neither helps, the weights are damaged"
+            )
 
     # The scheduler
 
@@ -431,6 +449,8 @@ class Loop:
         assert self._latents is not None
         self._get_patch_schedulers().sync_step_index(self._scheduler)
         last = step == self._schedule.steps - 1
+        if self._is_stepping_rank:
+            self._finite_flags.append(torch.isfinite(self._batch.view_own_images(self._latents)).all())
         wanted = self._callbacks.wants_latents(step)
         self._synced = step if wanted else self._synced
         # Over the replicas first, so that the broadcast along the stages carries all images.
