@@ -40,6 +40,9 @@ class IdleCacheWarning(UserWarning):
 class CacheClock(PipelineClock, Protocol):
     """A clock that the caches of a pipeline have where no runner gives them one."""
 
+    @property
+    def is_in_call(self) -> bool: ...
+
     def start_watching(self) -> None: ...
 
     def stop_watching(self) -> None: ...
