@@ -22,6 +22,7 @@ from ditile.cli.dry_run import describe_dry_run
 from ditile.cli.options import GenerateOptions
 from ditile.cli.pipelines import convert_value_errors
 from ditile.models.known import ASSETS
+from ditile.plan.shape import check_image_size
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned
@@ -144,6 +145,13 @@ assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "importe
 
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
     return generate.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
+
+
+@pytest.mark.parametrize("height", [64.0, "64", True, [64], -16])
+def test_a_size_that_is_no_count(height: Any) -> None:
+    """It may come from a model's own options. A failure means a traceback of `%`, or a picture of another size."""
+    with pytest.raises(ModelError, match="height=.* is not a whole number of at least 1; try height="):
+        check_image_size({"height": height}, 16)
 
 
 def test_a_size_is_checked_where_a_token_is_known() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,32 @@ def test_a_profile_is_its_json(tmp_path: Path) -> None:
         Profile.from_json_file(file)
     with pytest.raises(ModelError, match="cannot be read"):
         Profile.from_json_file(tmp_path / "none.json")
+
+
+def iterate_places(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The places of all values in nested dicts."""
+    yield place
+    for name in value if isinstance(value, dict) else ():
+        yield from iterate_places(value[name], (*place, name))
+
+
+def put_value(value: Any, place: tuple[str, ...], new: Any) -> Any:
+    """Nested dicts with another value at a place."""
+    return {**value, place[0]: put_value(value[place[0]], place[1:], new)} if place else new
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "x", [3.0, 2.0, 1.0], [[1.0]], 10**400], ids=repr)
+def test_a_profile_of_no_machine(wrong: Any) -> None:
+    """Wherever such a value is. A failure means a traceback, or a plan that was ranked by nonsense."""
+    good = json.loads(hardware.load_profile("l40-pcie").to_json())
+    texts = {("name",), ("source",), ("also",)}
+    for place in iterate_places(good):
+        if place in texts and isinstance(wrong, str):
+            continue
+        with pytest.raises(ModelError, match="is no profile of a machine") as refused:
+            Profile.from_json(json.dumps(put_value(good, place, wrong)))
+        assert len(str(refused.value)) < 400 and "\n" not in str(refused.value), place
+    Profile.from_json(json.dumps(good))
 
 
 def test_hosts_are_joined_by_the_slower_link() -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ditile.errors import ModelError
+from ditile.plan.checks import MOST, check_whole_number
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec
@@ -195,6 +196,7 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
     """
     for name in ("height", "width"):
         value = call.get(name)
+        check_whole_number(value, name, most=MOST[name], optional=True)
         if value is not None and value % unit:
             near = max(unit, round(value / unit) * unit)
             raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")

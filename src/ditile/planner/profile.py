@@ -17,6 +17,7 @@ from typing import Any
 
 from ditile.distributed import files
 from ditile.errors import ModelError
+from ditile.plan.checks import is_number, is_whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +141,15 @@ class Profile:
             ModelError: if the text is no profile.
         """
         try:
-            values = files.parse_json(text)
-            values |= {name: _parse_curve(values[name]) for name in ("matmul", "attention", "head") if name in values}
-            values["pointwise"] = {name: _parse_curve(curve) for name, curve in values["pointwise"].items()}
-            values |= {name: Link(**values[name]) for name in ("link", "interlink") if values.get(name)}
+            values = dict(files.parse_json(text))
+            _check_fields(cls, values, "it", apart=("matmul", "attention", "head", "pointwise", "link", "interlink"))
+            values |= {name: _parse_curve(values[name], name) for name in _CURVES if name in values}
+            values["pointwise"] = {name: _parse_curve(curve, name) for name, curve in values["pointwise"].items()}
+            values["link"] = _parse_link(values["link"], "link")
+            if values.get("interlink") is not None:
+                values["interlink"] = _parse_link(values["interlink"], "interlink")
+            for name in _POINTWISE:
+                _ = values["pointwise"][name]  # it raises where there is none
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else error
@@ -163,9 +169,54 @@ class Profile:
         return cls.from_json(text, str(path))
 
 
-def _parse_curve(values: Mapping[str, Any]) -> Curve:
-    rates = (tuple(row) if isinstance(row, Sequence) else row for row in values["rates"])
-    return Curve(tuple(values["x"]), tuple(rates), tuple(values["y"]))
+_CURVES = ("matmul", "attention", "head")
+_RANGE = 1e-30, 1e30
+"""Of sizes and rates: far wider than any machine's, and products of two stay finite."""
+_DIVISORS = {"bandwidth", "collective", "neighbours", "gather", "reduce", "crossing", "devices", "together"}
+"""Fields that must be above 0."""
+_POINTWISE = ("pointwise", "norm", "gelu")
+"""The kinds of pointwise work that every profile has a curve for."""
+
+
+def _check_fields(cls: type, values: Mapping[str, Any], what: str, apart: Sequence[str] = ()) -> None:
+    """Raises `ValueError` unless the numbers of a class are finite and not below 0, and its texts are texts."""
+    for each in dataclasses.fields(cls):
+        value: Any = values.get(each.name)
+        kind = str(each.type)
+        if each.name in apart or each.name not in values or (value is None and "None" in kind):
+            continue
+        if kind.startswith(("float", "int")):
+            is_right = is_whole_number(value) if kind == "int" else is_number(value)
+            is_right = is_right and (_RANGE[0] if each.name in _DIVISORS else 0) <= value <= _RANGE[1]
+        else:
+            is_right = isinstance(value, {"str": str, "bool": bool}.get(kind, Mapping))
+        if not is_right:
+            raise ValueError(f"{what} has {each.name}={value!r:.80}")
+
+
+def _parse_link(values: Mapping[str, Any], name: str) -> Link:
+    _check_fields(Link, values, name)
+    return Link(**values)
+
+
+def _parse_curve(values: Mapping[str, Any], name: str) -> Curve:
+    """A curve. Raises `ValueError` unless sizes rise, rates are above 0, and there is one for each size."""
+    x, y = (tuple(_check_sizes(values[side], f"{name}.{side}")) for side in ("x", "y"))
+    rows = tuple(tuple(row) if isinstance(row, list) else row for row in values["rates"])
+    shape = {len(row) if isinstance(row, tuple) else 0 for row in rows}
+    if not x or len(rows) != len(x) or shape != {len(y)}:
+        raise ValueError(f"{name} has not one rate for each of its sizes")
+    for rate in (each for row in rows for each in (row if isinstance(row, tuple) else (row,))):
+        if not is_number(rate) or not _RANGE[0] <= rate <= _RANGE[1]:
+            raise ValueError(f"{name} has the rate {rate!r:.80}")
+    return Curve(x, rows, y)
+
+
+def _check_sizes(sizes: Sequence[Any], what: str) -> Sequence[float]:
+    for low, size in zip((0.0, *sizes), sizes, strict=False):
+        if not is_number(size) or not low < size <= _RANGE[1]:
+            raise ValueError(f"{what} are no rising sizes: {size!r:.80} is behind {low!r:.80}")
+    return sizes
 
 
 @lru_cache(maxsize=65536)

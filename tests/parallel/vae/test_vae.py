@@ -274,8 +274,9 @@ def test_other_refusals() -> None:
     ):
         ParallelVAE(AutoencoderTiny(), Axis(), Traffic())
     vae = autoencoder("pixart")
-    with pytest.raises(PlanError, match="block_size=0 is no number of rows; try"):
-        ParallelVAE(vae, Axis(), Traffic(), block_size=0)
+    for size in (0, True, 8.0, "8"):
+        with pytest.raises(PlanError, match="block_size=.* is not a whole number of at least 1; try block_size=64"):
+            ParallelVAE(vae, Axis(), Traffic(), block_size=size)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="gather='last' is not known; try all or first"):
         ParallelVAE(vae, Axis(), Traffic(), gather="last")  # type: ignore[arg-type]
     with ParallelVAE(vae, Axis(), Traffic(), block_size=8).install_forwards():

@@ -35,6 +35,7 @@ from ditile.parallel.vae.layers import (
     normalize_strip,
     run_residual_block,
 )
+from ditile.plan.checks import check_whole_number
 
 CONTAINER_TYPES = {
     Encoder,
@@ -80,8 +81,8 @@ class ParallelVAE:
         block_size: int | None = None,
         gather: Literal["all", "first"] = "all",
     ) -> None:
-        if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
-            raise PlanError(f"block_size={block_size!r} is no number of rows; try block_size=64, or None for all")
+        hint = "block_size=64, or None for all"
+        check_whole_number(block_size, "block_size", error=PlanError, optional=True, hint=hint)
         if gather not in ("all", "first"):
             raise PlanError(f"gather={gather!r} is not known; try all or first")
         self.vae, self.axis, self.traffic = vae, axis, traffic
