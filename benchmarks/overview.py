@@ -17,17 +17,26 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from ditile.cli.palette import choose_plan_colour
+
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-STALE, EXACT, CACHED = "#4477aa", "#88a9c8", "#228833"
-"""The colours of plans whose pictures are close to those of one process, equal to them, and of plans with a cache."""
 
 
 class Bar(NamedTuple):
-    """A bar of a panel: the plan as the table names it, what the figure calls it, and its colour."""
+    """A bar of a panel: the plan (and the cache) as the table names it, and what the figure calls it."""
 
     plan: str
     label: str
-    colour: str
+
+    @property
+    def colour(self) -> str:
+        """That of the method."""
+        return choose_plan_colour(self.plan.partition("|")[0])
+
+    @property
+    def hatch(self) -> str | None:
+        """Whether it has a cache."""
+        return "///" if "|" in self.plan else None
 
 
 class Panel(NamedTuple):
@@ -40,11 +49,11 @@ class Panel(NamedTuple):
 
 
 METHODS = (
-    Bar("pipefusion=2 patches=4", "PipeFusion", STALE),
-    Bar("distrifusion=2", "DistriFusion", STALE),
-    Bar("ring=2", "ring", EXACT),
-    Bar("ulysses=2", "Ulysses", EXACT),
-    Bar("tensor=2", "tensor parallel", EXACT),
+    Bar("pipefusion=2 patches=4", "PipeFusion *"),
+    Bar("distrifusion=2", "DistriFusion *"),
+    Bar("ring=2", "ring"),
+    Bar("ulysses=2", "Ulysses"),
+    Bar("tensor=2", "tensor parallel"),
 )
 CACHE = "F=1 W=4 R=0.2 MC=4 taylor=1"
 PANELS = (
@@ -52,7 +61,7 @@ PANELS = (
         "One machine\nPixArt of 16 blocks, 512 px, 20 steps",
         "speed",
         None,
-        (Bar("cfg=2", "CFG parallel", EXACT), *METHODS),
+        (Bar("cfg=2", "CFG parallel"), *METHODS),
     ),
     Panel("Two hosts, 100 Mbit/s between them\nFLUX of 16 blocks, 512 px, 8 steps", "links-flux", "100mbit", METHODS),
     Panel(
@@ -60,11 +69,11 @@ PANELS = (
         "cache",
         None,
         (
-            Bar(f"pipefusion=1 | {CACHE}", "cache, one process", CACHED),
-            Bar("pipefusion=2 patches=4", "PipeFusion", STALE),
-            Bar(f"pipefusion=2 patches=4 | {CACHE}", "PipeFusion, cache", CACHED),
-            Bar("ulysses=2", "Ulysses", EXACT),
-            Bar(f"ulysses=2 | {CACHE}", "Ulysses, cache", CACHED),
+            Bar(f"pipefusion=1 | {CACHE}", "cache, one process *"),
+            Bar("pipefusion=2 patches=4", "PipeFusion *"),
+            Bar(f"pipefusion=2 patches=4 | {CACHE}", "PipeFusion, cache *"),
+            Bar("ulysses=2", "Ulysses"),
+            Bar(f"ulysses=2 | {CACHE}", "Ulysses, cache *"),
         ),
     ),
 )
@@ -84,7 +93,8 @@ def draw_overview(page: str, out: Path) -> None:
     for axes, panel in zip(columns, PANELS, strict=True):
         speedups = read_speedups(page, panel.table, panel.link)
         values = [speedups[bar.plan] for bar in panel.bars]
-        axes.barh(range(len(values)), values, height=0.66, color=[bar.colour for bar in panel.bars])
+        for row, (bar, value) in enumerate(zip(panel.bars, values, strict=True)):
+            axes.barh(row, value, height=0.66, color=bar.colour, hatch=bar.hatch, ec="w")
         for row, value in enumerate(values):
             axes.text(value + 0.05, row, f"{value:.2f}x", va="center", fontsize=9, bbox=paper)
         axes.axvline(1, color="#555555", lw=1, ls="--")
@@ -95,13 +105,23 @@ def draw_overview(page: str, out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     figure.supxlabel(
-        "speed-up over one process (dashed), two processes unless a bar says one. "
+        "speed-up over one process, two processes unless a bar says one. "
         "Two CPU cores; nothing was measured on a GPU yet.",
         fontsize=9,
     )
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (EXACT, STALE, CACHED)]
-    names = ["exact: the picture of one process", "close: keys one step old", "close: with a cache"]
-    figure.legend(handles, names, loc="upper center", ncols=3, frameon=False, fontsize=9, bbox_to_anchor=(0.5, 1.08))
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, fc="#555555", ec="w"),
+        plt.Rectangle((0, 0), 1, 1, fc="#555555", ec="w", hatch="///"),
+        plt.Line2D([], [], color="#555555", lw=1, ls="--"),
+        plt.Line2D([], [], color="#555555", marker="$*$", ls="none"),
+    ]
+    names = [
+        "a plan, in the colour of its method",
+        "with a cache",
+        "one process",
+        "close to its picture (the others are equal to it)",
+    ]
+    figure.legend(handles, names, loc="upper center", ncols=4, frameon=False, fontsize=9, bbox_to_anchor=(0.5, 1.08))
     figure.tight_layout()
     figure.savefig(out, dpi=110, bbox_inches="tight")
     plt.close(figure)

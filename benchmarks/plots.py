@@ -23,10 +23,19 @@ from matplotlib import pyplot as plt
 from benchmarks.cache_quality import average_picture_rows, find_speed_quality_front, read_picture_rows
 from benchmarks.cache_settings import OURS, THEIRS
 from ditile.cli.bench.figures import set_logarithmic_scale
-from ditile.cli.evaluate.figures import COLOURS, MARKERS, draw_tradeoff
+from ditile.cli.evaluate.figures import draw_tradeoff
+from ditile.cli.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
 from ditile.plan.schedule import MicroStep, Schedule
 
 FRESH, STALE = "#4477aa", "#dddddd"
+PATCH_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#777777")
+GROUP_COLOURS = {
+    "tensor": COLOURS["tensor"],
+    "sequence": COLOURS["ulysses"],
+    "DistriFusion": COLOURS["distrifusion"],
+    "PipeFusion": COLOURS["pipefusion"],
+}
+"""Group of methods -> colour; any other has `ONE_RANK_COLOUR`."""
 
 
 def save_figure(figure: Any, out: Path) -> None:
@@ -80,7 +89,7 @@ def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
     for axes, (model, steps) in zip(grid[0], panels, strict=True):
         here = [row for row in rows if (row["model"], row["steps"]) == (model, steps)]
-        for engine, colour, marker in ((THEIRS, COLOURS[4], "s"), (OURS, COLOURS[0], "o")):
+        for engine, colour, marker in ((THEIRS, "#cc3311", "s"), (OURS, "#004488", "o")):
             mine = [row for row in here if row["engine"] == engine]
             if not mine:
                 continue
@@ -111,9 +120,8 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
     for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
         for k, (name, seconds) in enumerate(groups.items()):
             if seconds:
-                axes.plot(
-                    list(seconds), list(seconds.values()), color=COLOURS[k % 8], marker=MARKERS[k], ms=5, label=name
-                )
+                colour = GROUP_COLOURS.get(name, ONE_RANK_COLOUR)
+                axes.plot(list(seconds), list(seconds.values()), color=colour, marker=MARKERS[k], ms=5, label=name)
         devices = sorted({count for seconds in groups.values() for count in seconds})
         axes.set_xscale("log", base=2)
         set_logarithmic_scale(axes)
@@ -161,7 +169,7 @@ def _draw_event_bar(axes: Any, event: dict[str, Any], origin: float) -> None:
     if event["cat"] != "compute":
         axes.barh(event["tid"], width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)
         return
-    colour = "#888888" if patch is None else COLOURS[patch % len(COLOURS)]
+    colour = "#888888" if patch is None else PATCH_COLOURS[patch % len(PATCH_COLOURS)]
     axes.barh(event["tid"], width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
     axes.text(
         start + width / 2,

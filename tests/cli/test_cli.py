@@ -435,7 +435,7 @@ def test_a_dry_run_of_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["generate", "a circle", "--model", "shapes-flux", *EVERY_AXIS.split()]) == 0
     out = capsys.readouterr().out
     assert "plan: data=2 cfg=2 pipefusion=2 ring=2 tensor=2" in out and "2 call(s) per step" in out
-    for word in ("data 1", "cfg 1", "stage 1", "ring 1", "tensor 1", "│ 31 ", "activations", "latents", "prediction"):
+    for word in ("data 1", "cfg 1", "stage 1", "ring 1", "tensor 1", "\n 31 ", "activations", "latents", "prediction"):
         assert word in out, word
     assert any(line.startswith("speed-up over one rank") and "x data 2 x cfg 2" in line for line in out.splitlines())
 

@@ -241,7 +241,7 @@ def test_the_verdict_is_a_table_and_an_exit_code(
     for checks, code, word in (([ticked], 0, "✓ │ proven"), ([ticked, crossed], 1, "✗ │ not proven")):
         verdict = PlanVerdict("a plan", checks)
         monkeypatch.setattr(verify, "verify_plan", lambda proof, plan, verdict=verdict: verdict)
-        assert main.main(["verify"]) == code
+        assert main.main(["verify", "--patches", "4"]) == code
         out = capsys.readouterr().out
         assert word in out and "a plan" in out and build_verdict_table(verdict).row_count == len(checks) + 1
 
@@ -253,5 +253,5 @@ def test_keys_of_another_age_are_a_plan_that_is_not_proven(
         raise StateError("blocks.0 reads keys of ages (2,)")
 
     monkeypatch.setattr(verify, "verify_plan", fail)
-    assert main.main(["verify"]) == 1
+    assert main.main(["verify", "--patches", "4"]) == 1
     assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"

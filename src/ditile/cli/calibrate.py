@@ -6,7 +6,6 @@ measures the link between hosts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -14,9 +13,8 @@ import itertools
 import os
 import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from ditile.cli.generate import silence_libraries
 from ditile.cli.options import CalibrateOptions
 from ditile.distributed import cpus, env, files
+from ditile.distributed.console import show_progress_bar
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.rank0 import list_ranks_by_host
@@ -76,11 +75,20 @@ def _calibrate_this_machine(wanted: CalibrateOptions) -> Profile:
     profile = _launch_single_rank(wanted, ranks)
     if ranks == 1:
         return profile
-    with show_progress(f"{ranks} ranks", curves.LINK_PARTS) as on_progress:
-        links: MeasuredLinks = launch(
-            measure_links, ranks, (_choose_dtype(wanted),), threads=wanted.threads, progress=on_progress
-        )[0]
+    links: MeasuredLinks = _launch_with_progress(measure_links, ranks, wanted, curves.LINK_PARTS)
     return links.add_to_profile(profile)
+
+
+def _launch_with_progress(measure: Callable[[str], Any], ranks: int, wanted: CalibrateOptions, parts: int) -> Any:
+    """The result of the first of some ranks, with the progress of its parts."""
+    with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
+
+        def advance_on_first_rank(rank: int, reports: int) -> None:
+            if rank == 0:
+                advance(reports)
+
+        dtype = _choose_dtype(wanted)
+        return launch(measure, ranks, (dtype,), threads=wanted.threads, progress=advance_on_first_rank)[0]
 
 
 def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
@@ -98,32 +106,21 @@ def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
     dist.barrier()
     if not torch.cuda.device_count():
         torch.set_num_threads(wanted.threads)
-    links = measure_links(_choose_dtype(wanted), hosts)
+    with show_progress_bar("measuring links", curves.LINK_PARTS, shown=profile is not None):
+        links = measure_links(_choose_dtype(wanted), hosts)
     return None if profile is None else links.add_to_profile(profile)
 
 
 def _launch_single_rank(wanted: CalibrateOptions, ranks: int) -> Profile:
     """The profile that one rank measures in a process of its own; `ranks` is how many the machine has."""
     parts = curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * STEPS
-    with show_progress("one rank", parts) as on_progress:
-        [alone] = launch(measure_single_rank, 1, (_choose_dtype(wanted),), threads=wanted.threads, progress=on_progress)
+    alone = _launch_with_progress(measure_single_rank, 1, wanted, parts)
     profile: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     return profile
 
 
 def _choose_dtype(wanted: CalibrateOptions) -> str:
     return wanted.dtype or ("bfloat16" if torch.cuda.device_count() else "float32")
-
-
-@contextlib.contextmanager
-def show_progress(title: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of the first rank's parts, shown on a terminal only."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task(f"measuring {title}", total=total)
-        yield lambda rank, reports: bar.advance(task, reports) if rank == 0 else None
 
 
 def measure_single_rank(dtype: str) -> Profile:

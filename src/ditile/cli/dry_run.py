@@ -37,7 +37,7 @@ def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, 
             given, or does not fit the plan or the cache.
     """
     job = build_dry_run_job(wanted, plan, configs)
-    table = describe_plan(wanted.model, job, ["as found"] * plan.world)
+    table = describe_plan(wanted.model, job, ["any"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
     return f"{table}\n\n{render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))}"
 

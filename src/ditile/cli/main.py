@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -32,7 +32,7 @@ from ditile.cli.options import (
     check_output_files,
 )
 from ditile.distributed import env
-from ditile.distributed.console import is_writing_process, make_console, print_table_and_json
+from ditile.distributed.console import is_writing_process, make_console, print_parts, print_tables_and_json
 from ditile.distributed.launch import launch
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
@@ -44,8 +44,6 @@ from ditile.planner.question import PlanQuestion
 from ditile.runner.load import defaults, find_model_source
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ditile.cli.outcome import Outcome, PlanVerdict
 
 Options = TypeVar("Options")
@@ -173,7 +171,9 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     if outcome is not None:
         from ditile.cli.outcome import build_outcome_table, summarize_outcome
 
-        print_table_and_json(build_outcome_table(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
+        print_tables_and_json(
+            [build_outcome_table(outcome)], json.dumps(summarize_outcome(outcome), indent=2), run.json
+        )
         _print_note_on_prompts(wanted)
     return 0
 
@@ -386,7 +386,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     if is_writing_process():
         from ditile.cli.outcome import build_verdict_table
 
-        make_console().print(build_verdict_table(verdict))
+        print_parts(make_console(), [verdict.title, build_verdict_table(verdict)])
     return 0 if verdict.is_proven else 1
 
 
@@ -412,9 +412,10 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
     measured = run_benchmark(compared, work)
     _leave_torchrun()
     if measured is not None:
-        from ditile.cli.bench.tables import make_bench_table
+        from ditile.cli.bench.tables import make_bench_tables
 
-        _print_table_with_remarks(make_bench_table(measured.rows), measured.remarks)
+        remarks = [f"- {remark}" for remark in measured.remarks]
+        print_parts(make_console(), [*make_bench_tables(measured.rows), *remarks])
     return 0
 
 
@@ -425,20 +426,13 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
         session.check_output_folder(wanted, judge)
     find_model_source(wanted.model)
     _silence_libraries()
-    from ditile.cli.evaluate.evaluate import build_evaluation_table, list_table_remarks, run_evaluation
+    from ditile.cli.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
 
     evaluation = run_evaluation(wanted, judge, session)
     if evaluation is not None:
-        _print_table_with_remarks(build_evaluation_table(evaluation), list_table_remarks(evaluation))
-        make_console().print(f"written: {session.out}")
+        remarks = [f"- {remark}" for remark in list_table_remarks(evaluation)]
+        print_parts(make_console(), [*build_evaluation_tables(evaluation), *remarks, f"written: {session.out}"])
     return 0
-
-
-def _print_table_with_remarks(table: Table, remarks: Iterable[str]) -> None:
-    console = make_console()
-    console.print(table)
-    for remark in remarks:
-        console.print(f"- {remark}", soft_wrap=True)
 
 
 def _run_plan_command(arguments: argparse.Namespace) -> int:
@@ -450,7 +444,7 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
     from ditile.planner.answer import answer_question
 
     plan_answer = answer_question(question)
-    print_table_and_json(plan_answer.render_table(), plan_answer.to_json(), question.json)
+    print_tables_and_json(plan_answer.render_tables(), plan_answer.to_json(), question.json)
     return 0
 
 

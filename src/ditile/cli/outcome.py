@@ -153,15 +153,12 @@ def _compute_saved_share(entries: list[dict[str, Any]]) -> float:
     return sum(share * count for share, count in zip(saved, runs, strict=True)) / max(sum(runs), 1)
 
 
-def build_outcome_table(outcome: Outcome) -> Table:
-    """The outcome as a table."""
-    from rich.table import Table
-
+def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
+    """The outcome for people: lines that begin with what they are about."""
     facts = summarize_outcome(outcome)
     seconds, steps, synchronous = facts["seconds"], facts["steps"], facts["synchronous_steps"]
     exact = f", {synchronous} of them synchronous" if synchronous < steps else ""
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
-    table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in (
         ("images", _format_image_names(outcome)),
         ("model", outcome.model),
@@ -175,8 +172,7 @@ def build_outcome_table(outcome: Outcome) -> Table:
         *_list_memory_rows(facts),
         ("bytes sent", _format_per_rank(facts["bytes_sent"])),
     ):
-        table.add_row(name, text)
-    return table
+        yield f"{name:<15}{text}"
 
 
 def _list_perf_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
@@ -252,7 +248,7 @@ def build_verdict_table(verdict: PlanVerdict) -> Table:
     """The verdict with a tick or a cross for every check."""
     from rich.table import Table
 
-    table = Table(title=verdict.title, title_justify="left")
+    table = Table()
     for title in ("", "check", "found"):
         table.add_column(title, overflow="fold")
     for check in verdict.checks:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ditile.distributed import env, files
 from ditile.errors import ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+
+LINE_PERIOD = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+LINE_WIDTH = 80
+"""Columns of a terminal for which tables are made."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -23,13 +32,19 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
 
 
-def print_table_and_json(table: Any, text: str, json: str | None) -> None:
-    """A table for people, and JSON where it is asked for: into a file, or with `-` on the standard output.
+def print_parts(console: Console, parts: Iterable[Table | str]) -> None:
+    """Prints tables, which are as wide as the terminal at most, and lines, which are never cut."""
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def print_tables_and_json(parts: Iterable[Table | str], text: str, json: str | None) -> None:
+    """Tables and lines for people, and JSON where it is asked for: into a file, or with `-` on the standard output.
 
     Raises:
         ModelError: if the file cannot be written.
     """
-    make_console(stderr=json == "-").print(table)
+    print_parts(make_console(stderr=json == "-"), parts)
     if json == "-":
         print(text)
     elif json is not None:
@@ -39,18 +54,84 @@ def print_table_and_json(table: Any, text: str, json: str | None) -> None:
             raise ModelError(f"json={json!r} cannot be written: {error}") from error
 
 
+def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[str]]) -> list[Table | str]:
+    """A row of numbers for each label, in tables for 80 columns; then the labels, which can be copied.
+
+    Args:
+        labels: a line or several of each row, such as a plan.
+        columns: title -> a text for each row; a table that would be too wide is continued by another.
+    """
+    from rich.table import Table
+
+    groups: list[list[str]] = []
+    used = LINE_WIDTH
+    for title, texts in columns.items():
+        width = 3 + max(map(len, [title, *texts]))
+        if used + width > LINE_WIDTH:
+            groups.append([])
+            used = 4 + len(str(len(labels)))
+        groups[-1].append(title)
+        used += width
+    parts: list[Table | str] = []
+    for titles in groups:
+        table = Table("")
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for number in range(len(labels)):
+            table.add_row(str(number + 1), *(columns[title][number] for title in titles))
+        parts.append(table)
+    for number, label in enumerate(labels, 1):
+        first, *others = label.splitlines()
+        parts += [f"{number:>2}  {first}", *(f"    {line}" for line in others)]
+    return parts
+
+
 @contextlib.contextmanager
 def show_progress_bar(
     title: str, total: int, *, completed: int = 0, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the standard error; yields a function that advances it by a count."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Shows on the standard error what is done and what is left: a bar on a terminal, else a line now and then.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(title, total=total, completed=completed)
-        yield lambda count: progress.advance(task, count)
+    Yields a function that advances it by a count.
+    """
+    if not shown:
+        yield lambda count: None
+    elif not sys.stderr.isatty():
+        with _print_progress_lines(title, total, completed) as advance:
+            yield advance
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task(title, total=total, completed=completed)
+            yield lambda count: progress.advance(task, count)
+
+
+@contextlib.contextmanager
+def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Callable[[int], None]]:
+    """Prints a line every `LINE_PERIOD` seconds, also while nothing advances; none for work that takes less."""
+    done, began, ended = completed, time.monotonic(), threading.Event()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_PERIOD):
+            seconds = time.monotonic() - began
+            left = seconds * (total - done) / (done - completed) if done > completed else None
+            estimate = "" if left is None else f", about {left:.0f} s left"
+            print(f"{title}: {done} of {total} after {seconds:.0f} s{estimate}", file=sys.stderr, flush=True)
+
+    printer = threading.Thread(target=print_lines, daemon=True)
+    printer.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        printer.join()
 
 
 def is_writing_process() -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
 from ditile.cache.config_text import parse_cache_line
-from ditile.distributed.console import is_writing_process, make_console
+from ditile.distributed.console import is_writing_process, make_console, make_numbered_tables
 from ditile.errors import PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
 from ditile.planner.budget import choose, describe_setting, load_evaluation
@@ -33,6 +34,10 @@ from ditile.runner.load import find_model_source
 if TYPE_CHECKING:
     from rich.table import Table
 
+DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
+"""Bytes of a number -> the type for which a machine's profile is."""
+MOSTLY_DISTURBED = 0.5
+"""A calibration of which a larger share was disturbed says little of the machine."""
 ALIKE = 0.005
 """Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
 
@@ -44,6 +49,9 @@ class Answer:
     Attributes:
         model, hardware, devices: those of the question.
         result: the prices, the fastest plan first.
+        call: the call that is priced: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype` and
+            `guidance` (None if the pipeline has none).
+        disturbed: the share of the machine's calibration that other processes slowed; 0 for a datasheet.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
     """
 
@@ -51,6 +59,8 @@ class Answer:
     hardware: str
     devices: int
     result: SearchResult
+    call: Mapping[str, Any]
+    disturbed: float = 0.0
     uncounted: tuple[str, ...] = ()
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -60,6 +70,8 @@ class Answer:
             "model": self.model,
             "hardware": self.hardware,
             "devices": self.devices,
+            "call": dict(self.call),
+            "disturbed": self.disturbed,
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "too_large": missed
@@ -85,42 +97,55 @@ class Answer:
             ],
         }
 
+    def describe_call(self) -> str:
+        """What is priced, in one line."""
+        call = self.call
+        parts = [f"{call['width']} x {call['height']} px", f"{call['steps']} steps", str(call["dtype"])]
+        parts += [] if call["frames"] == 1 else [f"{call['frames']} frames"]
+        parts += [] if call["images"] == 1 else [f"{call['images']} images"]
+        parts += [] if call["guidance"] is None else [f"guidance {call['guidance']:g}"]
+        return f"{self.model}, {', '.join(parts)}"
+
     def describe_choice(self) -> str:
-        """The first plan, on one line."""
+        """The first plan, on one line, and on others what is wrong with the prediction."""
         best = self.result.prices[0]
-        return f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
+        choice = f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
+        return "\n".join([choice, *self._list_warnings()])
 
     def to_json(self) -> str:
         """The same as `to_json_dict`, as text."""
         return json.dumps(self.to_json_dict(), indent=2)
 
-    def render_table(self) -> Table:
+    def render_tables(self) -> list[Table | str]:
         """The answer for people."""
-        from rich.table import Table
-
         plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
-        title = f"{self.model} on {self.devices} x {self.hardware}: {plans}"
+        title = f"on {self.devices} x {self.hardware}: {plans}"
         if self.result.too_large:
             title += f", {len(self.result.too_large)} of the fastest too large"
-        shown = Table("plan", "latency, s", "compute", "exposed", "bubble", "memory", "sent a step", "why", title=title)
-        lines = []
+        prices = self.result.prices
+        labels = [f"{price.plan}\n{why}" for price, why in zip(prices, explain_prices(prices), strict=True)]
+        columns = {
+            "latency, s": [format_number(price.latency_s) for price in prices],
+            "compute": [format_number(price.compute_s) for price in prices],
+            "exposed": [format_number(price.exposed_s, 2) for price in prices],
+            "bubble": [format_number(price.bubble_s, 2) for price in prices],
+            "memory": [format_bytes(price.memory_bytes) for price in prices],
+            "sent a step": [format_bytes(price.bytes_per_step) for price in prices],
+        }
+        parts = [self.describe_call(), title, *make_numbered_tables(labels, columns)]
         if self.result.missed:
-            lines.append(f"too large: {describe_near_miss(self.result.missed, self.result.prices[0])}")
+            parts.append(f"too large: {describe_near_miss(self.result.missed, prices[0])}")
         if self.uncounted:
-            lines.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
-        shown.caption = "\n".join(lines) or None
-        for price, why in zip(self.result.prices, explain_prices(self.result.prices), strict=True):
-            shown.add_row(
-                str(price.plan),
-                format_number(price.latency_s),
-                format_number(price.compute_s),
-                format_number(price.exposed_s, 2),
-                format_number(price.bubble_s, 2),
-                format_bytes(price.memory_bytes),
-                format_bytes(price.bytes_per_step),
-                why,
-            )
-        return shown
+            parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
+        return [*parts, *self._list_warnings()]
+
+    def _list_warnings(self) -> list[str]:
+        if self.disturbed <= MOSTLY_DISTURBED:
+            return []
+        return [
+            f"warning: others slowed the cores in {self.disturbed:.0%} of the time in which {self.hardware} was "
+            "measured; run `ditile calibrate` again when it is quiet"
+        ]
 
 
 def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
@@ -156,7 +181,32 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
     else:
         devices = plan.world
         result = SearchResult((price_single_plan(subject, call, profile, wanted, plan, skips),), (), 1)
-    return Answer(ask.model, profile.name, devices, result, subject.uncounted)
+    return Answer(
+        ask.model,
+        profile.name,
+        devices,
+        result,
+        _describe_priced_call(subject, call, profile.element_size),
+        profile.disturbed,
+        subject.uncounted,
+    )
+
+
+def _describe_priced_call(subject: PlanSubject, call: Mapping[str, Any], element_size: int) -> dict[str, Any]:
+    """See `Answer.call`."""
+    shape = subject.make_call_shape(call, element_size)
+    config: Any = subject.transformer.config
+    filled = fill_call_defaults(subject.pipeline, config, subject.vae_scale, call)
+    scale = "true_cfg_scale" if "true_cfg_scale" in call else "guidance_scale"
+    return {
+        "height": shape.height,
+        "width": shape.width,
+        "frames": int(filled.get("num_frames", 1)),
+        "steps": shape.steps,
+        "images": shape.images,
+        "dtype": DTYPES_BY_SIZE[element_size],
+        "guidance": filled.get(scale),
+    }
 
 
 def plan_for(

@@ -191,6 +191,11 @@ class Runner:
             return describe_whole_model(name, type(self._parts.model).__name__, self.plan, self.devices, counts)
         return describe_plan(name, job, self.devices, counts)
 
+    def __repr__(self) -> str:
+        """The pipeline, the plan and this rank, on one line."""
+        rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
+        return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
+
     def _run_pipeline(self, call: dict[str, Any], output: str) -> Any:
         parts = self._parts
         generators = rng.list_generators(call.get("generator"), parts.device)

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -18,8 +19,13 @@ EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
 
 
+COLUMNS = ("rank", "device", "place", "blocks", "tokens", "parameters", "stale keys", "sent a step")
+UNKNOWN = "?"
+"""What is not known of a model without a `ModelSpec`."""
+
+
 def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], parameters: Sequence[int] | None = None) -> str:
-    """The table as text.
+    """The table as text, for 80 columns.
 
     Args:
         model: the name that the table shows.
@@ -29,7 +35,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     """
     plan, shape, weights = job.plan, job.shape, job.weights
     rows = [job.image_layout.count_rows(patch) for patch in range(job.image_layout.num_patches)]
-    table = Table("rank", "device", "place", "blocks", "tokens", "parameters", "keys and values", "sent per step")
+    table = _make_rank_table()
     for rank, device in enumerate(devices):
         place = job.locate_rank(rank)
         owned, part = job.stages[place.stage], job.token_split.shard_tokens(job.image_layout, None)[place.rank]
@@ -60,11 +66,19 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_whole_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int]
 ) -> str:
-    """The table for a model without a `ModelSpec`: every rank has all of its weights."""
-    table = Table("rank", "device", "place", "parameters")
+    """The same table for a model without a `ModelSpec`: every rank has all of its weights, and no stale keys."""
+    table = _make_rank_table()
     for rank, device in enumerate(devices):
-        table.add_row(str(rank), device, _format_rank_place(plan, rank), f"{parameters[rank] / 1e6:,.2f} M")
+        weights = f"{parameters[rank] / 1e6:,.2f} M"
+        table.add_row(str(rank), device, _format_rank_place(plan, rank), "all", UNKNOWN, weights, "0 B", UNKNOWN)
     return _render_as_text(f"{pipeline}: {model}, which has no ModelSpec", f"plan: {plan}", table)
+
+
+def _make_rank_table() -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in COLUMNS:
+        table.add_column(title, no_wrap=title != COLUMNS[-1], overflow="fold")
+    return table
 
 
 def _format_rank_place(plan: Plan, rank: int) -> str:
@@ -99,7 +113,7 @@ def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
 
 
 def _render_as_text(*parts: str | Table) -> str:
-    console = Console(file=io.StringIO(), width=140, highlight=False)
+    console = Console(file=io.StringIO(), width=80, highlight=False)
     with console.capture() as captured:
         for part in parts:
             console.print(part, markup=False, soft_wrap=isinstance(part, str))

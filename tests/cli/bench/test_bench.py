@@ -12,11 +12,12 @@ import pytest
 from ditile.cli.bench import runs, sweeps
 from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile.cli.bench.command import load_prediction_profile, predict_cells
-from ditile.cli.bench.figures import describe_row_method, name_plan_methods, tabulate_warmups
+from ditile.cli.bench.figures import describe_row_method, tabulate_warmups
 from ditile.cli.bench.options import SWEEPS, Comparison, Workload
 from ditile.cli.bench.random_models import RandomModel
 from ditile.cli.bench.session import BenchTask, _count_session_runs, compute_exposed_shares, rotate_cells
 from ditile.cli.bench.subjects import create_bench_subject
+from ditile.cli.palette import name_plan_methods
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -277,7 +278,7 @@ def test_the_table_of_warmup_by_hand() -> None:
         run(BenchCell(str(Plan.parse(f"pipefusion=2 patches=4 {more}"))), took, 4.0) for more, took in seconds.items()
     )
     header, lines = tabulate_warmups(rows)
-    assert header == ["W", "PipeFusion\nserial", "PipeFusion\npipelined"]
+    assert header == ["W", "PipeFusion, serial", "PipeFusion, pipelined"]
     assert lines == [["0", "2.000 s", ""], ["1", "3.000 s (+50%)", "2.500 s (+25%)"]]
 
 

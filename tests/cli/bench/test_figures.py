@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.transforms import Bbox
 from PIL import Image
 
+from ditile.cli import palette
 from ditile.cli.bench import figures, runs, sweeps
 from ditile.cli.bench.cells import ONE_RANK
 from tests.cli.bench.test_bench import JOB, all_fit
@@ -105,17 +106,26 @@ def test_links_have_their_rates_and_sizes_their_pixels() -> None:
         plt.close(figure)
 
 
-def test_the_table_of_warmup_has_seconds_in_its_cells() -> None:
-    """A failure means numbers without a unit, or text that is wider than its cell."""
-    figure = figures.draw_warmup_table(rows_of("warmup"))
-    figure.canvas.draw()
-    (table,) = figure.axes[0].tables
-    for (line, column), cell in table.get_celld().items():
-        text = cell.get_text()
-        assert text.get_window_extent().width <= cell.get_window_extent().width, text.get_text()
-        if line and column and text.get_text():
-            assert " s" in text.get_text()
-    assert "seconds" in figure.axes[0].get_title(loc="left")
+def test_a_method_has_one_colour_in_all_figures() -> None:
+    """Several plans of a method have shades. A failure means figures that contradict each other."""
+    for sweep in ("scaling", "links", "resolution"):
+        (make,) = figures.FIGURES_OF_SWEEP[sweep].values()
+        figure = make(rows_of(sweep))
+        for axes in figure.axes:
+            drawn = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+            for axis, name in palette.NAMES.items():
+                if name in drawn:
+                    assert drawn[name].lines[0].get_color() == palette.COLOURS[axis], name
+        plt.close(figure)
+    colours = palette.assign_plan_colours(["pipefusion=2", "ring=2", "pipefusion=4", "pipefusion=2", "pipefusion=1"])
+    assert len(set(colours.values())) == 4 and colours["ring=2"] == palette.COLOURS["ring"]
+    assert colours["pipefusion=2"] == palette.COLOURS["pipefusion"]
+
+
+def test_every_mark_of_the_bars_is_in_the_legend() -> None:
+    figure = figures.draw_latency_bars(rows_of("cache"))
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert {"denoising loop", "text and decode", "with a cache", "slowest and fastest round", "one rank"} <= labels
     plt.close(figure)
 
 
@@ -123,10 +133,12 @@ def test_the_table_of_warmup_has_seconds_in_its_cells() -> None:
 def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
     """As PNG and SVG. A failure means that a sweep ends, after minutes, without its figure."""
     files = figures.draw_sweep_figures({sweep: rows_of("methods" if sweep == "plans" else sweep)}, tmp_path)
-    assert {file.name for file in files} == {
-        f"{name}{suffix}" for name in figures.FIGURES_OF_SWEEP[sweep] for suffix in (".png", ".svg")
-    }
+    wanted = {f"{name}{suffix}" for name in figures.FIGURES_OF_SWEEP[sweep] for suffix in (".png", ".svg")}
+    assert {file.name for file in files} == (wanted or {"warmup.md"})
     for file in files:
+        if file.suffix == ".md":
+            assert file.read_text("utf-8").splitlines()[2].startswith("| W | ") and " s" in file.read_text("utf-8")
+            continue
         if file.suffix == ".png":
             with Image.open(file) as image:
                 assert image.width > 900

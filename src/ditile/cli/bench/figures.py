@@ -2,12 +2,12 @@
 
     draw_sweep_figures({"methods": rows, "patches": rows}, Path("folder"))
 
-A whisker goes from the fastest counted round to the slowest. The dark part of a bar is the denoising loop; a diamond
-is its prediction. Methods have the names of their papers.
+Every mark is in a legend. Methods have the names of their papers, and the colours of `ditile.cli.palette`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullLocator
-from matplotlib.transforms import Bbox
 
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.links import parse_link_rate
 from ditile.cli.bench.runs import Row
+from ditile.cli.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour, name_plan_methods
 from ditile.cli.pictures import save_figure
+from ditile.distributed.files import write_atomically
 from ditile.plan.plan import WARMUP_MODES, Plan
 
 matplotlib.use("Agg")
@@ -40,7 +41,6 @@ STYLE: Any = {
     "svg.hashsalt": "ditile",
     "hatch.linewidth": 0.6,
 }
-MARKERS = "osD^vP*X"
 DIAMOND: Any = {
     "color": "#333333",
     "marker": "D",
@@ -59,12 +59,18 @@ PARTS = (
 
 
 def draw_sweep_figures(shown: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Draws the figures of each sweep, and returns their files. Each sweep's rows include those of one rank."""
+    """Draws the figures of each sweep, and writes the table of --sweep warmup; returns the files.
+
+    Each sweep's rows include those of one rank.
+    """
     files: list[Path] = []
     for sweep, rows in shown.items():
         if not any(row["plan"] != ONE_RANK for row in rows):
             continue
         which = "links" if any(row["link"] for row in rows) else sweep
+        if which == "warmup":
+            files.append(folder / "warmup.md")
+            write_atomically(files[-1], format_warmup_table(rows))
         for name, make in FIGURES_OF_SWEEP[which].items():
             if make is draw_exposed_bars and max(row["world"] for row in rows) == 1:
                 continue  # one rank waits for no message
@@ -97,7 +103,12 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
         axes.axvline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")
     axes.set_yticks(range(len(plans)), _label_plan_rows(plans, several))
     axes.set_xlim(0, 1.05 * max(max(row["highest_s"], row.get("predicted_loop_s", 0.0)) for row in rows))
-    axes.set_xlabel("seconds of a call: denoising dark, text and decode light (speed-up: pictures per second)")
+    axes.set_xlabel("seconds of a call (speed-up: pictures per second)")
+    axes.barh(0, 0, color="#555555", label="denoising loop")
+    axes.barh(0, 0, color="#555555", alpha=0.35, label="text and decode")
+    if any(row["cache"] for row in plans):
+        axes.barh(0, 0, color="#555555", ec="w", hatch="///", label="with a cache")
+    _label_whiskers(axes)
     _place_legend_below(axes)
     axes.set_title(make_rows_title(rows), loc="left")
     return figure
@@ -150,8 +161,9 @@ def draw_scalability_lines(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     worlds = sorted({row["world"] for row in rows} | {1})
     axes.plot(worlds, worlds, color="#999999", ls=":", lw=1, label="as many times as ranks")
+    colours = _assign_method_colours(rows)
     for index, (name, points) in enumerate(_group_points_by_method(rows, lambda row: row["world"]).items()):
-        _plot_line_with_range(axes, index, name, [(1, 1.0, 1.0, 1.0), *points])
+        _plot_line_with_range(axes, index, name, colours[name], [(1, 1.0, 1.0, 1.0), *points])
     return _finish_speedup_figure(figure, rows, "ranks", {world: str(world) for world in worlds})
 
 
@@ -160,8 +172,9 @@ def draw_link_lines(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
     plans = [row for row in rows if row["link"]]
     lines = _group_points_by_method(plans, lambda row: parse_link_rate(row["link"]) / 1e6)
+    colours = _assign_method_colours(plans)
     for index, (name, points) in enumerate(lines.items()):
-        _plot_line_with_range(axes, index, name, points)
+        _plot_line_with_range(axes, index, name, colours[name], points)
     axes.axhline(1, color="#999999", ls=":", lw=1, label="one rank")
     axes.set_xscale("log")
     rates = sorted({parse_link_rate(row["link"]) / 1e6 for row in plans})
@@ -175,9 +188,11 @@ def draw_patch_count_lines(rows: Sequence[Row]) -> Any:
     plans = sorted((row for row in rows if row["plan"] != ONE_RANK), key=_parse_num_patches)
     x = [_parse_num_patches(row) for row in plans]
     points = [(m, row["median_s"], row["lowest_s"], row["highest_s"]) for m, row in zip(x, plans, strict=True)]
-    _plot_line_with_range(axes, 0, "whole call", points)
+    colour = choose_plan_colour(plans[0]["plan"])
+    _plot_line_with_range(axes, 0, "whole call", colour, points)
+    _label_whiskers(axes)
     loops = [row["loop_s"] for row in plans]
-    axes.plot(x, loops, color=COLOURS[0], marker="o", mfc="w", ms=4.5, lw=1.2, ls="-.", label="denoising loop")
+    axes.plot(x, loops, color=colour, marker="o", mfc="w", ms=4.5, lw=1.2, ls="-.", label="denoising loop")
     _plot_predicted_loops(axes, plans, x)
     for one in (row for row in rows if row["plan"] == ONE_RANK):
         axes.axhline(one["median_s"], color="#333333", ls="--", lw=1, label="one rank")
@@ -202,12 +217,13 @@ def draw_resolution_panels(rows: Sequence[Row]) -> Any:
     lines = _group_points_by_method(rows, lambda row: row["height"])
     ones = sorted((row for row in rows if row["plan"] == ONE_RANK), key=lambda row: row["height"])
     left.plot([r["height"] for r in ones], [r["median_s"] for r in ones], color="#333333", ls="--", marker="x", ms=4)
+    colours = _assign_method_colours(rows)
     for index, (name, points) in enumerate(lines.items()):
-        _plot_line_with_range(right, index, name, points)
+        _plot_line_with_range(right, index, name, colours[name], points)
         mine = [row for row in rows if describe_row_method(row, patches=False) == name]
-        _plot_line_with_range(
-            left, index, name, sorted((r["height"], r["median_s"], r["lowest_s"], r["highest_s"]) for r in mine)
-        )
+        seconds = sorted((r["height"], r["median_s"], r["lowest_s"], r["highest_s"]) for r in mine)
+        _plot_line_with_range(left, index, name, colours[name], seconds)
+    _label_whiskers(right)
     right.plot([], [], color="#333333", ls="--", marker="x", ms=4, label="one rank")
     sides = sorted({row["height"] for row in ones})
     for axes, label in ((left, "seconds for a picture"), (right, "speed-up over one rank (times)")):
@@ -220,35 +236,23 @@ def draw_resolution_panels(rows: Sequence[Row]) -> Any:
     set_logarithmic_scale(left)
     right.set_ylim(0)
     handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.12))
+    figure.legend(handles, labels, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.17))
     left.set_title(make_rows_title(rows), loc="left")
     figure.tight_layout()
     return figure
 
 
-def draw_warmup_table(rows: Sequence[Row]) -> Any:
-    """Draws the table of `tabulate_warmups`."""
+def format_warmup_table(rows: Sequence[Row]) -> str:
+    """The table of `tabulate_warmups` as Markdown."""
     header, lines = tabulate_warmups(rows)
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.3 * (len(lines) + 2)))
-    axes.axis("off")
-    rest = 0.94 / (len(header) - 1)
-    drawn_table = axes.table(
-        cellText=lines,
-        colLabels=header,
-        cellLoc="center",
-        colWidths=[0.06] + [rest] * (len(header) - 1),
-        bbox=Bbox.unit(),
+    table = [header, ["---:"] * len(header), *lines]
+    return "\n".join(
+        [
+            f"Seconds for a picture, and how much more than without warmup; {make_rows_title(rows)}:\n",
+            *(f"| {' | '.join(cells)} |" for cells in table),
+            "",
+        ]
     )
-    drawn_table.auto_set_font_size(False)
-    drawn_table.set_fontsize(8)
-    for (place, _), cell in drawn_table.get_celld().items():
-        cell.set_edgecolor("#cccccc")
-        cell.set_facecolor("#eeeeee" if place == 0 else "white")
-        cell.set_height((2.0 if place == 0 else 1.2) / (1.2 * len(lines) + 2.0))
-    axes.set_title(
-        f"seconds for a picture (and how much more than without warmup)\n{make_rows_title(rows)}", loc="left"
-    )
-    return figure
 
 
 FIGURES_OF_SWEEP: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
@@ -260,7 +264,7 @@ FIGURES_OF_SWEEP: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
     "plans": {"plans-latency": draw_latency_bars, "plans-memory": draw_memory_bars, "plans-exposed": draw_exposed_bars},
     "scaling": {"scalability": draw_scalability_lines},
     "patches": {"patches": draw_patch_count_lines},
-    "warmup": {"warmup": draw_warmup_table},
+    "warmup": {},
     "resolution": {"resolution": draw_resolution_panels},
     "links": {"links": draw_link_lines},
     "cache": {"cache-latency": draw_latency_bars},
@@ -288,13 +292,36 @@ def _group_points_by_method(
     return {name: sorted(points) for name, points in points_by_method.items()}
 
 
+def _assign_method_colours(rows: Sequence[Row]) -> dict[str, str]:
+    """The colour of each line of `_group_points_by_method`."""
+    plans: dict[str, str] = {}
+    for row in rows:
+        plans.setdefault(describe_row_method(row, patches=False), "" if row["plan"] == ONE_RANK else row["plan"])
+    colours = assign_plan_colours(plans.values())
+    return {name: colours[plan] for name, plan in plans.items()}
+
+
+def _label_whiskers(axes: Any) -> None:
+    """Adds whiskers to the legend."""
+    axes.errorbar(
+        [math.nan],
+        [math.nan],
+        xerr=[1],
+        color="#333333",
+        capsize=2,
+        lw=0.9,
+        ls="none",
+        label="slowest and fastest round",
+    )
+
+
 def _plot_line_with_range(
-    axes: Any, index: int, name: str, points: Sequence[tuple[float, float, float, float]]
+    axes: Any, index: int, name: str, colour: str, points: Sequence[tuple[float, float, float, float]]
 ) -> None:
     x, y = [p[0] for p in points], [p[1] for p in points]
     spread = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
-    colour = COLOURS[index % len(COLOURS)]
-    axes.errorbar(x, y, yerr=spread, color=colour, marker=MARKERS[index % 8], ms=4.5, lw=1.5, capsize=2, label=name)
+    marker = MARKERS[index % len(MARKERS)]
+    axes.errorbar(x, y, yerr=spread, color=colour, marker=marker, ms=4.5, lw=1.5, capsize=2, label=name)
 
 
 def _label_plan_rows(rows: Sequence[Row], several: bool) -> list[str]:
@@ -324,6 +351,7 @@ def _finish_speedup_figure(figure: Any, rows: Sequence[Row], label: str, ticks: 
     axes.set_ylabel("speed-up over one rank (times)")
     axes.set_ylim(0)
     axes.grid(axis="y")
+    _label_whiskers(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes.set_title(make_rows_title(rows), loc="left")
     return figure
@@ -354,26 +382,6 @@ def set_logarithmic_scale(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-NAMES = {
-    "data": "data",
-    "cfg": "cfg",
-    "pipefusion": "PipeFusion",
-    "ring": "ring",
-    "distrifusion": "DistriFusion",
-    "ulysses": "Ulysses",
-    "tensor": "tensor",
-}
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#777777")
-_COLOUR_INDEX_OF_AXIS = {"pipefusion": 0, "distrifusion": 1, "ulysses": 2, "ring": 3, "tensor": 4, "cfg": 5, "data": 6}
-"""A plan of several methods has the colour of the first of them in this order."""
-
-
-def name_plan_methods(plan: str) -> str:
-    """The names of a plan's methods, such as `cfg x PipeFusion`."""
-    plan_object = Plan.parse(plan)
-    return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
 
 
 def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -> str:
@@ -407,12 +415,6 @@ def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -
     return text + (f" | {row['width']}x{row['height']}" if size else "")
 
 
-def choose_plan_colour(plan: str) -> str:
-    """The colour of a plan's method; see `_COLOUR_INDEX_OF_AXIS` for plans of several."""
-    plan_object = Plan.parse(plan)
-    return COLOURS[next((index for axis, index in _COLOUR_INDEX_OF_AXIS.items() if getattr(plan_object, axis) > 1), 7)]
-
-
 def make_rows_title(rows: Sequence[Row]) -> str:
     """The model, size, steps and machine that the rows have in common."""
     first = rows[0]
@@ -436,7 +438,7 @@ def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         (name_plan_methods(str(plan)), plan.cfg, plan.warmup_mode, plan.warmup): row["median_s"] for plan, row in plans
     }
     columns = [column for column in kinds if any(key[:3] == column and key[3] != 0 for key in seconds)]
-    header = ["W"] + [f"{kind}\n{mode}" for kind, _, mode in columns]
+    header = ["W"] + [f"{kind}, {mode}" for kind, _, mode in columns]
     lines = []
     for w in sorted({plan.warmup for plan, _ in plans}, key=str):
         cells = [str(w)]

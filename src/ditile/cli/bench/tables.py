@@ -9,11 +9,31 @@ from rich.table import Table
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.figures import make_rows_title
 from ditile.cli.bench.runs import Row
+from ditile.distributed.console import make_numbered_tables
 from ditile.plan.units import format_bytes
 
 
 def make_bench_table(rows: Sequence[Row]) -> Table:
-    """The rows, in their order. Empty columns are left out, and so is the size if all rows have the same.
+    """The rows in one table, in their order; see `list_bench_columns`."""
+    shown = Table(title=make_rows_title(rows) if rows else None, title_justify="left")
+    columns = list_bench_columns(rows)
+    for name in columns:
+        shown.add_column(name, justify="left" if name in ("link", "plan") else "right", overflow="fold")
+    for texts in zip(*columns.values(), strict=True):
+        shown.add_row(*texts)
+    return shown
+
+
+def make_bench_tables(rows: Sequence[Row]) -> list[Table | str]:
+    """The rows for a terminal: tables of numbers, and the plans as lines."""
+    if not rows:
+        return []
+    columns = list_bench_columns(rows)
+    return [make_rows_title(rows), *make_numbered_tables(columns.pop("plan"), columns)]
+
+
+def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Title -> a text for each row. Empty columns are left out, and so is the size if all rows have the same.
 
     Seconds are those of whole calls, of the denoising loop, and of the prediction for the loop. Speed-ups have the
     range of the rounds; "undisturbed" is the speed-up if every step is as fast as in its fastest round. Bytes sent are
@@ -21,14 +41,8 @@ def make_bench_table(rows: Sequence[Row]) -> Table:
     is its part in synchronous warmup steps.
     """
     sizes = len({(row["height"], row["width"]) for row in rows})
-    shown = Table(title=make_rows_title(rows) if rows else None, title_justify="left")
     columns = {name: [text(row) for row in rows] for name, text in COLUMNS.items() if name != "size" or sizes > 1}
-    columns = {name: texts for name, texts in columns.items() if any(texts)}
-    for name in columns:
-        shown.add_column(name, justify="left" if name in ("link", "plan") else "right", overflow="fold")
-    for texts in zip(*columns.values(), strict=True):
-        shown.add_row(*texts)
-    return shown
+    return {name: texts for name, texts in columns.items() if any(texts)}
 
 
 def _format_row_plan(row: Row) -> str:

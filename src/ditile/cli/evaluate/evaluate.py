@@ -39,7 +39,7 @@ from ditile.cli.evaluate.store import (
 from ditile.cli.generate import build_dry_run_call, silence_libraries
 from ditile.cli.pictures import save_png_with_texts
 from ditile.distributed import cpus, env, files
-from ditile.distributed.console import is_writing_process
+from ditile.distributed.console import is_writing_process, make_numbered_tables
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import leave_process_group
 from ditile.errors import ModelError
@@ -94,32 +94,27 @@ def run_evaluation(wanted: EvaluateOptions, judge: JudgeOptions, session: Sessio
     return _judge_and_write(wanted, session, store, panel, captions, rows)
 
 
-def build_evaluation_table(evaluation: Mapping[str, Any]) -> Table:
-    """The means of an evaluation as a table."""
-    from rich.table import Table
-
-    columns = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
+def build_evaluation_tables(evaluation: Mapping[str, Any]) -> list[Table | str]:
+    """The means of an evaluation for a terminal: tables of numbers, and the settings as lines."""
+    rows = evaluation["settings"]
+    measures = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
     if evaluation["frechet"] is not None:
-        columns += [("frechet_original", "FID to original", 3)]
-        columns += [("frechet_references", "FID to references", 3)] if evaluation["references"] else []
-    shown = Table(title=f"{evaluation['model']}, {evaluation['captions']['count']} caption(s)", title_justify="left")
-    for title in ("plan", "cache", "ranks", "seconds", "latency", "speed-up", "saved, %"):
-        shown.add_column(title, overflow="fold", justify="left" if title in ("plan", "cache") else "right")
-    for _, title, _ in columns:
-        shown.add_column(title, justify="right")
-    for row in evaluation["settings"]:
-        plan = "original" if row["setting"] == str(ORIGINAL) else row["plan"]
-        shown.add_row(
-            plan,
-            row["cache"],
-            str(row["world"]),
-            f"{row['seconds']:.2f}",
-            f"{100 * row['latency_ratio']:.0f} %",
-            f"{row['speedup']:.2f}x",
-            f"{100 * row['blocks_saved']:.0f}",
-            *(f"{row[name]:.{digits}f}" if name in row else "-" for name, _, digits in columns),
-        )
-    return shown
+        measures += [("frechet_original", "FID to original", 3)]
+        measures += [("frechet_references", "FID to references", 3)] if evaluation["references"] else []
+    labels = [
+        f"{'original' if row['setting'] == str(ORIGINAL) else row['plan']}"
+        + ("" if row["cache"] == "none" else f" | {row['cache']}")
+        for row in rows
+    ]
+    columns = {
+        "ranks": [str(row["world"]) for row in rows],
+        "seconds": [f"{row['seconds']:.2f}" for row in rows],
+        "latency": [f"{100 * row['latency_ratio']:.0f} %" for row in rows],
+        "speed-up": [f"{row['speedup']:.2f}x" for row in rows],
+        "saved, %": [f"{100 * row['blocks_saved']:.0f}" for row in rows],
+    } | {title: [f"{row[name]:.{digits}f}" if name in row else "-" for row in rows] for name, title, digits in measures}
+    title = f"{evaluation['model']}, {evaluation['captions']['count']} caption(s)"
+    return [title, *make_numbered_tables(labels, columns)]
 
 
 def list_table_remarks(evaluation: Mapping[str, Any]) -> Iterable[str]:

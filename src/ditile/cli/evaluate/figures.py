@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.store import select_pareto_front
+from ditile.cli.palette import MARKERS, assign_plan_colours
 from ditile.cli.pictures import read_picture, save_figure
 
 ROWS = 8
@@ -22,8 +23,6 @@ AMPLIFIED = 4
 LEAST, MOST = 144, 256  # pixels of the longer side of a picture on the sheet
 GAP, TEXT, LINE = 10, 13, 17
 INK, FAINT, PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
-MARKERS = "osD^vP*XhdHp<>8"
-COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
 SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 """A setting; for each caption its file, and its PSNR in dB."""
 
@@ -130,15 +129,18 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     def locate_row(row: Mapping[str, Any]) -> tuple[float, float]:
         return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
 
-    axes.plot(*zip(*map(locate_row, select_pareto_front(rows)), strict=True), color="#999999", lw=1.2, zorder=1)
+    front = map(locate_row, select_pareto_front(rows))
+    axes.plot(*zip(*front, strict=True), color="#999999", lw=1.2, zorder=1, label="the best (Pareto front)")
+    colours = assign_plan_colours(plans)
     for row in rows:
         x, y = locate_row(row)
-        colour, marker = COLOURS[plans.index(row["plan"]) % 8], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
+        colour, marker = colours[row["plan"]], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
         spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
         axes.errorbar(
             x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
         )
-    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--")
+    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same picture, without a PSNR")
+    axes.errorbar([], [], xerr=[], color="#555555", ls="none", lw=0.8, label="lowest to highest")
     axes.set_ylim(low - room, top + 0.8 * room)
     ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
     axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
@@ -148,19 +150,20 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     count = evaluation["captions"]["count"]
     axes.set_title(f"{evaluation['model']}, {count} caption(s), {evaluation['measured']['machine']}", fontsize=10)
     axes.grid(alpha=0.3)
-    _add_legend(axes, plans, caches)
+    _add_legend(axes, colours, caches)
     figure.tight_layout()
     save_figure(figure, out, dpi=110)
     plt.close(figure)
 
 
-def _add_legend(axes: Any, plans: Sequence[str], caches: Sequence[str]) -> None:
-    """Colours and markers, beside the figure."""
+def _add_legend(axes: Any, colours: Mapping[str, str], caches: Sequence[str]) -> None:
+    """Colours of plans, markers of caches, and lines, beside the figure."""
     from matplotlib.patches import Patch
 
-    plan_names = ["one process" if plan == ORIGINAL.plan else textwrap.fill(plan, 34) for plan in plans]
+    plan_names = ["one process" if plan == ORIGINAL.plan else textwrap.fill(plan, 34) for plan in colours]
     cache_names = ["no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34) for cache in caches]
-    shown = [Patch(color=COLOURS[k % 8], label=name) for k, name in enumerate(plan_names)]
+    lines, _ = axes.get_legend_handles_labels()
+    shown = [Patch(color=colour, label=name) for colour, name in zip(colours.values(), plan_names, strict=True)]
     for k, name in enumerate(cache_names):
         shown += axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=name)
-    axes.legend(handles=shown, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    axes.legend(handles=[*shown, *lines], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))

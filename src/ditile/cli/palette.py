@@ -1,0 +1,60 @@
+"""The names and colours of methods in tables and figures: each method has one colour, wherever it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ditile.plan.plan import Plan
+
+NAMES = {
+    "data": "data",
+    "cfg": "cfg",
+    "pipefusion": "PipeFusion",
+    "ring": "ring",
+    "distrifusion": "DistriFusion",
+    "ulysses": "Ulysses",
+    "tensor": "tensor",
+}
+"""Degree of a plan -> the name of its paper."""
+COLOURS = {
+    "pipefusion": "#4477aa",
+    "distrifusion": "#ee6677",
+    "ulysses": "#228833",
+    "ring": "#ccbb44",
+    "tensor": "#66ccee",
+    "cfg": "#aa3377",
+    "data": "#bbbbbb",
+}
+"""A plan of several methods has the colour of the first of them in this order."""
+ONE_RANK_COLOUR = "#777777"
+MARKERS = "osD^vP*XhdHp<>8"
+SHADES = (0.0, 0.45, 0.7, 0.25)
+"""How far towards white the colours of the first and further plans of one method are."""
+
+
+def name_plan_methods(plan: str) -> str:
+    """The names of a plan's methods, such as `cfg x PipeFusion`."""
+    plan_object = Plan.parse(plan)
+    return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
+
+
+def choose_plan_colour(plan: str) -> str:
+    """The colour of a plan's method, as `#rrggbb`."""
+    plan_object = Plan.parse(plan)
+    return next((colour for axis, colour in COLOURS.items() if getattr(plan_object, axis) > 1), ONE_RANK_COLOUR)
+
+
+def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
+    """Plan -> colour: that of its method, lighter for the second and further plans of a method."""
+    colours: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for plan in dict.fromkeys(plans):
+        colour = choose_plan_colour(plan)
+        counts[colour] = counts.get(colour, 0) + 1
+        colours[plan] = _lighten(colour, SHADES[(counts[colour] - 1) % len(SHADES)])
+    return colours
+
+
+def _lighten(colour: str, share: float) -> str:
+    parts = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
