@@ -133,7 +133,7 @@ def test_guidance_is_passed_on() -> None:
 def test_a_size_that_the_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A failure: a traceback."""
     tiny.stable_diffusion().save_pretrained(tmp_path)
-    assert main.main(["verify", "--model", str(tmp_path), "--height", "66", "--width", "64"]) == 2
+    assert main.main(["verify", "--warmup", "2", "--model", str(tmp_path), "--height", "66", "--width", "64"]) == 2
     said = capsys.readouterr().err
     assert "StableDiffusionPipeline refuses this call: `height` and `width`" in said and "Traceback" not in said
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
+from ditile.cli.bench.cells import parse_cells
 from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.cache_options import CacheOptions
 from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
@@ -157,7 +158,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     _check_generate_options(wanted, run, cache)
-    _check_known_model(wanted, plan)
+    _check_known_model(wanted, [plan])
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
     # Before many processes are started, each of which would raise the same error.
@@ -169,19 +170,18 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
     outcome = draw(wanted, run, plan, cache, budget)
     if outcome is not None:
-        from ditile.cli.outcome import build_outcome_table, summarize_outcome
+        from ditile.cli.outcome import list_outcome_lines, summarize_outcome
 
-        print_tables_and_json(
-            [build_outcome_table(outcome)], json.dumps(summarize_outcome(outcome), indent=2), run.json
-        )
+        print_tables_and_json(list_outcome_lines(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
         _print_note_on_prompts(wanted)
     return 0
 
 
-def _check_known_model(wanted: GenerateOptions, plan: Plan) -> None:
+def _check_known_model(wanted: GenerateOptions, plans: Sequence[Plan]) -> None:
     """Raises `ModelError` or `PlanError` for what a model that is known by name cannot do: before torch is imported."""
     if (known := find_known_model(wanted.model)) is not None:
-        known.check_call(plan, defaults(wanted.model) | wanted.to_call_arguments())
+        for plan in plans:
+            known.check_call(plan, defaults(wanted.model) | wanted.to_call_arguments())
 
 
 def _print_note_on_prompts(wanted: GenerateOptions) -> None:
@@ -376,7 +376,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model)
-    _check_known_model(proof.to_generate_options(), plan)
+    _check_known_model(proof.to_generate_options(), [plan])
     try:
         verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
@@ -407,6 +407,8 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
         compared.check_output_folder(work)
     if not work.has_random_weights:
         find_model_source(work.model)
+    cells = parse_cells(compared.plans) if compared.plans is not None else []
+    _check_known_model(work.to_generate_options(), [Plan(), *(cell.plan_object for cell in cells)])
     from ditile.cli.bench.command import run_benchmark
 
     measured = run_benchmark(compared, work)
@@ -425,6 +427,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     if is_writing_process():
         session.check_output_folder(wanted, judge)
     find_model_source(wanted.model)
+    _check_known_model(wanted.build_generate_options(), [Plan.parse(one.plan) for one in wanted.candidate_settings])
     _silence_libraries()
     from ditile.cli.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
 
