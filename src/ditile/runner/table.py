@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
@@ -77,7 +78,9 @@ def describe_whole_model(
 def _make_rank_table() -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in COLUMNS:
-        table.add_column(title, no_wrap=title != COLUMNS[-1], overflow="fold")
+        table.add_column(
+            title, no_wrap=title != COLUMNS[-1], min_width=len("activations") if title == COLUMNS[-1] else None
+        )
     return table
 
 
@@ -113,8 +116,13 @@ def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
 
 
 def _render_as_text(*parts: str | Table) -> str:
-    console = Console(file=io.StringIO(), width=80, highlight=False)
+    """Lines, which are never cut, and a table of 80 columns, or as many as its widest words need."""
+    console = Console(file=io.StringIO(), width=140, highlight=False)
     with console.capture() as captured:
         for part in parts:
-            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+            if isinstance(part, str):
+                console.print(part, markup=False, soft_wrap=True)
+            else:
+                least = Measurement.get(console, console.options, part).minimum
+                console.print(part, markup=False, width=max(80, least))
     return captured.get().rstrip()
