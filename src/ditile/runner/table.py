@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
@@ -48,7 +47,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             f"{part.image_tokens:,}" + (f" + {len(part.text):,}" if part.text else ""),
             f"{num_parameters / 1e6:,.2f} M",
             format_bytes(count_key_store_bytes(job, rank)),
-            "\n".join(f"{kind} {format_bytes(size)}" for kind, size in sent.items()) or "0 B",
+            "\n".join(f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()) or "0 B",
         )
         table.add_row(str(rank), device, *cells)
     return _render_as_text(
@@ -78,9 +77,7 @@ def describe_whole_model(
 def _make_rank_table() -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in COLUMNS:
-        table.add_column(
-            title, no_wrap=title != COLUMNS[-1], min_width=len("activations") if title == COLUMNS[-1] else None
-        )
+        table.add_column(title, no_wrap=True)
     return table
 
 
@@ -116,13 +113,8 @@ def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
 
 
 def _render_as_text(*parts: str | Table) -> str:
-    """Lines, which are never cut, and a table of 80 columns, or as many as its widest words need."""
     console = Console(file=io.StringIO(), width=140, highlight=False)
     with console.capture() as captured:
         for part in parts:
-            if isinstance(part, str):
-                console.print(part, markup=False, soft_wrap=True)
-            else:
-                least = Measurement.get(console, console.options, part).minimum
-                console.print(part, markup=False, width=max(80, least))
+            console.print(part, markup=False, soft_wrap=isinstance(part, str))
     return captured.get().rstrip()
