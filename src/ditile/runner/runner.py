@@ -257,6 +257,7 @@ class Runner:
             return None
         steps = self._signature.parameters.get("num_inference_steps")
         num_steps = call.get("num_inference_steps", None if steps is None else steps.default)
+        num_steps = num_steps if isinstance(num_steps, int) else None
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
         reason = self._parts.spec.refuse(self.pipe, call)
