@@ -73,8 +73,19 @@ def test_a_call_that_is_not_possible_is_not_cut() -> None:
     family = FAMILIES["WanTransformer3DModel"]
     inputs = family.inputs() | {"hidden_states": torch.zeros(4, 4, 2, 8, 8), "timestep": torch.zeros(4)}
     assert BatchDimFinder(family.make(), None).find_dims(inputs, "hidden_states", 4) is None
+    values = FAMILIES["Lumina2Transformer2DModel"]
+    two = values.inputs() | {"hidden_states": torch.zeros(4, 4, 8, 8), "timestep": torch.zeros(4)}
+    assert BatchDimFinder(values.make(), None).find_dims(two, "hidden_states", 4) is None
     with pytest.raises(ModelError, match=r"encoder_hidden_states has 2 row\(s\) in a call of the model on 4"):
         BatchDimFinder(family.make(), ()).find_dims(inputs, "hidden_states", 4)
+
+
+def test_a_table_that_leaves_something_out_is_asked_about() -> None:
+    """A user's `ModelSpec` need not name what no batch is as long as. A failure means that such a call is refused."""
+    family = FAMILIES["ChromaTransformer2DModel"]
+    inputs = family.inputs()
+    dims = BatchDimFinder(family.make(), ("img_ids",)).find_dims(inputs, "hidden_states", BATCH)
+    assert dims is not None and ("txt_ids",) not in dims.dims and ("timestep",) in dims.dims
 
 
 def test_joined_is_what_one_call_returns() -> None:

@@ -88,20 +88,25 @@ class BatchDimFinder:
         Raises:
             ModelError: if an argument has another number of rows.
         """
-        if self._table is not None:
-            _check_row_counts(arguments, batch_size, self._table)
+        misfit = _find_misfit(arguments, batch_size, self._table or ())
+        if self._table is not None and misfit is None:
             return find_dims_by_length(arguments, batch_size, self._table)
         shapes = [(path, tuple(x.shape)) for path, x in _list_tensors(arguments)]
         key = tuple((path, shape[:1] == (batch_size,), len(shape)) for path, shape in shapes)
         if key not in self._known:
             self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
-            if self._known[key] is None:
+            if self._known[key] is None and self._table is None:
                 LOG.warning(
                     "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg "
                     "computes all of them; data=1 and cfg=1 are as fast",
                     type(self._model).__name__,
                     batch_size,
                 )
+        if self._known[key] is None and self._table is not None:
+            raise ModelError(
+                f"{misfit} has {len(arguments[str(misfit)])} row(s) in a call of the model on {batch_size}, so it is "
+                "not known whose they are; give as many embeddings as images"
+            )
         return self._known[key]
 
 
@@ -118,7 +123,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
     those that are in a container with tensors of other lengths.
 
     Returns:
-        None if the model takes no other number of rows.
+        None if the model takes no other number of rows, or what it takes does not fit its batch.
     """
     candidates = _list_candidates(arguments, batch_size)
     try:
@@ -127,6 +132,9 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
             for tables in _list_subsets(candidates, noisy):
                 rows = {path for path in candidates if path[0] not in tables}
                 if not probe.is_possible(rows, size):
+                    # Where the call is not possible as it is, no other one tells more.
+                    if not tables and not probe.is_possible((), batch_size):
+                        return None
                     continue
                 # A table that is looked up by index may have any length.
                 for path in sorted(rows - {(noisy,)}, key=str):
@@ -135,6 +143,10 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
                 return BatchDims(dict.fromkeys(rows, 0))
         return None
     except _VALUE_NEEDED:
+        # Embeddings for another number of images: the model itself says that they do not fit.
+        embeds = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 2}
+        if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
+            return None
         mixed = {path[0] for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] not in (1, batch_size)}
         dims = {path: 0 for path in candidates if path[0] not in mixed}
         return BatchDims(dims | {(name,): dim for name, dim in _OTHER_DIMS.items() if name in arguments})
@@ -185,14 +197,12 @@ class _ShapeProbe:
             raise fake_tensor.UnsupportedFakeTensorException(str(error)) from error
 
     def list_other_sizes(self, batch_size: int) -> Iterator[int]:
-        """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one. None if the call that
-        was given is not possible."""
-        if self.is_possible((), batch_size):
-            shapes = [x.shape for _, x in _list_tensors(self._arguments)] + [p.shape for p in self._copy.parameters()]
-            lengths = {length for shape in shapes for length in shape}
-            free = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
-            yield next(size for size in free if size % batch_size)
-            yield next(size for size in free if size % batch_size == 0)
+        """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one."""
+        shapes = [x.shape for _, x in _list_tensors(self._arguments)] + [p.shape for p in self._copy.parameters()]
+        lengths = {length for shape in shapes for length in shape}
+        free = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
+        yield next(size for size in free if size % batch_size)
+        yield next(size for size in free if size % batch_size == 0)
 
     def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
         """Whether the model can be called with `size` rows in the tensors `rows`, and returns as many."""
@@ -237,14 +247,11 @@ def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Co
         yield from itertools.combinations(names, count)
 
 
-def _check_row_counts(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> None:
-    """Raises `ModelError` if an argument has neither a row for each of the batch nor one for all."""
-    for name, value in arguments.items():
-        if name not in whole and isinstance(value, Tensor) and value.ndim and value.shape[0] not in (1, batch_size):
-            raise ModelError(
-                f"{name} has {value.shape[0]} row(s) in a call of the model on {batch_size}, so it is not known whose "
-                "they are; give as many embeddings as images"
-            )
+def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> str | None:
+    """An argument that has neither a row for each of the batch nor one for all, though it is not named in `whole`."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+    misfits = (name for name, x in tensors.items() if name not in whole and x.shape[0] not in (1, batch_size))
+    return next(misfits, None)
 
 
 def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
