@@ -58,6 +58,7 @@ EXAMPLE = "a large red circle on the left on a gray background"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     env.silence_library_imports()
+    env.prefer_passive_waiting()
     try:
         words = normalize_flags(list(sys.argv[1:] if argv is None else argv))
         if not words:
