@@ -6,10 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from ditile.distributed import env, mesh
+from ditile.distributed import console, env, mesh
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
@@ -107,3 +108,22 @@ def test_threads_sleep_while_they_wait_unless_the_user_says(monkeypatch: pytest.
     assert env.build_rank_environment(0, 1, 2, "d", 3)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     assert "OMP_WAIT_POLICY" not in env.build_rank_environment(0, 1, 2, "d", 3)
+
+
+def test_a_bar_that_a_rank_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure means that `ditile: interrupted` stands behind a progress bar, or an empty line behind none."""
+    monkeypatch.setenv("DITILE_DIRECTORY", str(tmp_path))
+    with console.mark_open_line(shown=False):
+        console.end_open_line(tmp_path)
+    with pytest.raises(ZeroDivisionError), console.mark_open_line():
+        raise ZeroDivisionError
+    console.end_open_line(tmp_path)
+    assert capsys.readouterr().err == ""
+    with console.mark_open_line():
+        console.end_open_line(tmp_path)
+    assert capsys.readouterr().err == "\n"
+    monkeypatch.delenv("DITILE_DIRECTORY")
+    with console.mark_open_line():
+        assert not list(tmp_path.iterdir())

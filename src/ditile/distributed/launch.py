@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ditile.distributed import cpus, env
+from ditile.distributed.console import end_open_line
 from ditile.distributed.supervise import (
     HEADER,
     HEARTBEAT,
@@ -114,6 +115,7 @@ def launch(
             return watch_ranks(started, times, progress, check)
         finally:
             terminate_ranks(started, times)
+            end_open_line(Path(directory))
 
 
 def run_rank_process(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:

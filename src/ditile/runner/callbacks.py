@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ditile.distributed import env
+from ditile.distributed.console import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.hooks.overrides import override_attribute
@@ -76,7 +77,7 @@ class StepEndCallbacks:
             if self._mesh.rank != 0:
                 yield _SilentBar()
                 return
-            with stock(total=total) as self._bar:
+            with stock(total=total) as self._bar, mark_open_line(shown=not getattr(self._bar, "disable", False)):
                 yield _SilentBar()
 
         def iterate_with_bar(iterable: Iterable[Any]) -> Iterator[Any]:
