@@ -23,6 +23,9 @@ import torch.distributed as dist
 from PIL import Image
 
 from ditile.distributed.launch import launch
+from ditile.distributed.mesh import Communicators
+from ditile.distributed.private_network import create_private_network
+from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.supervise import LaunchLimits
 from ditile.errors import PlanError, RankError, StateError
 
@@ -114,6 +117,23 @@ def test_a_rank_that_raises() -> None:
     assert "in fail_on_one" in caught.value.traceback and "raise KeyError" in caught.value.traceback
     # the one contract about time: 5 s from the failure to the error, of which about 1 is used
     assert time.monotonic() - float(caught.value.message.split("'")[1]) < 5
+
+
+def catch_on_one() -> None:
+    with contextlib.suppress(ValueError), note_shared_call():
+        if dist.get_rank() == 1:
+            raise ValueError(f"{time.monotonic()}")
+        dist.barrier()
+    nap()
+
+
+def test_an_error_that_one_rank_catches() -> None:
+    """The other one waits for it. A failure means that it does so until the stall limit, and nobody learns why."""
+    with pytest.raises(RankError, match="rank 1: left a call with an error, and other ranks wait for it") as caught:
+        launch(catch_on_one, 2)
+    assert caught.value.cause == "ValueError" and "in catch_on_one" in caught.value.traceback
+    # the contract: 5 s from the error to the end
+    assert time.monotonic() - float(caught.value.message.split("ValueError: ")[1]) < 5
 
 
 def close_then_fail() -> None:
@@ -323,3 +343,28 @@ def test_a_parent_that_is_ended_takes_its_ranks_along(number: signal.Signals, co
             shutil.rmtree(directory)
     while _ranks(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def list_reachable_ports() -> list[str]:
+    """The ports on which this process listens that every user of the machine can see, after a group of two was made."""
+    Communicators().get_or_make_group("test", range(dist.get_world_size()), "gloo")
+    links = [
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if Path("/proc/self/fd", name).exists()
+    ]
+    own = {link[8:-1] for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert own and total == dist.get_world_size()
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in own]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_no_other_user_can_reach_the_ports_of_gloo() -> None:
+    """gloo takes who connects first for a rank. A failure means that any user of the machine can end a run."""
+    with create_private_network() as network:
+        if network is None:
+            pytest.skip("this machine lets this user make no network")
+    assert launch(list_reachable_ports, 2) == [[], []]

@@ -13,7 +13,8 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -35,6 +36,8 @@ from ditile.cli.options import (
 from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_parts, print_tables_and_json
 from ditile.distributed.launch import launch
+from ditile.distributed.pulse import RankFailure, describe_error
+from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
@@ -60,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     env.silence_library_imports()
     env.prefer_passive_waiting()
     try:
+        if needs_watch():
+            start_watcher()
         words = normalize_flags(list(sys.argv[1:] if argv is None else argv))
         if not words:
             build_parser().print_help()
@@ -70,9 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.traceback.rstrip(), file=sys.stderr)
         return _print_error(str(error), 1)
     except DitileError as error:
-        return _print_error(str(error), 2)
+        return 2 if report_failure(describe_error(error), 2) else _print_error(str(error), 2)
     except KeyboardInterrupt:
-        return _print_error("interrupted", 130)
+        failure = RankFailure(time.monotonic(), "interrupted", "interrupted")
+        return 130 if report_failure(failure, 130) else _print_error("interrupted", 130)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -333,6 +339,7 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
         return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
+    begin_watch(run.stall_timeout, START_SECONDS)
     result = fn(*args)
     _leave_torchrun()
     return result
@@ -491,7 +498,9 @@ def _print_error(message: str, code: int) -> int:
     """Prints one line. Of a long one the middle is left out, which quotes what somebody gave."""
     line = " ".join(message.split())
     line = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
-    print(f"ditile: {line}", file=sys.stderr)
+    # All ranks of a host read the same command line; one of them says what is wrong with it.
+    if env.is_first_on_host():
+        print(f"ditile: {line}", file=sys.stderr)
     return code
 
 

@@ -66,12 +66,14 @@ class DeviceOptions:
     threads: int | None = define_option(
         None, "CPU threads of each rank; the cores are shared out by default", metavar="N"
     )
-    stall_timeout: float = define_option(600.0, "seconds without progress after which a run is ended", metavar="S")
+    stall_timeout: float = define_option(
+        60.0, "seconds after which a run is ended in which no rank reads, computes or makes progress", metavar="S"
+    )
 
     def check_device_options(self) -> None:
         """Raises `ModelError` if a value is out of its range."""
         check_counts(self, "threads")
-        check_positive_number(self.stall_timeout, "stall_timeout", "time", example=600)
+        check_positive_number(self.stall_timeout, "stall_timeout", "time", example=60)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,12 @@
 """Environment variables. This is the only module that reads `os.environ`.
 
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says
-DITILE_PROGRESS_FD      set by `launch`: a file descriptor; a rank that writes a full stop reports progress
+DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file descriptor to the rank's watcher
+DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
+TORCHELASTIC_RUN_ID     set by torchrun
 GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
 """
 
@@ -93,8 +95,19 @@ def read_master_address() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
+def is_first_on_host() -> bool:
+    """Whether this process is the first, or the only one, of those that torchrun started on this machine."""
+    return not is_under_torchrun() or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def read_local_world() -> int | None:
+    """How many ranks torchrun has started on this machine; None if it does not say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
+
+
 def read_progress_fd() -> int | None:
-    """The file descriptor on which this rank reports progress to `launch`; None outside `launch`."""
+    """The file descriptor on which this rank reports to its watcher; None where nobody watches it."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     if text and not (text.isdecimal() and len(text) < 10):
         raise StateError(f"DITILE_PROGRESS_FD={text[:20]!r} of the environment is no whole number; unset it")
@@ -176,10 +189,36 @@ def redirect_native_stdout() -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Reports progress of this rank to `launch`; does nothing outside `launch`."""
+    """Reports progress of this rank to its watcher; does nothing where it has none."""
+    send_to_watcher(b".")
+
+
+def send_to_watcher(data: bytes) -> None:
+    """Sends bytes of `pulse` to the watcher of this rank: `launch`'s parent, or `watch`'s process under torchrun."""
     fd = read_progress_fd()
     if fd is not None:
-        os.write(fd, b".")
+        os.write(fd, data)
+
+
+def read_network_fd() -> int | None:
+    """The descriptor of the private network of a run of `launch`; None where it has none."""
+    text = os.environ.get("DITILE_NETWORK_FD", "")
+    return int(text) if text else None
+
+
+def set_network_fd(fd: int | None) -> None:
+    """Sets or forgets the descriptor of the private network."""
+    os.environ["DITILE_NETWORK_FD"] = "" if fd is None else str(fd)
+
+
+def set_progress_fd(fd: int) -> None:
+    """Sets where this rank reports progress, under torchrun."""
+    os.environ["DITILE_PROGRESS_FD"] = str(fd)
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process, or an ancestor of it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}

@@ -23,29 +23,23 @@ import functools
 import multiprocessing.spawn
 import os
 import pickle
-import resource
 import signal
 import sys
 import tempfile
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from ditile.distributed import cpus, env
 from ditile.distributed.console import end_open_line
+from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
+from ditile.distributed.pulse import PROGRESS, describe_error, send_heartbeats
 from ditile.distributed.supervise import (
     HEADER,
-    HEARTBEAT,
-    PLAIN_ERRORS,
-    PROGRESS,
-    READING,
     STACK_SIGNAL,
     LaunchLimits,
-    RankFailure,
     RankProcess,
     RankResult,
     terminate_ranks,
@@ -92,7 +86,7 @@ def launch(
     check_whole_number(threads, "threads", error=PlanError, optional=True)
     check_positive_number(stall_timeout, "stall_timeout", "time", example=600, error=PlanError)
     threads = threads or max(1, cpus.count_usable_cores() // ranks)
-    if env.read_progress_fd() is not None:
+    if env.read_progress_fd() is not None and not env.is_under_torchrun():
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
         )
@@ -104,22 +98,32 @@ def launch(
     prepare = _find_main_module(call) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
     started: list[RankProcess] = []
-    with unwind_on_signals() as check, tempfile.TemporaryDirectory(prefix="ditile-") as directory:
+    with (
+        unwind_on_signals() as check,
+        tempfile.TemporaryDirectory(prefix="ditile-") as directory,
+        create_private_network() as network,
+    ):
+        descriptors = () if network is None else network.list_descriptors()
         try:
             for number in range(ranks):
-                rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {prepare})"
+                rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {descriptors}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
                 environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory)
-                started.append(RankProcess(number, command, environ, call, Path(directory, f"stacks-{number}")))
+                stacks = Path(directory, f"stacks-{number}")
+                started.append(RankProcess(number, command, environ, call, stacks, descriptors))
             return watch_ranks(started, times, progress, check)
         finally:
             terminate_ranks(started, times)
             end_open_line(Path(directory))
 
 
-def run_rank_process(number: int, world: int, threads: int, directory: str, prepare: dict[str, Any]) -> None:
+def run_rank_process(
+    number: int, world: int, threads: int, directory: str, descriptors: Sequence[int], prepare: dict[str, Any]
+) -> None:
     """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
+    # Before there is a second thread.
+    network = _join_network(descriptors)
     control, report, pulse = map(int, sys.argv[-3:])
     # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,19 +136,19 @@ def run_rank_process(number: int, world: int, threads: int, directory: str, prep
         job = _read_frame(control)
         dismissed = threading.Event()
         threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
-        threading.Thread(target=_send_heartbeats, args=(pulse,), daemon=True).start()
+        threading.Thread(target=send_heartbeats, args=(pulse,), daemon=True).start()
         try:
             # Before the imports of the script: the parent has shown these complaints already.
             env.drop_import_complaints()
             multiprocessing.spawn.prepare(prepare)
-            _set_up_process_group(number, world, threads, directory)
+            _set_up_process_group(number, world, threads, directory, network)
             fn, args = pickle.loads(job)
             del job
             os.write(pulse, PROGRESS)
             outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
         # SystemExit too: whatever ends a rank must be reported.
         except BaseException as error:
-            outcome = pickle.dumps(_make_failure(error))
+            outcome = pickle.dumps(describe_error(error))
         # The result is not lost if the reader of the standard output has gone.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -155,7 +159,17 @@ def run_rank_process(number: int, world: int, threads: int, directory: str, prep
         faulthandler.disable()
 
 
-def _set_up_process_group(number: int, world: int, threads: int, directory: str) -> None:
+def _join_network(descriptors: Sequence[int]) -> int | None:
+    """The descriptor of the run's private network, if this process may enter that."""
+    if not descriptors:
+        return None
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    network = PrivateNetwork(descriptors[0], descriptors[1] if len(descriptors) > 1 else None)
+    return network.network if join_user_space(network) else None
+
+
+def _set_up_process_group(number: int, world: int, threads: int, directory: str, network: int | None) -> None:
     import torch
     import torch.distributed as dist
 
@@ -167,9 +181,13 @@ def _set_up_process_group(number: int, world: int, threads: int, directory: str)
         pin_to_own_cores(number, world, threads)
     torch.set_num_threads(threads)
     mesh.make_device_current(device)
-    with env.redirect_native_stdout():
-        store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
-        store.set_timeout(PEER_TIMEOUT)
+    store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
+    store.set_timeout(PEER_TIMEOUT)
+    # All ranks enter the private network or none does.
+    store.set(f"network-{number}", str(network is not None))
+    alike = all(store.get(f"network-{rank}") == b"True" for rank in range(world))
+    env.set_network_fd(network if alike else None)
+    with make_groups():
         backend = backends.choose_backend(store, number, world, device)
         dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PEER_TIMEOUT)
 
@@ -196,31 +214,6 @@ def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
-
-
-def _send_heartbeats(pulse: int) -> NoReturn:
-    read = _count_disk_reads()
-    while True:
-        before, read = read, _count_disk_reads()
-        os.write(pulse, READING if read > before else HEARTBEAT)
-        time.sleep(1)
-
-
-def _count_disk_reads() -> int:
-    """Page faults of this process that waited for a disk (or a network's), and blocks that it has read."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_majflt + used.ru_inblock
-
-
-def _make_failure(error: BaseException) -> RankFailure:
-    exception_trace = traceback.TracebackException.from_exception(error)
-    kind = type(error)
-    cause = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.errors"), "")
-    if plain in PLAIN_ERRORS:
-        return RankFailure(time.monotonic(), cause, str(error), "".join(exception_trace.format()), plain)
-    message = "".join(exception_trace.format_exception_only()).strip()
-    return RankFailure(time.monotonic(), cause, message, "".join(exception_trace.format()))
 
 
 def die_with_parent() -> None:

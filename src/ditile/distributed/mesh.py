@@ -23,13 +23,16 @@ import torch.distributed as dist
 
 from ditile.distributed import backend as backends
 from ditile.distributed import env
+from ditile.distributed.launch import PEER_TIMEOUT
+from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import Traffic, connect_group, gather_json
+from ditile.distributed.watch import START_SECONDS, begin_watch
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
 LOG = logging.getLogger("ditile")
 STALL_SECONDS = 600.0
-"""Seconds after which torchrun's ranks give up on each other, unless somebody says otherwise."""
+"""Seconds after which ranks that nobody watches give up on each other, unless somebody says otherwise."""
 NOTICE_SECONDS = 10.0
 """Seconds after which a rank says that it waits for others."""
 
@@ -152,7 +155,7 @@ class Communicators:
         """The group of some ranks; all ranks must call it, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
-            with env.redirect_native_stdout():
+            with make_groups():
                 self._groups[key] = backends.make_group_on_one_loop(ranks, _read_world_timeout(), backend)
         return self._groups[key]
 
@@ -350,33 +353,66 @@ def make_device_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def join_torchrun(timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
+def join_torchrun(timeout: float | None = None, device: torch.device | None = None) -> None:
     """Joins the ranks that torchrun started, if there are others and no group exists yet.
 
     Args:
-        timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
+        timeout: seconds without progress after which the run is ended; None for a script (see `begin_watch`).
         device: this rank's; by default its own GPU.
 
     Raises:
         JoinError: if they cannot connect to each other.
     """
     place = env.read_torchrun_place()
-    if not dist.is_initialized() and place is not None and place.world > 1:
-        join_process_group(place, timeout, device)
+    if place is None:
+        return
+    begin_watch(timeout, START_SECONDS)
+    if not dist.is_initialized():
+        join_process_group(place, max(timeout or 0.0, STALL_SECONDS), device)
 
 
 def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
-    """Joins the group that torchrun's variables describe. Raises `JoinError` if the ranks cannot connect."""
+    """Joins the group that torchrun's variables describe.
+
+    Args:
+        place: this rank's place.
+        timeout: seconds after which this rank gives up on the others, in this group and in those made within it. Where
+            ranks are watched the watch gives up, and they wait for as long as it does not.
+        device: this rank's; by default its own GPU.
+
+    Raises:
+        JoinError: if the ranks cannot connect.
+    """
     own_device = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
     make_device_current(own_device)
+    limit = PEER_TIMEOUT if env.read_progress_fd() is not None else datetime.timedelta(seconds=timeout)
+    store = open_torchrun_store(place, timeout)
+    with explain_join_errors(place, timeout), make_groups():
+        store.set_timeout(limit)
+        store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+        chosen = backends.choose_backend(store, place.rank, place.world, own_device)
+        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world, timeout=limit)
+
+
+def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
+    """A connection to the store that all of torchrun's ranks share.
+
+    Raises:
+        JoinError: if it cannot be reached within `timeout` seconds.
+    """
     limit = datetime.timedelta(seconds=timeout)
+    with explain_join_errors(place, timeout):
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        return store
+
+
+@contextlib.contextmanager
+def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
+    """Raises `JoinError` for errors of torch while ranks connect; says once, where that takes long, that it waits."""
     try:
-        with env.redirect_native_stdout(), _notice_long_wait(place):
-            store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-            store.set_timeout(limit)
-            store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-            chosen = backends.choose_backend(store, rank, world, own_device)
-            dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
+        with _notice_long_wait(place):
+            yield
     # ValueError: torch misses MASTER_ADDR or MASTER_PORT, or they are no address.
     except (RuntimeError, ValueError) as error:
         raise JoinError(

@@ -4,8 +4,7 @@ A rank is one process, in a session of its own, with three anonymous pipes:
 
     control   to the rank: its job, then one byte that lets it leave; the rank ends when this pipe does (a dead parent)
     report    from the rank: one frame, what it returned or how it failed
-    pulse     from the rank: a NUL every second means that it lives, `READING` that it has read from a disk too, any
-              other byte that it makes progress
+    pulse     from the rank: what `pulse` describes
 
 The parent never waits for one pipe alone, so that a rank which stops in the middle of a frame blocks nothing.
 """
@@ -27,21 +26,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile import errors
+from ditile.distributed.pulse import RankFailure, RankSigns
 from ditile.errors import DitileError, RankError
 
 STACK_SIGNAL = signal.SIGUSR1
 """What makes a rank write the Python stacks of its threads into its stack file."""
 
-HEARTBEAT = b"\0"
-READING = b"\1"
-"""A heartbeat of a rank that has read from a disk: weights are in mapped files until they are first used."""
-PROGRESS = b"."
 LEAVE = b"!"
 HEADER = 8
 """Bytes of a frame's length, little-endian, before its pickle."""
-
-PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError")
-"""What a rank may raise that needs no traceback: the parent raises the very type with the same message."""
+TERMINATED = "killed by SIGTERM"
+SILENT, STALLED = "no sign of life", "no progress"
+BUSY_LIMITS = 10
+"""How many times the stall limit a run may last in which ranks compute and none reports progress."""
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
@@ -54,7 +51,8 @@ class LaunchLimits:
     """How long each thing may take, in seconds."""
 
     stall: float = 600.0
-    """no rank reports progress or reads from a disk; at least `start` while one is starting"""
+    """no rank reports progress, reads from a disk or computes; at least `start` while one is starting. Where ranks
+    compute, ten times as long without a report"""
     silence: float = 10.0
     """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
     start: float = 120.0
@@ -65,6 +63,8 @@ class LaunchLimits:
     """from SIGTERM to SIGKILL"""
     leave: float = 10.0
     """for ranks that all returned to exit by themselves"""
+    abandoned: float = 3.0
+    """a rank neither computes nor reads in a call that another one has left by an error"""
 
 
 class RankResult(NamedTuple):
@@ -73,41 +73,45 @@ class RankResult(NamedTuple):
     value: Any
 
 
-class RankFailure(NamedTuple):
-    """How a rank failed.
+def is_consequence(failure: RankFailure) -> bool:
+    """Whether a rank failed because another one had: its connection to that broke, or torchrun ended it too."""
+    return failure.cause == TERMINATED or bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
+
+
+def make_error(failure: RankFailure, rank: int) -> DitileError:
+    """What is raised for a rank's failure."""
+    error = RankError(rank, failure.cause, failure.message, failure.traceback)
+    if failure.plain:
+        plain: DitileError = getattr(errors, failure.plain)(failure.message)
+        plain.__cause__ = error
+        return plain
+    if failure.traceback and sys.version_info >= (3, 11):
+        error.add_note(f"\n{failure.traceback.rstrip()}")
+    return error
+
+
+class RankState:
+    """What is known of one rank.
 
     Attributes:
-        at: when, on the monotonic clock that the processes of one machine share.
-        cause: the exception type, or how the rank ended.
-        message: one line for a person.
-        traceback: the rank's own traceback or stack.
-        plain: the name in `PLAIN_ERRORS` of what it raised, or "".
+        number: its place in the world.
+        signs: its signs of life.
+        outcome: what it returned, or how it failed; None before.
     """
 
-    at: float
-    cause: str
-    message: str
-    traceback: str = ""
-    plain: str = ""
+    def __init__(self, number: int) -> None:
+        self.number, self.signs = number, RankSigns()
+        self.outcome: RankResult | RankFailure | None = None
 
-    @property
-    def is_consequence(self) -> bool:
-        """Whether the rank failed because its connection to another one broke: then that other one failed first."""
-        return bool(_CONSEQUENCE.search(f"{self.message}\n{self.traceback}"))
-
-    def make_error(self, rank: int) -> DitileError:
-        """What the parent raises."""
-        error = RankError(rank, self.cause, self.message, self.traceback)
-        if self.plain:
-            plain: DitileError = getattr(errors, self.plain)(self.message)
-            plain.__cause__ = error
-            return plain
-        if self.traceback and sys.version_info >= (3, 11):
-            error.add_note(f"\n{self.traceback.rstrip()}")
-        return error
+    def detect_silence(self, limits: LaunchLimits) -> None:
+        """Sets `outcome` to a failure if the rank has been silent for too long."""
+        silence = time.monotonic() - self.signs.last_sign_of_life
+        if self.outcome is None and silence > (limits.silence if self.signs.started else limits.start):
+            message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
+            self.outcome = RankFailure(time.monotonic(), SILENT, message)
 
 
-class RankProcess:
+class RankProcess(RankState):
     """One rank as its parent sees it.
 
     Args:
@@ -116,6 +120,7 @@ class RankProcess:
         environ: its whole environment, given the number of its pulse descriptor.
         job: the frame that the parent sends to it.
         stacks: the file into which it writes its stacks.
+        descriptors: more descriptors that it inherits, with their numbers.
     """
 
     def __init__(
@@ -125,11 +130,11 @@ class RankProcess:
         environ: Callable[[int], dict[str, str]],
         job: bytes,
         stacks: Path,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        self.number, self.stacks = number, stacks
-        self.outcome: RankResult | RankFailure | None = None
-        self.started = False
-        self.last_sign_of_life = self.last_progress = time.monotonic()
+        super().__init__(number)
+        self.stacks = stacks
+        self._memory_kills = count_memory_kills()
         self._unsent_bytes, self._received_bytes = memoryview(job), bytearray()
         (theirs_in, self._control), (self._report, theirs_out) = os.pipe(), os.pipe()
         self._pulse, theirs_pulse = os.pipe()
@@ -138,7 +143,7 @@ class RankProcess:
             self.process = subprocess.Popen(
                 [*command, *map(str, theirs)],
                 env=environ(theirs_pulse),
-                pass_fds=theirs,
+                pass_fds=(*theirs, *descriptors),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -165,15 +170,11 @@ class RankProcess:
             with contextlib.suppress(BlockingIOError):
                 while self._receive_frame_chunk():
                     pass
-        if self.outcome is not None:
-            return
-        if code is not None:
-            cause = _describe_exit(code)
-            self.outcome = RankFailure(now, cause, cause, self.read_stack_file())
-        elif now - self.last_sign_of_life > (limits.silence if self.started else limits.start):
-            silence = now - self.last_sign_of_life
-            message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
-            self.outcome = RankFailure(now, "no sign of life", message)
+        if code is not None and self.outcome is None:
+            cause = describe_exit(code)
+            message = cause + explain_kill(code, self._memory_kills)
+            self.outcome = RankFailure(now, cause, message, self.read_stack_file())
+        self.detect_silence(limits)
 
     def read_stack_file(self) -> str:
         """What the rank wrote into its stack file so far."""
@@ -209,7 +210,7 @@ class RankProcess:
     def _receive_frame_chunk(self) -> bool:
         data = os.read(self._report, 1 << 16)
         self._received_bytes += data
-        self.last_progress = time.monotonic()
+        self.signs.last_progress = self.signs.last_activity = time.monotonic()
         if self.outcome is None and len(self._received_bytes) >= HEADER:
             end = HEADER + int.from_bytes(self._received_bytes[:HEADER], "little")
             if len(self._received_bytes) >= end:
@@ -219,15 +220,9 @@ class RankProcess:
 
     def _read_pulse(self, progress: Callable[[int, int], None] | None) -> bool:
         data = os.read(self._pulse, 1 << 16)
-        self.last_sign_of_life = time.monotonic()
-        if data.strip(HEARTBEAT):
-            self.last_progress = self.last_sign_of_life
-        if reports := len(data) - data.count(HEARTBEAT) - data.count(READING):
-            # The first report says that it has started.
-            reports -= not self.started
-            self.started = True
-            if progress and reports:
-                progress(self.number, reports)
+        reports = self.signs.read_signs(data)
+        if progress and reports:
+            progress(self.number, reports)
         return bool(data)
 
 
@@ -255,7 +250,6 @@ def watch_ranks(
             for rank in ranks:
                 rank.detect_failure(limits)
             _raise_first_failure(ranks, limits)
-            _raise_on_stall(ranks, limits)
     for rank in ranks:
         rank.allow_exit()
     deadline = time.monotonic() + limits.leave
@@ -282,24 +276,53 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
 
 
 def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
-    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
-    if not failed or time.monotonic() < min(failed)[0].at + limits.grace:
+    found = find_first_failure(ranks, limits)
+    if found is None:
         return
-    failure, number = min([pair for pair in failed if not pair[0].is_consequence] or failed)
-    if failure.cause == "no sign of life":
+    failure, number = found
+    if failure.cause in (SILENT, STALLED):
         failure = failure._replace(traceback=_collect_stacks(ranks))
-    raise failure.make_error(number)
+    raise make_error(failure, number)
 
 
-def _raise_on_stall(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
-    idle = time.monotonic() - max(rank.last_progress for rank in ranks)
-    waiting = [rank for rank in ranks if rank.outcome is None]
-    starting = not all(rank.started for rank in waiting)
-    if not waiting or idle <= (max(limits.stall, limits.start) if starting else limits.stall):
-        return
-    first = min(waiting, key=lambda rank: rank.last_progress)
-    message = f"no rank made progress for {idle:.0f} s; this one has been without for longest"
-    raise RankFailure(time.monotonic(), "no progress", message, _collect_stacks(ranks)).make_error(first.number)
+def find_first_failure(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
+    """The failure that ends a run, and its rank; None while the run may go on."""
+    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
+    if failed:
+        if time.monotonic() < min(failed)[0].at + limits.grace:
+            return None
+        return min([pair for pair in failed if not is_consequence(pair[0])] or failed)
+    return _find_abandoned_call(ranks, limits) or _find_stall(ranks, limits)
+
+
+def _find_abandoned_call(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
+    """The first rank that left a call by an error, if another one is still in that call and does nothing."""
+    now, found = time.monotonic(), []
+    for rank in ranks:
+        if rank.signs.raised is None:
+            continue
+        call, failure = rank.signs.raised
+        waiting = [other.signs.last_activity for other in ranks if other.signs.call == call]
+        if any(now - max(failure.at, since) > limits.abandoned for since in waiting):
+            found.append((failure, rank.number))
+    if not found:
+        return None
+    failure, number = min([pair for pair in found if not is_consequence(pair[0])] or found)
+    message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
+    return failure._replace(message=message, plain=""), number
+
+
+def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
+    now, waiting = time.monotonic(), [rank for rank in ranks if rank.outcome is None]
+    starting = not all(rank.signs.started for rank in waiting)
+    stall = max(limits.stall, limits.start) if starting else limits.stall
+    idle = now - max(rank.signs.last_activity for rank in ranks)
+    without = now - max(rank.signs.last_progress for rank in ranks)
+    if not waiting or (idle <= stall and without <= BUSY_LIMITS * stall):
+        return None
+    first = min(waiting, key=lambda rank: rank.signs.last_progress)
+    message = f"no rank made progress for {without:.0f} s; this one has been without for longest"
+    return RankFailure(now, STALLED, message), first.number
 
 
 def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
@@ -312,9 +335,56 @@ def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
     return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """How a process ended, by its return code, which is negative for a signal."""
     if code >= 0:
         return f"exited with code {code} before it returned"
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
     return f"killed by signal {-code}"
+
+
+def explain_kill(code: int, memory_kills: int) -> str:
+    """What else is known of a rank that ended, to be put behind how it ended.
+
+    Args:
+        code: its return code.
+        memory_kills: the value of `count_memory_kills` before.
+    """
+    if code != -signal.SIGKILL or count_memory_kills() <= memory_kills:
+        return ""
+    return ": out of memory (the system's memory or this run's limit was used up, and the kernel killed it)"
+
+
+def count_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory, in this control group or, if unknown, anywhere."""
+    counts = [_read_kill_count(path) for path in _list_memory_files()] or [_read_kill_count(Path("/proc/vmstat"))]
+    return max(counts)
+
+
+def _list_memory_files() -> list[Path]:
+    """The files of this process's control groups that count kills; version 2's, then version 1's."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    root, found = Path("/sys/fs/cgroup"), []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):
+            folder = root / controllers / group.lstrip("/")
+            found += [
+                folder / "memory.events",
+                folder / "memory.oom_control",
+                root / controllers / "memory.oom_control",
+            ]
+    return [path for path in found if path.exists()]
+
+
+def _read_kill_count(path: Path) -> int:
+    """The number behind `oom_kill` in a file of the kernel."""
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in pairs if words[0] == "oom_kill"), 0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ditile.distributed import env
 from ditile.distributed.console import mark_open_line
 from ditile.distributed.mesh import Mesh
+from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.hooks.overrides import override_attribute
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
@@ -50,6 +51,8 @@ class StepEndCallbacks:
     """
 
     loop: Loop
+    decodes_alone = False
+    """Whether ranks exchange nothing more after the last step."""
 
     def __init__(self, pipe: Any, mesh: Mesh, call: dict[str, Any], device: torch.device, watch: CallMeter) -> None:
         self._pipe, self._mesh, self._device, self._watch = pipe, mesh, device, watch
@@ -103,6 +106,8 @@ class StepEndCallbacks:
         now = self.loop.get_generation()
         text = next((layout.text for layout in now.layouts.values()), None)
         self._watch.record_step_end(now.memory.key_bytes, text)
+        if self.decodes_alone and step == self._steps - 1:
+            note_work_alone()
         if self._bar is not None and self._is_step_visible(step):
             self._bar.update()
         if self._legacy is not None and self._is_step_visible(step) and step % self._every == 0:

@@ -135,9 +135,12 @@ def load(
     from diffusers import DiffusionPipeline
 
     from ditile.distributed.mesh import find_process_rank
+    from ditile.distributed.watch import START_SECONDS, begin_watch
     from ditile.runner.partial import load_partial_components, load_whole_models
 
     source = find_model_source(name, variant)
+    if plan is not None:
+        begin_watch(None, START_SECONDS)
     wanted = choose_weight_dtype(source, dtype)
     rank = 0 if plan is None else find_process_rank(require_plan(plan))
     with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():

@@ -20,6 +20,7 @@ from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import env, rng
 from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, pick_device
+from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StateError
@@ -79,6 +80,7 @@ class Runner:
         parameters = self._signature.parameters.values()
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
 
+    @note_shared_call()
     def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
 
@@ -150,6 +152,7 @@ class Runner:
         self.mesh.close_groups()
         self._restored = True
 
+    @note_shared_call()
     def reports(self) -> list[dict[str, Any]]:
         """`report` of every rank as JSON types, in rank order, on every rank. All ranks must call it.
 
@@ -160,6 +163,7 @@ class Runner:
             raise StateError("there is no report before the first call")
         return gather_json(self.report.to_dict(), self.mesh.everyone)
 
+    @note_shared_call()
     def write_trace(self, path: str | Path) -> None:
         """Writes the trace of the last call as Chrome trace JSON, on rank 0. All ranks must call it.
 
@@ -204,6 +208,7 @@ class Runner:
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch)
+            ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
             callbacks, first = ends.install_callbacks(stack, call), output == "first"
             if parts.model_caches and self._decisions is None:
                 self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
@@ -299,6 +304,7 @@ class Runner:
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
 
 
+@note_shared_call()
 def parallelize(
     pipe: Any,
     plan: Plan | None = None,

@@ -124,7 +124,9 @@ class Workload(DeviceOptions, ModelOptions):
     threads: int | None = define_option(
         None, "CPU threads of each rank, and of the one rank; the cores are shared out by default", metavar="N"
     )
-    stall_timeout: float = define_option(3600.0, "seconds without progress after which a run is ended", metavar="S")
+    stall_timeout: float = define_option(
+        3600.0, "seconds after which a run is ended in which no rank reads, computes or makes progress", metavar="S"
+    )
 
     def __post_init__(self) -> None:
         self.check_model_options()

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from ditile.distributed import env
 from ditile.distributed.launch import pin_to_own_cores
-from ditile.distributed.mesh import join_process_group
+from ditile.distributed.mesh import join_torchrun
+from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import gather_json
 
 IDLE = datetime.timedelta(days=30)
@@ -54,9 +55,8 @@ class Worlds:
         Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts. torch's
         store listens on all interfaces, without authentication.
         """
-        place, limit = env.read_torchrun_place(), datetime.timedelta(seconds=timeout)
-        if not dist.is_initialized() and place is not None:
-            join_process_group(place, timeout)
+        limit = datetime.timedelta(seconds=timeout)
+        join_torchrun(timeout)
         rank, size = dist.get_rank(), dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
         directory = env.read_shared_directory()
@@ -89,7 +89,7 @@ class Worlds:
             if not torch.cuda.is_available():
                 pin_to_own_cores(self.rank, world, threads)
             store = dist.PrefixStore(f"{name}-", self._store)  # type: ignore[attr-defined]
-            with env.redirect_native_stdout():
+            with make_groups():
                 dist.init_process_group(
                     self.backend, store=store, rank=self.rank, world_size=world, timeout=self.timeout
                 )

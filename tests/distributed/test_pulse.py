@@ -1,0 +1,123 @@
+"""What a watcher concludes from what ranks say of themselves: without a process, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+from ditile.distributed import pulse, supervise
+from ditile.distributed.pulse import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
+from ditile.distributed.supervise import LaunchLimits, RankState, find_first_failure
+
+LIMITS = LaunchLimits(stall=60)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (pulse, supervise):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def note(**values: object) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+ERROR = ["ValueError", "ValueError: by rank 1", "", ""]
+
+
+def two_ranks() -> list[RankState]:
+    ranks = [RankState(0), RankState(1)]
+    for rank in ranks:
+        rank.signs.read_signs(PROGRESS)
+    return ranks
+
+
+def test_notes_come_in_pieces_and_with_heartbeats_between() -> None:
+    """A pipe gives what it has. A failure means that a watcher reads nonsense, and ends a run that is well."""
+    signs = RankSigns()
+    data = PROGRESS + note(enter=1) + HEARTBEAT + PROGRESS * 3 + note(leave=1, error=ERROR) + READING
+    data = data.replace(b'"leave"', b'"le' + HEARTBEAT + COMPUTING + b'ave"')
+    assert sum(signs.read_signs(data[k : k + 1]) for k in range(len(data))) == 3, "the first says that it has started"
+    assert signs.started and signs.call is None
+    assert signs.raised is not None and (signs.raised[0], *signs.raised[1][1:]) == (1, *ERROR)
+
+
+def test_a_call_that_one_rank_has_left_by_an_error(clock: Clock) -> None:
+    """A failure means that the others wait until the stall limit for a rank whose script has caught the error."""
+    first, second = ranks = two_ranks()
+    for rank in ranks:
+        rank.signs.read_signs(note(enter=7))
+    second.signs.read_signs(note(leave=7, error=ERROR))
+    for _ in range(20):  # what still computes is let be
+        clock.now += 1
+        first.signs.read_signs(COMPUTING)
+        second.signs.read_signs(HEARTBEAT)
+        assert find_first_failure(ranks, LIMITS) is None
+    for _ in range(3):
+        clock.now += 1.1
+        first.signs.read_signs(HEARTBEAT)
+        second.signs.read_signs(HEARTBEAT)
+    found = find_first_failure(ranks, LIMITS)
+    assert found is not None and found[1] == 1
+    assert "other ranks wait for it there: ValueError: by rank 1" in found[0].message
+
+
+@pytest.mark.parametrize("end", [note(leave=7), note(leave=7, error=ERROR), note(leave=7) + note(enter=8)])
+def test_ranks_that_have_all_left_may_go_on(clock: Clock, end: bytes) -> None:
+    """All raise alike, or the error came behind the last message. A failure means that a script which catches errors
+    on all ranks is ended."""
+    first, second = ranks = two_ranks()
+    for rank in ranks:
+        rank.signs.read_signs(note(enter=7))
+    second.signs.read_signs(note(leave=7, error=ERROR))
+    first.signs.read_signs(end)
+    for _ in range(30):
+        clock.now += 1
+        for rank in ranks:
+            rank.signs.read_signs(HEARTBEAT)
+    assert find_first_failure(ranks, LIMITS) is None
+
+
+@pytest.mark.parametrize(("sign", "seconds"), [(HEARTBEAT, 60), (COMPUTING, 600), (READING, None), (PROGRESS, None)])
+def test_what_is_a_stall(clock: Clock, sign: bytes, seconds: int | None) -> None:
+    """A failure means that a compilation or a slow disk ends a run, or that one that hangs is let be."""
+    ranks = two_ranks()
+    for second in range(700):
+        clock.now += 1
+        ranks[0].signs.read_signs(HEARTBEAT)
+        ranks[1].signs.read_signs(sign)
+        found = find_first_failure(ranks, LIMITS)
+        if found is not None:
+            assert seconds is not None and abs(second - seconds) <= 2 and "no rank made progress" in found[0].message
+            return
+    assert seconds is None
+
+
+def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means "killed by SIGKILL", or a line of an allocator, and a user who looks for an enemy."""
+    assert describe_error(MemoryError()).message == "out of memory: MemoryError"
+    try:
+        torch.empty(1 << 60)
+    except RuntimeError as error:
+        assert describe_error(error).message.startswith("out of memory: RuntimeError")
+    kills = supervise.count_memory_kills()
+    assert supervise.explain_kill(-signal.SIGKILL, kills) == ""
+    monkeypatch.setattr(supervise, "count_memory_kills", lambda: kills + 1)
+    assert "out of memory" in supervise.explain_kill(-signal.SIGKILL, kills)
+    assert supervise.explain_kill(-signal.SIGTERM, kills) == ""
