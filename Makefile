@@ -1,4 +1,4 @@
-# make demo | test | test-fast | benchmarks-check | check | docs: each makes .venv first, and makes it anew when the
+# make demo | test | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes it anew when the
 # versions in it would change.
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
 
-.PHONY: demo test test-fast benchmarks-check check docs environment
+.PHONY: demo test test-fast faults benchmarks-check check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
@@ -20,6 +20,10 @@ test: environment
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment
 	tr '\n' '\0' < tests/fast.txt | xargs -0 $(RUN) -m pytest -n 3 --dist worksteal
+
+# What happens to a run when something happens to one of its processes: docs/faults.md, in some minutes.
+faults: environment
+	$(RUN) -m tests.distributed.faulty
 
 # What docs/benchmarks say, and the commands that make them.
 benchmarks-check: environment

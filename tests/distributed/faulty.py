@@ -41,6 +41,30 @@ PAUSE = 14.0
 AT_ONCE = 3
 
 
+PAGE = """# Faults
+
+What a run of two ranks does when something happens to one of its processes. `make faults` runs every cell of
+{{stage}} x {{fault}} x {{process}}, checks it and writes this page; `make test` runs some, and some under torchrun.
+The command is `ditile generate --pipefusion 2` on the CPU; the parent is its own process, which started the ranks.
+
+- Stages: imports, joining (the ranks connect), loading, text (encoding), first step, mid-loop, decode (behind the last
+  step), saving (rank 0 has made the picture's bytes, the last rank is done), between prompts (of a file of prompts).
+- Faults: the signals KILL, TERM, INT, HUP and STOP; `raise`, an exception; `memory`, no more memory for this process
+  (its limit is set to what it has, and then, in a rank, 1 GiB is asked for). A parent raises nothing by itself. One
+  that was stopped is continued after 14 seconds.
+- Seconds: from the fault to the end of the last process, on two cores with other work. Where the run goes on and ends
+  well, with code 0, they are those of the rest of the run. Ranks ignore INT: a Ctrl-C is the parent's to decide.
+- Left: processes, unfinished files (`.ditile-*.part`) and temporary folders. After KILL of the parent nobody is left to
+  remove the folder.
+
+{cells} cells, {day}:
+
+| fault | to | stages | seconds | exit code | message, after `ditile: ` | left |
+|---|---|---|--:|--:|---|---|
+{rows}
+"""
+
+
 class Cell(NamedTuple):
     """One fault: in which stage, of what kind, to whom, of ranks started by whom."""
 
@@ -138,13 +162,67 @@ def _wait_for_end(run: subprocess.Popen[bytes], folder: Path, limit: float) -> l
     return list(family.values())
 
 
-def main() -> None:
-    """Runs every cell and writes the page."""
-    cells = [cell for cell in list_cells() if not sys.argv[1:] or cell.stage in sys.argv[1:]]
+def find_wrong(cell: Cell, ending: Ending) -> list[str]:
+    """What is not as it must be in a run with a fault."""
+    to_parent, wrong = cell.target == "parent", []
+    survives = cell.kind == "INT" and not to_parent or cell.kind == "STOP" and to_parent
+    codes: tuple[int, ...] = (0,) if survives else (1,)
+    limit = 5.0 if cell.kind != "STOP" else 16.0
+    if survives:
+        limit = 120.0
+    elif cell.kind == "memory" and to_parent:  # it may need no more
+        codes, limit = (0, 1), 120.0
+    elif to_parent and cell.starter == "ditile":
+        codes = (-9,) if cell.kind == "KILL" else (128 + getattr(signal, f"SIG{cell.kind}"),)
+    elif to_parent:
+        codes = (-9,) if cell.kind == "KILL" else (1,)
+    if ending.code not in codes:
+        wrong.append(f"exit code {ending.code}, not {codes}")
+    if ending.seconds > limit:
+        wrong.append(f"{ending.seconds:.1f} s, not {limit:g}")
+    left = [name for name in ending.left if not (cell.kind == "KILL" and to_parent and name.startswith("ditile-"))]
+    if left:
+        wrong.append(f"left {left}")
+    own = cell.target if not to_parent else "rank"
+    if not survives and not to_parent and not (len(ending.lines) == 1 and own in ending.lines[0]):
+        wrong.append(f"said {ending.lines}, not one line about {own}")
+    if len(ending.lines) > 1:
+        wrong.append(f"said {len(ending.lines)} lines")
+    return wrong
+
+
+def write_page(endings: dict[Cell, Ending]) -> str:
+    """The page of the matrix: stages that end alike are one row."""
+    rows: dict[tuple[str, ...], list[Cell]] = {}
+    for cell, ending in endings.items():
+        message = "; ".join(line.removeprefix("ditile: ") for line in ending.lines) or "none"
+        left = ", ".join(ending.left) or "nothing"
+        rows.setdefault((cell.kind, cell.target, str(ending.code), message, left), []).append(cell)
+    table = []
+    for (kind, target, code, message, left), cells in sorted(rows.items(), key=_order_of_row):
+        seconds = sorted(endings[cell].seconds for cell in cells)
+        stages = "all" if len(cells) == len(STAGES) else ", ".join(cell.stage for cell in cells)
+        span = f"{seconds[0]:.1f} to {seconds[-1]:.1f}" if len(cells) > 1 else f"{seconds[0]:.1f}"
+        table.append(f"| {kind} | {target} | {stages} | {span} | {code} | {message} | {left} |")
+    return PAGE.format(rows="\n".join(table), cells=len(endings), day=time.strftime("%Y-%m-%d"))
+
+
+def _order_of_row(row: tuple[tuple[str, ...], list[Cell]]) -> tuple[int, ...]:
+    (kind, target, *_), cells = row
+    return KINDS.index(kind), TARGETS.index(target), STAGES.index(cells[0].stage)
+
+
+def main() -> int:
+    """Runs every cell and writes the page; returns 1 if one is not as it must be."""
+    cells = list_cells()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for cell, ending in zip(cells, pool.map(run_with_fault, cells), strict=True):
-            print(f"{cell} {ending.seconds:.1f} {ending.code} {ending.lines} {ending.left}", flush=True)
+        endings = dict(zip(cells, pool.map(run_with_fault, cells), strict=True))
+    (ROOT / "docs/faults.md").write_text(write_page(endings), "utf-8")
+    wrong = {cell: found for cell, ending in endings.items() if (found := find_wrong(cell, ending))}
+    for cell, found in wrong.items():
+        print(f"{', '.join(cell)}: {'; '.join(found)}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,33 @@ def test_a_rank_that_fails_ends_the_other_and_is_heard(
     monkeypatch.setattr(across, "PATIENCE", 0.2)
     with pytest.raises(error, match=says):
         across.measure_across_link(task(tmp_path, "none"), "100mbit")
+
+
+DRAW = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "5000", "--height", "64", "--width", "64"]
+
+
+def test_a_link_that_is_cut_ends_both_hosts(tmp_path: Path) -> None:
+    """A failure means that each host waits for the other until somebody looks."""
+    with create_two_hosts(None) as hosts:
+        runs, said = [], [tmp_path / "0", tmp_path / "1"]
+        try:
+            for number, host in enumerate(hosts):
+                place = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", hosts[0].address]
+                command = [*host.prefix, sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *place]
+                command += ["-m", "ditile", "generate", "a red ring", *DRAW, "--out", str(tmp_path / "x.png")]
+                with said[number].open("wb") as errors:
+                    environ = os.environ | {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+                    runs.append(subprocess.Popen(command, env=environ, stderr=errors, stdout=subprocess.DEVNULL))
+            until = time.monotonic() + 120
+            while b"it/s" not in said[0].read_bytes() and time.monotonic() < until:
+                assert not any(run.poll() for run in runs), said[0].read_text()
+                time.sleep(0.2)
+            subprocess.run([*hosts[1].prefix, "ip", "link", "set", hosts[1].interface, "down"], check=True)
+            assert [run.wait(timeout=25) for run in runs] == [1, 1]
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait()
+    for path, other in zip(said, (1, 0), strict=True):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("ditile:")]
+        assert len(lines) == 1 and f"rank {other}" in lines[0] and "link" in lines[0]

@@ -1,7 +1,7 @@
 """A network of their own for gloo's ports, so that no other user of the machine can connect to them.
 
-gloo listens on the loopback device, asks nobody who he is, and takes who connects first for a rank. On Linux a process can
-make a network that only those reach who have a descriptor of it; `launch` makes one for each run. A rank enters it
+gloo listens on the loopback device, asks nobody who he is, and takes who connects first for a rank. On Linux a process
+can make a network that only those reach who have a descriptor of it; `launch` makes one for each run. A rank enters it
 with one thread, for as long as that makes process groups: sockets, and the threads that are started meanwhile, stay in
 the network in which they were made. Everything else, such as downloads, uses the network of the machine.
 
