@@ -48,7 +48,8 @@ What a run of two ranks does when something happens to one of its processes. `ma
 The command is `ditile generate --pipefusion 2` on the CPU; the parent is its own process, which started the ranks.
 
 - Stages: imports, joining (the ranks connect), loading, text (encoding), first step, mid-loop, decode (behind the last
-  step), saving (rank 0 has made the picture's bytes, the last rank is done), between prompts (of a file of prompts).
+  step), saving (rank 0 has written the file and not named it, the last rank is done), between prompts (of a file of
+  prompts).
 - Faults: the signals KILL, TERM, INT, HUP and STOP; `raise`, an exception; `memory`, no more memory for this process
   (its limit is set to what it has, and then, in a rank, 1 GiB is asked for). A parent raises nothing by itself. One
   that was stopped is continued after 14 seconds.
@@ -167,7 +168,10 @@ def find_wrong(cell: Cell, ending: Ending) -> list[str]:
     to_parent, wrong = cell.target == "parent", []
     survives = cell.kind == "INT" and not to_parent or cell.kind == "STOP" and to_parent
     codes: tuple[int, ...] = (0,) if survives else (1,)
+    # Before it has imported torch a rank under torchrun has two minutes to show signs of life.
     limit = 5.0 if cell.kind != "STOP" else 16.0
+    if cell.starter == "torchrun" and cell.stage == "imports" and cell.kind == "STOP":
+        limit = 125.0
     if survives:
         limit = 120.0
     elif cell.kind == "memory" and to_parent:  # it may need no more

@@ -68,12 +68,12 @@ def test_a_call_that_one_rank_has_left_by_an_error(clock: Clock) -> None:
         clock.now += 1
         first.signs.read_signs(COMPUTING)
         second.signs.read_signs(HEARTBEAT)
-        assert find_first_failure(ranks, LIMITS) is None
+        assert find_first_failure(ranks, LIMITS, clock.now) is None
     for _ in range(3):
         clock.now += 1.1
         first.signs.read_signs(HEARTBEAT)
         second.signs.read_signs(HEARTBEAT)
-    found = find_first_failure(ranks, LIMITS)
+    found = find_first_failure(ranks, LIMITS, clock.now)
     assert found is not None and found[1] == 1
     assert "other ranks wait for it there: ValueError: by rank 1" in found[0].message
 
@@ -91,7 +91,7 @@ def test_ranks_that_have_all_left_may_go_on(clock: Clock, end: bytes) -> None:
         clock.now += 1
         for rank in ranks:
             rank.signs.read_signs(HEARTBEAT)
-    assert find_first_failure(ranks, LIMITS) is None
+    assert find_first_failure(ranks, LIMITS, clock.now) is None
 
 
 @pytest.mark.parametrize(("sign", "seconds"), [(HEARTBEAT, 60), (COMPUTING, 600), (READING, None), (PROGRESS, None)])
@@ -102,7 +102,7 @@ def test_what_is_a_stall(clock: Clock, sign: bytes, seconds: int | None) -> None
         clock.now += 1
         ranks[0].signs.read_signs(HEARTBEAT)
         ranks[1].signs.read_signs(sign)
-        found = find_first_failure(ranks, LIMITS)
+        found = find_first_failure(ranks, LIMITS, clock.now)
         if found is not None:
             assert seconds is not None and abs(second - seconds) <= 2 and "no rank made progress" in found[0].message
             return

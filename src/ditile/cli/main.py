@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(str(error), 1)
     except DitileError as error:
         return 2 if report_failure(describe_error(error), 2) else _print_error(str(error), 2)
+    except MemoryError:
+        return _print_error("out of memory", 1)
     except KeyboardInterrupt:
         failure = RankFailure(time.monotonic(), "interrupted", "interrupted")
         return 130 if report_failure(failure, 130) else _print_error("interrupted", 130)

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from ditile.distributed import cpus, env
 from ditile.distributed.console import end_open_line
 from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
-from ditile.distributed.pulse import PROGRESS, describe_error, send_heartbeats
+from ditile.distributed.pulse import describe_error, send_heartbeats
 from ditile.distributed.supervise import (
     HEADER,
     STACK_SIGNAL,
@@ -144,7 +144,6 @@ def run_rank_process(
             _set_up_process_group(number, world, threads, directory, network)
             fn, args = pickle.loads(job)
             del job
-            os.write(pulse, PROGRESS)
             outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
         # SystemExit too: whatever ends a rank must be reported.
         except BaseException as error:
@@ -176,6 +175,7 @@ def _set_up_process_group(number: int, world: int, threads: int, directory: str,
     from ditile.distributed import backend as backends
     from ditile.distributed import mesh
 
+    env.report_progress()  # it has started
     device = mesh.pick_device(None, number)
     if device.type == "cpu":
         pin_to_own_cores(number, world, threads)

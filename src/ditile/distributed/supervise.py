@@ -56,7 +56,7 @@ class LaunchLimits:
     silence: float = 10.0
     """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
     start: float = 120.0
-    """the same before it has started: loading torch from a cold disk holds that lock"""
+    """the same before it has started, unless it is stopped: loading torch from a cold disk holds that lock"""
     grace: float = 0.3
     """after the first failure, for an earlier cause to arrive"""
     term: float = 1.0
@@ -103,12 +103,23 @@ class RankState:
         self.number, self.signs = number, RankSigns()
         self.outcome: RankResult | RankFailure | None = None
 
-    def detect_silence(self, limits: LaunchLimits) -> None:
-        """Sets `outcome` to a failure if the rank has been silent for too long."""
-        silence = time.monotonic() - self.signs.last_sign_of_life
-        if self.outcome is None and silence > (limits.silence if self.signs.started else limits.start):
+    def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
+        """Sets `outcome` to a failure if the rank has been silent for too long.
+
+        Args:
+            limits: how long is too long.
+            looked: when this process last looked for signs, before it read them: it may have been stopped since.
+        """
+        silence = looked - self.signs.last_sign_of_life
+        if self.outcome is not None or silence <= limits.silence:
+            return
+        if self.signs.started or self.is_stopped() or silence > limits.start:
             message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
+
+    def is_stopped(self) -> bool:
+        """Whether the system says that the process is stopped."""
+        return False
 
 
 class RankProcess(RankState):
@@ -162,7 +173,14 @@ class RankProcess(RankState):
         selector.register(self._report, selectors.EVENT_READ, self._receive_frame_chunk)
         selector.register(self._pulse, selectors.EVENT_READ, lambda: self._read_pulse(progress))
 
-    def detect_failure(self, limits: LaunchLimits) -> None:
+    def is_stopped(self) -> bool:
+        """Whether the system says that the process is stopped."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def detect_failure(self, limits: LaunchLimits, looked: float) -> None:
         """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
         code, now = self.process.poll(), time.monotonic()
         if code is not None and self.outcome is None:
@@ -174,7 +192,7 @@ class RankProcess(RankState):
             cause = describe_exit(code)
             message = cause + explain_kill(code, self._memory_kills)
             self.outcome = RankFailure(now, cause, message, self.read_stack_file())
-        self.detect_silence(limits)
+        self.detect_silence(limits, looked)
 
     def read_stack_file(self) -> str:
         """What the rank wrote into its stack file so far."""
@@ -243,13 +261,14 @@ def watch_ranks(
             rank.register_pipes(selector, progress)
         while not all(isinstance(rank.outcome, RankResult) for rank in ranks):
             check()
+            looked = time.monotonic()
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
             # After the pipes were emptied: this process may have been stopped too, and then all ranks seem silent.
             for rank in ranks:
-                rank.detect_failure(limits)
-            _raise_first_failure(ranks, limits)
+                rank.detect_failure(limits, looked)
+            _raise_first_failure(ranks, limits, looked)
     for rank in ranks:
         rank.allow_exit()
     deadline = time.monotonic() + limits.leave
@@ -275,8 +294,8 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
             rank.close_pipes()
 
 
-def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits) -> None:
-    found = find_first_failure(ranks, limits)
+def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits, looked: float) -> None:
+    found = find_first_failure(ranks, limits, looked)
     if found is None:
         return
     failure, number = found
@@ -285,19 +304,23 @@ def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits) -> 
     raise make_error(failure, number)
 
 
-def find_first_failure(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
-    """The failure that ends a run, and its rank; None while the run may go on."""
+def find_first_failure(
+    ranks: Sequence[RankState], limits: LaunchLimits, looked: float
+) -> tuple[RankFailure, int] | None:
+    """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
     failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failed:
         if time.monotonic() < min(failed)[0].at + limits.grace:
             return None
         return min([pair for pair in failed if not is_consequence(pair[0])] or failed)
-    return _find_abandoned_call(ranks, limits) or _find_stall(ranks, limits)
+    return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)
 
 
-def _find_abandoned_call(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
+def _find_abandoned_call(
+    ranks: Sequence[RankState], limits: LaunchLimits, now: float
+) -> tuple[RankFailure, int] | None:
     """The first rank that left a call by an error, if another one is still in that call and does nothing."""
-    now, found = time.monotonic(), []
+    found = []
     for rank in ranks:
         if rank.signs.raised is None:
             continue
@@ -312,8 +335,8 @@ def _find_abandoned_call(ranks: Sequence[RankState], limits: LaunchLimits) -> tu
     return failure._replace(message=message, plain=""), number
 
 
-def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits) -> tuple[RankFailure, int] | None:
-    now, waiting = time.monotonic(), [rank for rank in ranks if rank.outcome is None]
+def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
+    waiting = [rank for rank in ranks if rank.outcome is None]
     starting = not all(rank.signs.started for rank in waiting)
     stall = max(limits.stall, limits.start) if starting else limits.stall
     idle = now - max(rank.signs.last_activity for rank in ranks)

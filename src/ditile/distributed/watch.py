@@ -310,13 +310,13 @@ class WatchedRank(RankState):
         elif "ended" in said:
             self.outcome = RankResult(None)
 
-    def detect_silence(self, limits: LaunchLimits) -> None:
+    def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
         """Sets `outcome` to a failure if the rank, or the link to its host, has been silent for too long."""
-        silence = time.monotonic() - self.last_word
+        silence = looked - self.last_word
         if self.outcome is None and self.connected and silence > limits.silence:
             message = f"no word from its host for {silence:.0f} s: the host or the link to it is gone"
             self.outcome = RankFailure(time.monotonic(), "no link", message)
-        super().detect_silence(limits)
+        super().detect_silence(limits, looked)
 
 
 class Hub:
@@ -340,6 +340,7 @@ class Hub:
         """Watches until all ranks have ended; returns the line and the exit code if one failed."""
         last = 0.0
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
+            looked = time.monotonic()
             for key, _ in self._selector.select(timeout=0.2):
                 if key.data == self._own.read_signs:
                     self._ranks[0].read_link(key.data())
@@ -348,9 +349,9 @@ class Hub:
                     key.data(key.fileobj)
             self._ranks[0].last_word = time.monotonic()
             for rank in self._ranks:
-                rank.detect_silence(self._limits)
+                rank.detect_silence(self._limits, looked)
             self._excuse_idleness()
-            found = find_first_failure(self._ranks, self._limits)
+            found = find_first_failure(self._ranks, self._limits, looked)
             if found is not None:
                 return self._tell_verdict(*found)
             if time.monotonic() - last > 1:
@@ -468,6 +469,7 @@ class Spoke:
             self._own.register_process(selector)
             selector.register(self._link, selectors.EVENT_READ)
             while True:
+                looked = time.monotonic()
                 for key, _ in selector.select(timeout=0.2):
                     if key.fileobj is self._link:
                         last_word = time.monotonic()
@@ -481,7 +483,7 @@ class Spoke:
                 if time.monotonic() - sent > 1:
                     sent = time.monotonic()
                     self._pass_on(LINK)
-                if (quiet := time.monotonic() - last_word) > silence:
+                if (quiet := looked - last_word) > silence:
                     line = f"rank 0: no word from its host for {quiet:.0f} s: the host or the link to it is gone"
                     return {"line": line, "code": 1}
 
