@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,14 +110,17 @@ def refuse_within_a_call(plan: dict[str, Any]) -> None:
     refused: list[str] = []
 
     def interfere(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        for change in (runner.restore, lambda: ditile.disable_cache(pipe), lambda: ditile.enable_cache(runner)):
+        changes: list[Callable[[], object]] = [runner.restore]
+        changes += [lambda: ditile.disable_cache(pipe), lambda: ditile.enable_cache(runner)]
+        changes += [lambda: ditile.refresh_context(pipe), lambda: ditile.refresh_context(runner.pipe.transformer)]
+        for change in changes:
             with pytest.raises(StateError, match="in the middle of a call"):
                 change()
             refused.append(str(step))
         return {}
 
     interfered = run(runner, "flux", callback_on_step_end=interfere, callback_on_step_end_tensor_inputs=[])
-    assert len(refused) == 3 * STEPS
+    assert len(refused) == 5 * STEPS
     same(interfered, run(runner, "flux"))
     ditile.disable_cache(runner)
     runner.restore()
@@ -134,8 +138,9 @@ def test_a_cache_without_a_runner() -> None:
     ditile.enable_cache(pipe, ditile.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1))
 
     def interfere(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        with pytest.raises(StateError, match="in the middle of a call"):
-            ditile.disable_cache(pipe)
+        for change in (ditile.disable_cache, ditile.refresh_context):
+            with pytest.raises(StateError, match="in the middle of a call"):
+                change(pipe)
         return {}
 
     same(run(pipe, "flux", callback_on_step_end=interfere), run(pipe, "flux"))
