@@ -182,6 +182,13 @@ def test_bad_input_is_one_line(
     assert says in refused(capsys, *words)
 
 
+def test_a_plan_is_not_written_over_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that the command ends well, and a file of the user's is gone."""
+    Path("a.json").write_text("{}")
+    words = ("plan", "--model", "shapes-flux", "--profile", "a.json", "--json", "./a.json")
+    assert "are one file" in refused(capsys, *words)
+
+
 def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 0
     out, err = capsys.readouterr()
