@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +408,16 @@ def test_control_c_is_130_and_a_line(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(main, "launch", launch)
     assert main.main(["generate", "a", "--pipefusion", "2"]) == 130
     assert capsys.readouterr().err == "ditile: interrupted\n"
+
+
+@pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60)])
+def test_memory_that_is_used_up_while_a_model_is_loaded_is_told_as_such(
+    allocate: Callable[[], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Python and by torch. A failure means that a user blames a model that is whole."""
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: allocate())
+    assert main.main(["generate", "a red ring"]) == 1
+    assert re.fullmatch(r"ditile: out of memory(: .*DefaultCPUAllocator.*)?\n", capsys.readouterr().err)
 
 
 def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:
