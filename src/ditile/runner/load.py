@@ -268,13 +268,22 @@ def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) ->
 
     if isinstance(wanted, torch.dtype):
         return wanted
+    weight_dtype: torch.dtype = getattr(torch, choose_dtype_name(source, wanted))
+    return weight_dtype
+
+
+def choose_dtype_name(source: Path | str, wanted: str | None) -> str:
+    """The name of what `choose_weight_dtype` chooses. torch is imported only to look for GPUs."""
     if wanted is None:
-        ours = isinstance(source, Path) and source.resolve().parent == ASSETS.resolve()
-        return torch.bfloat16 if torch.cuda.is_available() and not ours else torch.float32
+        if isinstance(source, Path) and source.resolve().parent == ASSETS.resolve():
+            return "float32"
+        # A process that starts ranks needs torch for nothing else, and loading and leaving it take seconds.
+        import torch
+
+        return "bfloat16" if torch.cuda.is_available() else "float32"
     if wanted not in DTYPES:
         raise ModelError(f"dtype={wanted!r} is not known; try {', '.join(DTYPES)}")
-    weight_dtype: torch.dtype = getattr(torch, wanted)
-    return weight_dtype
+    return wanted
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
