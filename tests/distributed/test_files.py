@@ -125,7 +125,7 @@ def end_writer(path: Path, call: str, number: signal.Signals, prepare: str = "")
     """Sends a signal to a process that writes a file, while it is in a call that lasts; returns its code."""
     code = (
         "import os, signal, sys, time; from pathlib import Path; from ditile.distributed import files\n"
-        f"signal.signal({int(number)}, signal.SIG_DFL)\n"  # which nohup, for one, has ignored
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup has ignored
         f"{prepare}\n"
         f"{call} = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
         "files.write_atomically(Path(sys.argv[1]), 'new')"
