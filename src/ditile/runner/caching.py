@@ -248,7 +248,7 @@ def refresh_context(
         ModelError: if a field is not known, or a value is out of its range.
     """
     caches = _require_caches(transformer)
-    _list_unused(transformer)
+    _list_unused(transformer)  # raises within a call, where the cache would rest for all that is left of it
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config, calibrator = configs["cache_config"], configs["calibrator_config"]
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
