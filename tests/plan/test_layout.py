@@ -91,7 +91,7 @@ def test_text_rides_with_the_first_patch(layout: Layout) -> None:
 
 def test_text_makes_the_first_patch_smaller() -> None:
     """1024 pixels and 512 tokens of text: the first patch has 10 rows of 64 and the text, which is 8 rows more."""
-    layout = Layout.cut_into_patches(Grid(64, 64, 64), 4, 512, "text_first")
+    layout = Layout.cut_into_patches(Grid(64, 64), 4, 512, "text_first")
     assert [count_message_tokens(layout, p) for p in range(4)] == [18 * 64] * 4
     assert [layout.count_rows(p) for p in range(4)] == [10, 18, 18, 18]
 
@@ -200,6 +200,6 @@ def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
 
 def test_too_many_ranks_for_a_patch() -> None:
     """Ten tokens for twelve ranks. A failure means a rank without tokens, which no kernel takes."""
-    layout = Layout.cut_into_patches(Grid(4, 5, 1), 2, 3, "text_first")
+    layout = Layout.cut_into_patches(Grid(4, 5), 2, 3, "text_first")
     with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
         Split(3, 1, 4).shard_tokens(layout, 1)

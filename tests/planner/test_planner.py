@@ -73,7 +73,7 @@ def count_work_flops(work: Work, tokens: RankTokens) -> float:
 def test_operations_are_those_of_the_forward(name: str) -> None:
     """At a size other than the one that was counted; a failure means that a kernel grows with the wrong tokens."""
     one = subject(name)
-    counted, grid, text = one.transformer_work, Grid(6, 10, 10), 23
+    counted, grid, text = one.transformer_work, Grid(6, 10), 23
     assert one.model_spec.example is not None
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         config: Any = one.transformer.config

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ditile.errors import StateError
+from ditile.hooks.block_policy import CallForm
 from ditile.hooks.kv_store import GenerationMemory
-from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard
+from ditile.hooks.pieces import Piece
+from ditile.hooks.token_arguments import Runs
+from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
 from ditile.plan.schedule import MicroStep
 
 
@@ -62,7 +65,13 @@ class Generation:
         batch: rows of a call.
         micro_batch: counts the runs of rows, where a call is computed in several.
         batch_range: the rows of the micro-batch at hand; None is all.
-        layouts: of each branch, known once its first call has reached the blocks.
+        layouts: of each branch, known once its first call has been surveyed.
+        forms: of each call that was surveyed, by its branch, model, and the shapes and names of its arguments.
+        form: of the call at hand.
+        rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
+        called_models: in a rehearsal.
+        pieces: of the latents, by patch; none where latents are not cut.
+        prediction_pieces: of the transformer's predictions, by branch and patch.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
     """
 
@@ -82,13 +91,27 @@ class Generation:
     warmup_split: Split | None = None
     warmup_index: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)
+    forms: dict[tuple[object, ...], CallForm] = field(default_factory=dict)
+    form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
+    rehearsed_patch: int | None = None
+    called_models: set[object] = field(default_factory=set)
+    pieces: list[Piece] = field(default_factory=list)
+    prediction_pieces: dict[int, list[Piece]] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
     _tokens: dict[tuple[int, int | None, bool], LayerTokens] = field(default_factory=dict)
+    _runs: dict[tuple[int, int | None], Runs] = field(default_factory=dict)
 
     @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch]
+
+    def forget_layout(self) -> None:
+        """Forgets how the tokens of the branch at hand are cut: it has others now."""
+        self.layouts.pop(self.branch)
+        for known in (self._parts, self._tokens, self._runs):
+            for key in [key for key in known if key[0] == self.branch]:
+                known.pop(key)
 
     def list_rank_parts(self, patch: int | None, branch: int | None = None) -> tuple[TokenShard, ...]:
         """What each rank of the sequence axes has of a patch (None: of the image), in this branch or another."""
@@ -129,6 +152,16 @@ class Generation:
             image = range(start, start + layout.image_tokens)
             self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first)
         return self._tokens[key]
+
+    def get_argument_runs(self, patch: int | None) -> Runs:
+        """Where this rank's tokens of a patch (None: of the image) are among those of each kind."""
+        key = (self.branch, patch)
+        if key not in self._runs:
+            layout, part = self.branch_layout, self.get_own_part(patch)
+            text = part.text or range(min(DUMMY_TEXT, layout.text))
+            runs = layout.locate_in_sequence(TokenShard(text, part.image), joint=True)
+            self._runs[key] = {"N": part.image, "T": (text,), "J": runs}
+        return self._runs[key]
 
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that is constant in the calls of this branch and micro-batch; `make` computes it once."""

@@ -42,6 +42,7 @@ class KeyStore:
     ) -> None:
         self._length, self._branch, self._relative_change = length, branch, relative_change
         self.buffers: tuple[Tensor, Tensor] | None = None
+        self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
         self.written = [NEVER] * segments
 
@@ -73,6 +74,25 @@ class KeyStore:
                 old.copy_(new)
             at += len(run)
         return buffers
+
+    def write_mask(
+        self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
+    ) -> Tensor:
+        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns that of all keys.
+
+        Args:
+            mask: of the keys that were just written.
+            runs, batch_range, batch_size: as of `write_keys`; a mask for every row has one.
+        """
+        rows = 1 if mask.shape[0] == 1 else mask.shape[0] if batch_range is None else batch_size
+        if self.mask is None:
+            self.mask = mask.new_zeros((rows, *mask.shape[1:3], self._length))
+        into = self.mask if batch_range is None or rows == 1 else self.mask[batch_range.start : batch_range.stop]
+        at = 0
+        for run in runs:
+            into[..., run.start : run.stop] = mask[..., at : at + len(run)]
+            at += len(run)
+        return into
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
         """Notes the step that wrote a segment, or all of them."""

@@ -16,8 +16,8 @@ from ditile.plan.spec import ModelSpec
 class OutputMemoizer:
     """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
 
-    def __init__(self, spec: ModelSpec, current: Callable[[], Generation]) -> None:
-        self._spec, self._current = spec, current
+    def __init__(self, spec: ModelSpec, current: Callable[[], Generation], label: str = "") -> None:
+        self._spec, self._current, self._label = spec, current, label
 
     def install_hooks(
         self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
@@ -33,8 +33,9 @@ class OutputMemoizer:
         for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
             for pattern in patterns:
                 for name, module in match_modules(transformer, pattern):
-                    if not any(name.startswith(f"{block}.") for block in compiled):
-                        override_attribute(stack, module, "forward", wrap(name, module.forward))
+                    path = f"{self._label}{name}"
+                    if not any(path.startswith(f"{block}.") for block in compiled):
+                        override_attribute(stack, module, "forward", wrap(path, module.forward))
 
     def _memoize_constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward_once(*args: Any, **kwargs: Any) -> Any:
@@ -52,25 +53,3 @@ class OutputMemoizer:
             return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
 
         return forward_once_per_step
-
-
-def embed_patches(stack: ExitStack, spec: ModelSpec, transformer: nn.Module, current: Callable[[], Generation]) -> None:
-    """Until the stack is closed, only the tokens of the patch at hand are embedded; the others are not set."""
-    if spec.embed is None:
-        return
-    module = transformer.get_submodule(spec.image_tokens)
-    forward: Callable[[Tensor], Tensor] = module.forward
-    embed_run = spec.embed(module, forward)
-
-    def embed_own_tokens(latents: Tensor) -> Tensor:
-        now = current()
-        if now.micro_step.patch is None or now.branch not in now.layouts:
-            return forward(latents)
-        runs = now.get_own_part(now.micro_step.patch).image
-        tokens = [embed_run(latents, run) for run in runs]
-        whole = tokens[0].new_empty((latents.shape[0], now.branch_layout.image_tokens, tokens[0].shape[2]))
-        for run, run_tokens in zip(runs, tokens, strict=True):
-            whole[:, run.start : run.stop] = run_tokens
-        return whole
-
-    override_attribute(stack, module, "forward", embed_own_tokens)

@@ -22,9 +22,8 @@ from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
-from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
-from ditile.plan.spec import Conditioning, ModelSpec
+from ditile.plan.spec import ModelSpec
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
@@ -34,12 +33,6 @@ _SPECS: dict[type, ModelSpec] = {
 
 UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
-    blocks={},
-    joint="none",
-    latent_dim=1,
-    grid=lambda transformer, inputs: Grid(1, 1, 1),
-    latent_per_token=lambda config: 1,
-    conditioning=lambda call: Conditioning(),
 )
 """Nothing is known, so nothing is cut but the batch."""
 
@@ -64,12 +57,10 @@ def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     """Adds (or replaces) the `ModelSpec` of a transformer class.
 
     Raises:
-        ModelError: if `transformer` is no module class, or the spec lists no blocks.
+        ModelError: if `transformer` is no module class.
     """
     if not (isinstance(transformer, type) and issubclass(transformer, nn.Module)):
         raise ModelError(f"register needs a class of torch.nn.Module, and got {transformer!r}")
-    if not spec.blocks:
-        raise ModelError(f"the spec of {transformer.__name__} lists no blocks; name its ModuleLists")
     _SPECS[transformer] = spec
 
 
@@ -134,19 +125,25 @@ def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
     return ", ".join(rungs), "; ".join(notes)
 
 
-def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The model that a pipeline calls in its loop: its transformer, or its U-Net; the module itself, if compiled.
+def find_loop_models(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
+    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
 
     Raises:
-        ModelError: if it has neither, or two of them in turns.
+        ModelError: if it has none, or two that differ in their classes.
     """
     for name in ("transformer", "unet"):
-        model = getattr(pipe, name, None)
-        if isinstance(model, nn.Module):
-            if getattr(pipe, f"{name}_2", None) is not None:
-                raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
-            return unwrap_compiled(model)
+        names = [each for each in (name, f"{name}_2") if isinstance(getattr(pipe, each, None), nn.Module)]
+        models = {each: unwrap_compiled(getattr(pipe, each)) for each in names}
+        if len({type(model) for model in models.values()}) > 1:
+            raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(names)}")
+        if models:
+            return models
     raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
+
+
+def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
+    """The first model that a pipeline calls in its loop; raises as `find_loop_models`."""
+    return next(iter(find_loop_models(pipe).values()))
 
 
 def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
@@ -176,7 +173,7 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
         raise ModelError(
             f"{name} paints parts of the latents over between steps, behind the scheduler; use data or cfg alone"
         )
-    return require_model_spec(model)
+    return find_model_spec(model) or UNKNOWN_MODEL
 
 
 def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:

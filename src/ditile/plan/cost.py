@@ -221,7 +221,7 @@ def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
     """Bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
-    return job.warmup_shards[place.stage].image_tokens * job.weights.out * job.count_number_bytes(place)
+    return job.warmup_shards[place.stage].image_tokens * job.shape.token_channels * job.count_number_bytes(place)
 
 
 def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
@@ -283,9 +283,7 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
     ]
     if gathers:
         whole_step = micro.patch is None and job.plan.num_patches > 1
-        if place.stage == job.plan.pipefusion - 1:
-            sizes.append((part.image_tokens * job.weights.out, 1))
-        elif whole_step:
+        if place.stage == job.plan.pipefusion - 1 or whole_step:
             sizes.append((part.image_tokens * job.shape.token_channels, 1))
         if place.stage > 0 and whole_step:
             patches = job.step_schedule.list_patches(micro)
@@ -341,7 +339,7 @@ def _iterate_prediction_exchanges(
         return
     number = (n - 1) * job.count_number_bytes(place)
     yield RepeatedExchange(
-        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.weights.out
+        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.shape.token_channels
     )
     if text_tokens := len(pick_even_chunk(range(job.shape.cross_text_tokens), n, place.rank)):
         size = 2 * number * text_tokens * job.shape.token_channels

@@ -100,13 +100,13 @@ class Shape:
         rows, columns = height // (vae_scale * side), width // (vae_scale * side)
         conditioning = spec.conditioning(call)
         images = count_images(call)
-        packed = spec.latent_dim == 1
+        packed = spec.is_packed
         channels = int(config["in_channels"])
         return cls(
             height=height,
             width=width,
             steps=int(call["num_inference_steps"]),
-            grid=Grid(rows, columns, columns if packed else side),
+            grid=Grid(rows, columns),
             text=0 if spec.joint == "none" else conditioning.text,
             batch=images * conditioning.rows,
             images=images,

@@ -15,6 +15,7 @@ from torch import nn
 from ditile.errors import LoadError, ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
+from ditile.models.anatomies import build_block_hooks
 from ditile.models.registry import require_model_spec
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -133,7 +134,7 @@ class PlanSubject:
     @cached_property
     def block_hooks(self) -> TransformerHooks:
         """Hooks for its blocks, which are not installed."""
-        return TransformerHooks(self.transformer, self.model_spec)
+        return build_block_hooks(self.transformer, self.model_spec)
 
     @cached_property
     def parameter_counts(self) -> Weights:

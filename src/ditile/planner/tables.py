@@ -21,11 +21,10 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.models.registry import list_model_specs
-from ditile.models.tokens import image_grid
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+from ditile.plan.spec import Conditioning, ModelSpec
 
 NUM_TEXT_TOKENS = 512
 """The default of pipelines with the text in the sequence."""
@@ -181,21 +180,11 @@ def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
     )
 
 
-def _make_unit_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """A grid of one token, because the latents are not cut into rows."""
-    return Grid(1, 1, 1)
-
-
-STREAMS = BlockIO(returns=("text", "image"))
-
 WAN = FamilyTable(
     spec=ModelSpec(
         name="Wan",
         pipelines=("WanPipeline",),
-        blocks={"blocks": BlockIO(attn=("attn1",))},
         joint="none",
-        latent_dim=3,
-        grid=image_grid,
         latent_per_token=lambda config: int(config["patch_size"][1]),
         example=_make_wan_inputs,
         conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)),
@@ -209,10 +198,8 @@ LTX = FamilyTable(
     spec=ModelSpec(
         name="LTX-Video",
         pipelines=("LTXPipeline",),
-        blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
         joint="none",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 1,
         example=_make_ltx_inputs,
         conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)),
@@ -228,10 +215,8 @@ QWEN = FamilyTable(
     spec=ModelSpec(
         name="Qwen-Image",
         pipelines=("QwenImagePipeline",),
-        blocks={"transformer_blocks": STREAMS},
         joint="text_first",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 2,
         example=_make_qwen_inputs,
         conditioning=_get_qwen_conditioning,
@@ -243,10 +228,8 @@ FLUX2 = FamilyTable(
     spec=ModelSpec(
         name="FLUX.2",
         pipelines=("Flux2Pipeline",),
-        blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()},
         joint="text_first",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 2,
         example=_make_flux2_inputs,
         conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", NUM_TEXT_TOKENS)),

@@ -18,13 +18,15 @@ from ditile.cache.cached import TransformerCache, find_transformer_cache
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError, StateError
-from ditile.hooks.block_hooks import BlockHook, CallCountHooks, LayerAttention, TransformerHooks
+from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
+from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
+from ditile.models.anatomies import build_block_hooks, find_anatomy
 from ditile.parallel.attention import intercept
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -51,6 +53,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Split
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.shape import Weights, count_images
@@ -102,6 +105,11 @@ class Composition:
         return self.block_hooks.spec
 
     @property
+    def is_planned(self) -> bool:
+        """Whether enough is known of the model to tell the shape of a call from its arguments."""
+        return self.spec.example is not None
+
+    @property
     def trace(self) -> GenerationTrace:
         """Records a call, where that is asked for."""
         return self.mesh.traffic.trace
@@ -142,8 +150,8 @@ class Composition:
             first: whether rank 0 alone needs the pictures.
         """
         spec, images = self.spec, count_images(call)
-        dims = self.block_hooks.batch_dims
-        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, batch_dims=dims)
+        models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
+        batch = DataCfgBatch(self.mesh, models, images=images, batch_dims=dims)
         # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
@@ -175,9 +183,11 @@ class Composition:
     @contextmanager
     def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
         """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
-        loop, chain = self.loop, self.block_hooks.chain
-        names = {block_hook.block: block_hook.name for block_hook in chain}
-        stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
+        loop, chains = self.loop, [model.chain for model in self.block_hooks.models]
+        names = {block_hook.block: block_hook.name for chain in chains for block_hook in chain}
+        stages = {
+            chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks
+        }
         agreement = StageAgreement(
             decisions, self.mesh, loop.get_generation, lambda: batch.is_split_by_calls, names, stages
         )
@@ -329,7 +339,7 @@ def compose_strategies(
     encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
-    warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
+    warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh)
     # Before `claim_blocks`, which clears `loaded_blocks`.
     is_loaded_in_part = block_hooks.loaded_blocks is not None
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
@@ -344,9 +354,9 @@ def compose_strategies(
     move_pipeline(pipe, device)
     # The loop drives the stage, and attention asks the loop for the generation under way.
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, stage, plan, spec.joint, trace, sharded.streams, warmup_group)
+    pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
-    loop = Loop(pipefusion, mesh, plan, token_split, latent_dim=spec.latent_dim, trace=trace)
+    loop = Loop(pipefusion, mesh, plan, token_split, trace, has_two_models=block_hooks.other is not None)
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
     return Composition(pipe, plan, mesh, device, *built, options.compile)
@@ -372,7 +382,6 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
     name = type(block_hooks.transformer).__name__
     if block_hooks.chain:
         plan.check(Facts(model=name, blocks=len(block_hooks.chain)))
-        plan.check(Facts(model=name, heads=int(block_hooks.transformer.config["num_attention_heads"])))  # type: ignore[index]
         return divide_blocks(block_hooks, plan)
     return [range(0)] * plan.pipefusion
 
@@ -410,11 +419,20 @@ def _build_block_hooks(
 ) -> tuple[TransformerHooks, ContextParallelSplits | None]:
     """The hooks for a model, by its spec or its table of splits, and what that table splits in its calls."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
-    tables = {} if calls_whole_model else registry.find_cp_plans(pipe, options.cp_plan)
-    if tables:
+    if options.cp_plan is not None and not calls_whole_model:
+        tables = registry.find_cp_plans(pipe, options.cp_plan)
         return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=options.compile)
     spec = registry.select_plan_spec(pipe, plan)
-    block_hooks = (CallCountHooks if calls_whole_model else TransformerHooks)(registry.find_loop_model(pipe), spec)
+    block_hooks: TransformerHooks | None = None
+    models = registry.find_loop_models(pipe)
+    for name, model in reversed(models.items()):
+        label = f"{name}:" if len(models) > 1 else ""
+        if calls_whole_model:
+            anatomy = find_anatomy(model) or Anatomy({}, "none")
+            block_hooks = CallCountHooks(model, spec, anatomy, block_hooks, label)
+        else:
+            block_hooks = build_block_hooks(model, spec, block_hooks, label)
+    assert block_hooks is not None
     _check_model_divisible(pipe, plan, block_hooks, options.attention, options.compile)
     return block_hooks, None
 
@@ -445,7 +463,7 @@ def _check_model_divisible(
 ) -> None:
     """Refuses a model that cannot be divided so, before anything is touched."""
     model = block_hooks.transformer
-    if attention is not None and not block_hooks.spec.blocks:
+    if attention is not None and not block_hooks.chain:
         raise ModelError(
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
             "choose the kernel with set_attention_backend"
@@ -468,11 +486,15 @@ def _check_model_divisible(
 
 
 def _build_warmup_group(
-    block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh
+    pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh
 ) -> WarmupGroup | None:
     """The stages that compute the synchronous steps together, where the plan has some."""
     if plan.warmup_mode not in ("sequence", "separate"):
         return None
+    if block_hooks.other is not None:
+        raise ModelError(
+            f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
+        )
     if plan.warmup_mode == "separate":
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)

@@ -19,7 +19,7 @@ import torch
 from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import env, rng
-from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, pick_device
+from ditile.distributed.mesh import Communicators, Mesh, build_mesh, find_local_rank, pick_device
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
@@ -41,6 +41,7 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
+from ditile.runner.prove import ensure_anatomies
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.table import describe_plan, describe_whole_model
 
@@ -181,7 +182,7 @@ class Runner:
 
     def job(self) -> PlannedCall | None:
         """The last call, or before the first the pipeline's default call, as numbers; None without a spec."""
-        if not self._parts.spec.blocks:
+        if not self._parts.is_planned:
             return None
         parts, shape = self._parts, self._last or self._build_call_shape({})
         if self.report is not None and self.report.text_tokens is not None:
@@ -267,7 +268,7 @@ class Runner:
             return reason
         reason = self._parts.spec.refuse(self.pipe, call)
         # Without known blocks there are no patches: every rank steps whole images.
-        if reason is None and self._parts.spec.blocks:
+        if reason is None and self._parts.block_hooks.chain:
             reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
 
@@ -277,7 +278,7 @@ class Runner:
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
-        if not self._parts.spec.blocks:
+        if not self._parts.is_planned:
             return
         shape = self._build_call_shape(call)
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
@@ -347,6 +348,8 @@ def parallelize(
     mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
+    if cp_plan is None and (attention is not None or not plan.divides_the_batch_alone):
+        ensure_anatomies(pipe, _build_single_runner)
     options = CompositionOptions(keep_weights, text_after, attention, cp_plan, compile, checks)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
@@ -378,6 +381,13 @@ def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other:
         raise StateError(
             f"rank {rank} was called with {name}={text} and rank {other_rank} with {other_text}; call all ranks alike"
         )
+
+
+def _build_single_runner(pipe: Any, plan: Plan) -> Runner:
+    """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
+    device = torch.device(pipe.device)
+    composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))
+    return Runner(composition, origin=device, keep_weights=True)
 
 
 def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:

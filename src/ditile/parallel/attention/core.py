@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, refuse_key_masks
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, expand_mask, make_pairs_error
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
+from ditile.hooks.token_arguments import take_runs
 from ditile.plan.layout import merge_ranges
 
 
@@ -131,12 +132,27 @@ class NoExchange:
 
 
 class LocalKeyMaskSource:
-    """This rank has all keys and queries, so a mask may also differ from query to query."""
+    """This rank has all tokens of the patch at hand, so a mask may also differ from query to query."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask without dummies; one of `[B, keys]` becomes `[B, 1, 1, keys]`."""
-        is_flat = mask.ndim == 2 and mask.shape[0] in (1, batch)
-        return KeyPaddingMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real_tokens],))
+        """The mask without dummies: of the keys of the patch; of all keys, where it tells queries apart.
+
+        Raises:
+            ModelError: if it tells queries apart and is not of all keys.
+        """
+        mask, own, runs = expand_mask(mask, batch), tokens.rank_lengths[tokens.index], tokens.runs[tokens.index]
+        is_partial = own != tokens.length
+        if is_partial and mask.shape[2] == tokens.length:
+            mask = take_runs(mask, runs, 2)
+        elif mask.shape[2] == own + tokens.dummies:
+            mask = mask[:, :, tokens.real_tokens]
+        covers_sequence = is_partial and mask.shape[3] == tokens.length
+        if mask.shape[2] > 1:
+            if is_partial and not covers_sequence:
+                raise make_pairs_error(mask)
+            return KeyPaddingMask((mask,), covers_sequence)
+        mask = take_runs(mask, runs, 3) if covers_sequence else mask[..., tokens.real_tokens]
+        return KeyPaddingMask((mask,))
 
 
 class FreshKeys:
@@ -174,23 +190,27 @@ class StaleKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
+        """The output of the queries, `[B, S, N, H]`."""
         now = self.current()
         step, patch = now.micro_step
-        refuse_key_masks(extra, self.layer)
         if patch is None and not now.keeps_keys(step):
             return self.fresh.attend_to_keys(q, k, v, tokens, extra)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, now.branch_layout.num_patches)
         k, v = self.gather(k, v, tokens)
-        whole = store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
+        runs = merge_rank_runs(tokens)
+        whole = store.write_keys(k, v, runs, now.batch_range, now.batch)
+        mask = None if extra.mask is None else extra.mask.join_ring_masks()
+        if extra.mask is not None and mask is not None and not extra.mask.covers_sequence:
+            kept = store.write_mask(mask, runs, now.batch_range, now.batch)
+            mask = mask if patch is None else kept
         store.mark_written(step, patch)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
-            return self.kernel(q, k, v, scale=extra.scale)
+            return self.kernel(q, k, v, mask=mask, scale=extra.scale)
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
             self.check.expect_ages(store, step, now.ages(now.micro_step), where)
-        return self.kernel(q, *whole, scale=extra.scale)
+        return self.kernel(q, *whole, mask=mask, scale=extra.scale)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
-from ditile.hooks.block_hooks import LayerAttention
+from ditile.hooks.block_policy import LayerAttention
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.protocols import AttentionKernel
 from ditile.parallel.attention.kernel import DiffusersKernel

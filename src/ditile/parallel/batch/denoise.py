@@ -23,15 +23,15 @@ from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.pieces import Piece
 from ditile.hooks.step_memory import explain_branch_refusal
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
     Receivers,
     ReplicaImages,
-    Span,
     extract_prediction,
-    narrow_to_span,
+    fill_piece,
     replace_prediction,
 )
 
@@ -41,21 +41,20 @@ class DataCfgBatch:
 
     Args:
         mesh: the axes, and groups for what must be agreed.
-        model: what the pipeline calls.
+        models: what the pipeline calls, one or the other.
         images: how many the pipeline makes.
-        latent_dim: the dimension of a prediction that patches cut.
-        batch_dims: finds which dimension of each argument of the model is the batch.
+        batch_dims: finds which dimension of each argument of the models is the batch.
     """
 
     def __init__(
-        self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, batch_dims: BatchDimFinder
+        self, mesh: Mesh, models: Sequence[nn.Module], *, images: int, batch_dims: BatchDimFinder
     ) -> None:
-        self._mesh, self._model, self._images, self._dim = mesh, model, images, latent_dim
+        self._mesh, self._models, self._model, self._images = mesh, models, models[0], images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
-        self._names = list_parameter_names(model)
+        self._names = list_parameter_names(self._model)
         self.begin_generation()
 
     @property
@@ -84,7 +83,8 @@ class DataCfgBatch:
         def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return functools.update_wrapper(functools.partial(self._call_model, forward), forward)
 
-        wrap_model_call(stack, pipe, self._model, wrap_forward)
+        for model in self._models:
+            wrap_model_call(stack, pipe, model, wrap_forward)
         to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
         self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
@@ -167,6 +167,9 @@ class DataCfgBatch:
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._current()
+        # Every rank finds out where patches are, by all rows.
+        if now.rehearsed_patch is not None:
+            return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
         batch = self._find_noisy_input(args, kwargs)[1]
         every = BatchSlice.from_batch_size(batch.shape[0], self._images)
@@ -192,14 +195,14 @@ class DataCfgBatch:
         if not by_calls:
             self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
-                self._cfg.exchange_branches(self._predictions[branch], batch_slice, self._find_fresh_span(now, branch))
+                self._cfg.exchange_branches(self._predictions[branch], batch_slice, self._find_fresh_piece(now, branch))
         elif self._cfg.is_own_call(branch):
             self._compute_batch_slice(forward, args, kwargs, batch_slice)
         else:
             self._skip_foreign_call(now, batch_slice)
         if by_calls and self._is_last and branch + 1 == now.calls:
             calls = [self._predictions[call] for call in range(now.calls)]
-            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_span(now, branch))
+            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch))
         return replace_prediction(self._results[branch], self._predictions[branch])
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
@@ -255,7 +258,7 @@ class DataCfgBatch:
             self._predictions[branch] = torch.zeros_like(self._predictions[branch])
         if self._is_last:
             first_branch = batch_slice.view_as_grid(self._predictions[branch])[0]
-            narrow_to_span(first_branch, self._find_fresh_span(now, branch)).fill_(torch.nan)
+            fill_piece(first_branch, self._find_fresh_piece(now, branch), torch.nan)
         now.advance_branch()
 
     def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -274,10 +277,10 @@ class DataCfgBatch:
             self._row = tuple(gather_json(mine, self._mesh.everyone)[0])
         self._announced = True
 
-    def _find_fresh_span(self, now: Generation, branch: int) -> Span | None:
-        """What is fresh of a prediction at the micro-step at hand."""
+    def _find_fresh_piece(self, now: Generation, branch: int) -> Piece | None:
+        """What is fresh of a prediction at the micro-step at hand; None is all of it."""
         patch = now.micro_step.patch
-        return None if patch is None else (self._dim, now.layouts[branch].locate_latents(patch))
+        return None if patch is None else now.prediction_pieces[branch][patch]
 
     def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(

@@ -31,15 +31,12 @@ from ditile.distributed.transport import Traffic, start_exchange, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.hooks.overrides import override_attribute
+from ditile.hooks.pieces import Piece
 from ditile.plan.layout import pick_even_chunk
 
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
 """The kinds under which bytes are counted."""
 Receivers = Literal["all", "first", "none"]
-Span = tuple[int, slice]
-"""A dimension, and the part of it that is fresh."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSlice:
     """Some rows of a batch: those of some branches and some images.
@@ -143,45 +140,56 @@ class CfgExchange:
         """Whether a call of a step is this half's."""
         return call % self.size == self._axis.index
 
-    def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, span: Span | None) -> None:
+    def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fills the rows of the other halves into a full-size prediction, which has this half's rows."""
         if self._axis.group is None or batch_slice.num_branches < self.size:
             return
         of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
-        fresh = narrow_to_span(prediction, span)
+        fresh = take_piece(prediction, piece)
         own = self.restrict_to_half(batch_slice).select_batch(fresh)
         shapes = [(theirs.slice_size, *own.shape[1:]) for theirs in of_half]
         received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for half, (theirs, part) in enumerate(zip(of_half, received, strict=True)):
             if half != self._axis.index:
-                _write_span(prediction, theirs, part, span)
+                _write_piece(prediction, theirs, part, piece)
 
-    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, span: Span | None) -> None:
+    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fills in the full-size predictions of the calls of the other halves; all those of a step at once."""
         assert self._axis.group is not None
         calls = range(len(predictions))
         of_half = [calls[half :: self.size] for half in range(self.size)]
-        fresh = [batch_slice.select_batch(narrow_to_span(prediction, span)) for prediction in predictions]
+        fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
         own = torch.cat([fresh[call] for call in of_half[self._axis.index]])
         shapes = [(len(theirs) * batch_slice.slice_size, *own.shape[1:]) for theirs in of_half]
         received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for half, (theirs, parts) in enumerate(zip(of_half, received, strict=True)):
             if half != self._axis.index:
                 for call, part in zip(theirs, parts.split(batch_slice.slice_size), strict=True):
-                    _write_span(predictions[call], batch_slice, part, span)
+                    _write_piece(predictions[call], batch_slice, part, piece)
 
 
-def narrow_to_span(x: Tensor, span: Span | None) -> Tensor:
-    """The part of a tensor within a span."""
-    return x if span is None else x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
+def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
+    """A piece of a tensor `[rows, ...]`; all of it for None."""
+    return x if piece is None else piece.take(x)
 
 
-def _write_span(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, span: Span | None) -> None:
+def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
+    """Fills a piece of some rows of a contiguous tensor with a number."""
+    fresh = take_piece(x, piece)
+    if piece is None:
+        x.fill_(value)
+    else:
+        piece.put(x, torch.full_like(fresh, value))
+
+
+def _write_piece(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, piece: Piece | None) -> None:
     """Writes the fresh part of some rows."""
-    into = batch_slice.view_as_grid(prediction)
-    if span is not None:
-        into = narrow_to_span(into, (span[0] + 1, span[1]))  # rows are two dimensions here
-    into.copy_(part.unflatten(0, into.shape[:2]))
+    if piece is None:
+        batch_slice.write_slice(prediction, part)
+        return
+    rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
+    piece.put(rows, part)
+    batch_slice.write_slice(prediction, rows)
 
 
 class ReplicaImages:

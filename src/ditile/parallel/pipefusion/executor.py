@@ -20,12 +20,13 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.errors import StateError
-from ditile.hooks.block_hooks import TokenState
+from ditile.hooks.block_calls import write_tokens
+from ditile.hooks.block_policy import CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.protocols import TokenStreams
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
-from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, write_tokens
-from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
+from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
+from ditile.plan.layout import DUMMY_TEXT, Joint, Layout
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import Op, OpKind, Schedule
 
@@ -61,6 +62,7 @@ class PipeFusion:
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, int] = {}
+        self._start_of_image = 0
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._activations_in: ReceivePrefetcher | None = None
         self._activations_out: PeerChannel | None = None
@@ -120,7 +122,7 @@ class PipeFusion:
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
-        self._latents: tuple[tuple[int, ...], int] | None = None
+        self._latents: Tensor | None = None
 
     def end_generation(self, *, clean: bool) -> None:
         """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good."""
@@ -162,16 +164,15 @@ class PipeFusion:
                 self._latents_in.expect_messages([MessageKey(sure, patch) for patch in range(self._patches)])
                 self._returned = sure
 
-    def receive_stepped_patches(self, latents: Tensor, latent_dim: int, ops: list[Op], *, write: bool) -> None:
+    def receive_stepped_patches(self, latents: Tensor, ops: list[Op], *, write: bool) -> None:
         """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them."""
-        self._latents = (tuple(latents.shape), latent_dim)
+        self._latents = latents
         for op in ops:
             assert self._latents_in is not None and op.patch is not None
             with self._trace.record_span("take", op.step, op.patch):
                 patch = self._latents_in.receive_message(MessageKey(op.step, op.patch), latents)
-            span = self.generation.layouts[0].locate_latents(op.patch)
             if write:
-                latents.narrow(latent_dim, span.start, span.stop - span.start).copy_(patch)
+                self.generation.pieces[op.patch].put(latents, patch)
 
     def send_stepped_patch(self, patch: Tensor) -> None:
         """Sends a stepped patch to the first stage."""
@@ -180,7 +181,38 @@ class PipeFusion:
 
     # The block hooks
 
-    def begin_transformer_call(self, grid: Grid, batch_size: int) -> list[range]:
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether a call of the transformer computes part of its tokens or blocks here."""
+        return self._patches > 1 or self.stages > 1 or self._sequence.num_ranks > 1
+
+    def begin_branch(self, form: CallForm) -> None:
+        """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet.
+
+        Every branch of guidance is cut where the first one is, whatever the length of its text: a patch of the
+        prediction is made of the same patch of each.
+        """
+        now = self.generation
+        if now.branch in now.layouts:
+            known = now.layouts[now.branch]
+            if (known.grid, known.text) == (form.grid, form.text):
+                return
+            if now.pieces or now.is_stale(now.micro_step.step):
+                raise StateError(
+                    f"a call has {form.grid.rows * form.grid.tokens_per_row} image and {form.text} text tokens and had "
+                    f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use a "
+                    "plan without pipefusion, patches and distrifusion"
+                )
+            now.forget_layout()
+        self._plan.check(Facts(rows=form.grid.rows))
+        layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
+        if now.branch and 0 in now.layouts:
+            layout = now.layouts[0].cut_alike(form.grid, form.text, form.start - self._start_of_image)
+        else:
+            self._start_of_image = form.start
+        now.layouts[now.branch] = layout
+
+    def begin_transformer_call(self, batch_size: int) -> list[range]:
         """The transformer is called on a batch: the ops of this call are due.
 
         Returns:
@@ -199,7 +231,6 @@ class PipeFusion:
                 f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
                 "has those of the first step; keep guidance on for the whole run, or use pipefusion=1"
             )
-        self._grid = grid
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return micro_batches
 
@@ -210,9 +241,7 @@ class PipeFusion:
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Cuts the tokens at the first block, receives at the first own block, and sends behind the last own block."""
-        if index == 0:
-            state = self._enter_first_block(state)
+        """Receives at the first own block, and sends behind the last own block."""
         if group := self._active_warmup_group:
             return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
@@ -221,58 +250,64 @@ class PipeFusion:
             self._send_activations(state)
         return block(state) if index in self.owned else state
 
-    def run_output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-        """The prediction, full-size: this patch fresh, the others as they were last. Zeros where nobody reads it."""
-        now, layout = self.generation, self.generation.branch_layout
-        shape = (x.shape[0], layout.image_tokens, width)
+    def leave_blocks(self, state: TokenState) -> Tensor | None:
+        """All image tokens: those of this patch fresh, the others as they were last. None where nobody reads them."""
+        now = self.generation
         if group := self._active_warmup_group:
-            prediction = group.compute_prediction(head, x, width, now, self._ops)
+            tokens = group.gather_image_tokens(state.image, now, self._ops)
             self._record_compute()
-            return prediction
+            return tokens if self.is_last_stage else None
         if not self.is_last_stage:
-            return now.memory.get_persistent_buffer(("prediction", now.branch, now.micro_batch), shape, x)
-        fresh = self._streams.gather_stream(head(x), now.get_own_part(now.micro_step.patch).image_tokens)
+            return None
+        fresh = self._streams.gather_stream(state.image, now.get_own_part(now.micro_step.patch).image_tokens)
         self._record_compute()
         if now.has_all_image_tokens:
             return fresh
-        whole = now.memory.get_persistent_buffer(("prediction", now.branch, now.micro_batch), shape, fresh)
+        shape = (fresh.shape[0], now.branch_layout.image_tokens, fresh.shape[2])
+        whole = now.memory.get_persistent_buffer(("tokens", now.branch, now.micro_batch), shape, fresh)
         parts = now.list_rank_parts(now.micro_step.patch)
         shapes = [(fresh.shape[0], part.image_tokens, fresh.shape[2]) for part in parts]
         gathered = start_gather(fresh, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
-        for part, rank_prediction in zip(parts, gathered, strict=True):
-            write_tokens(whole, rank_prediction, part.image)
+        for part, rank_tokens in zip(parts, gathered, strict=True):
+            write_tokens(whole, rank_tokens, part.image)
         return whole
 
     def end_transformer_call(self) -> None:
         """The transformer returns."""
         self.generation.advance_branch()
 
-    def _enter_first_block(self, state: TokenState) -> TokenState:
-        """Cuts the tokens down to those of the patch; two dummy tokens stand for a text that does not belong to it."""
+    def enter_blocks(self, state: TokenState) -> TokenState:
+        """The tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
-        if now.branch not in now.layouts:
-            length = 0 if state.text is None else state.text.shape[1]
-            self._plan.check(Facts(rows=self._grid.rows))
-            now.layouts[now.branch] = Layout.cut_into_patches(self._grid, self._patches, length, self._joint)
         self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
         if group := self._active_warmup_group:
             self._start = self._trace.mark_point()
-            return group.enter_first_block(state, now, self._get_dummy_text(state))
+            return group.enter_blocks(state, now, self._get_dummy_text(state))
         if self.stage > 0 and now.micro_step.step == 0:
             self._expect_call_messages()
+        if self.stage == 0:
+            return self.cut_tokens(state)
+        # Here the forward's own tokens are never read: they only have the length of those that will be received.
         part = now.get_own_part(now.micro_step.patch)
+        own = self._streams.locate_own_share(part.image_tokens)
+        text = self._cut_text(state)
+        return TokenState(state.image[:, : own.stop - own.start], text)
+
+    def cut_tokens(self, state: TokenState) -> TokenState:
+        """Of all tokens those of the patch that this rank computes."""
+        text, part = self._cut_text(state), self.generation.get_own_part(self.generation.micro_step.patch)
+        own = self._streams.locate_own_share(part.image_tokens)
+        runs = [state.image[:, run.start : run.stop] for run in part.image]
+        image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        return TokenState(image[:, own].contiguous(), text)
+
+    def _cut_text(self, state: TokenState) -> Tensor | None:
+        part = self.generation.get_own_part(self.generation.micro_step.patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
             text = self._get_dummy_text(state)
         self._streams.set_stream_lengths(part.image_tokens, 0 if text is None else text.shape[1])
-        text = None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
-        own = self._streams.locate_own_share(part.image_tokens)
-        # Here the forward's own tokens are never read: they only have the length of those that will be received.
-        if self.stage > 0:
-            return TokenState(state.image[:, : own.stop - own.start], text)
-        runs = [state.image[:, run.start : run.stop] for run in part.image]
-        image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
-        return TokenState(image[:, own].contiguous(), text)
+        return None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
 
     @property
     def _active_warmup_group(self) -> WarmupGroup | None:
@@ -381,6 +416,4 @@ class PipeFusion:
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
         assert self._latents is not None
-        shape, dim = self._latents
-        span = self.generation.layouts[0].locate_latents(key.patch)
-        return (*shape[:dim], span.stop - span.start, *shape[dim + 1 :])
+        return self.generation.pieces[key.patch].shape(self._latents)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditile.distributed import rng
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import AsyncMax, broadcast_tensor
@@ -24,10 +25,12 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
+from ditile.hooks.pieces import Piece
 from ditile.hooks.protocols import BatchShare
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.patch_schedulers import (
+    PatchExtra,
     PatchSchedulers,
     StepTimesteps,
     extract_sample,
@@ -50,12 +53,14 @@ class StepCallbacks:
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
         wants_latents: which steps need the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
+        generators: which the pipeline may draw from.
     """
 
     on_loop_begin: Callable[[int], None]
     on_step_end: Callable[[int, Any, Tensor], None]
     wants_latents: Callable[[int], bool]
     progress: Callable[[], None]
+    generators: Sequence[torch.Generator] = ()
 
 
 class Loop:
@@ -66,8 +71,8 @@ class Loop:
         mesh: for decisions and the final broadcast.
         plan: patches and warmup.
         split: how ranks share out the tokens.
-        latent_dim: the dimension of the latents that patches cut.
         trace: records each op.
+        has_two_models: whether the pipeline calls one model in some steps and another in others.
 
     Attributes:
         when_over: called after the last step.
@@ -79,12 +84,13 @@ class Loop:
         mesh: Mesh,
         plan: Plan,
         split: Split,
-        *,
-        latent_dim: int,
         trace: GenerationTrace,
+        *,
+        has_two_models: bool = False,
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
-        self._plan, self._split, self._dim = plan, split, latent_dim
+        self._has_two_models = has_two_models
+        self._plan, self._split = plan, split
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
@@ -113,7 +119,25 @@ class Loop:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
                 override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
+        self._install_step_counter(stack, pipe)
         stack.callback(self._leave_pipeline)
+
+    def _install_step_counter(self, stack: ExitStack, pipe: Any) -> None:
+        """`for i, t in enumerate(timesteps)` in the pipeline's module counts steps, as the pipeline means it."""
+        space = inspect.unwrap(type(pipe).__call__).__globals__
+        stock = space.get("enumerate", enumerate)
+
+        def enumerate_steps(iterable: Any, start: int = 0) -> Any:
+            return self._pair_with_steps(iterable, start) if isinstance(iterable, StepTimesteps) else stock(iterable, start)
+
+        before = space.get("enumerate")
+        space["enumerate"] = enumerate_steps
+        stack.callback(lambda: space.pop("enumerate") if before is None else space.__setitem__("enumerate", before))
+
+    def _pair_with_steps(self, timesteps: StepTimesteps, start: int) -> Iterator[tuple[int, Any]]:
+        for count, timestep in enumerate(timesteps):
+            generation = self._generation
+            yield start + (count if generation is None else generation.micro_step.step), timestep
 
     def get_generation(self) -> Generation:
         """The generation under way.
@@ -130,9 +154,10 @@ class Loop:
 
     @property
     def closing_step(self) -> int | None:
-        """The step whose last micro-step was just done; None within a step."""
-        micro = self.get_generation().micro_step
-        return micro.step if self._schedule.is_last_of_step(micro) else None
+        """The step whose last micro-step was just done; None within a step, or a rehearsal."""
+        now = self.get_generation()
+        is_rehearsal = now.rehearsed_patch is not None
+        return now.micro_step.step if not is_rehearsal and self._schedule.is_last_of_step(now.micro_step) else None
 
     @property
     def num_steps(self) -> int:
@@ -197,6 +222,12 @@ class Loop:
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
         generation = self._begin_generation(timesteps)
+        if self._has_partial_latents:
+            yield from self._rehearse(timesteps)
+            if not generation.pieces:
+                self._finish_generation(stopped=False)
+                yield from timesteps[1:]
+                return
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
@@ -240,11 +271,79 @@ class Loop:
             if self._relative_change is None
             else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
         )
-        self._stop_wanted = False
+        self._stop_wanted = self._hands_on_copies = False
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
         return generation
+
+    def _rehearse(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Iterations before the first step, one for each patch, in which no block is run: see `hooks/block_calls.py`.
+
+        The pipeline's own code between the transformer and the scheduler says which latents belong to a patch, and
+        whether it hands on the latents that a step returned, or a copy of them.
+
+        Raises:
+            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
+        """
+        now = self.get_generation()
+        now.micro_step, pieces = MicroStep(0, None), list[Piece]()
+        saved = rng.read_generator_states(self._callbacks.generators)
+        self._samples: list[Tensor] = []
+        for patch in range(self._plan.num_patches):
+            yield from self._rehearse_step(patch, timesteps[0])
+            if self._rehearsed_piece is None:
+                if patch:
+                    raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
+                now.rehearsed_patch = None
+                return
+            pieces.append(self._rehearsed_piece)
+        if self._has_two_models:
+            yield from self._rehearse_models(timesteps)
+        now.rehearsed_patch, now.micro_step = None, MicroStep(0, None)
+        rng.restore_generators(self._callbacks.generators, saved)
+        self._check_pieces(pieces)
+        now.pieces = pieces
+
+    def _rehearse_step(self, patch: int, timestep: Tensor) -> Iterator[Tensor]:
+        self.get_generation().rehearsed_patch, self._rehearsed_piece = patch, None
+        self._callbacks.progress()
+        yield timestep
+
+    def _rehearse_models(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Finds the steps in which the pipeline calls another model than in the one before: they are synchronous."""
+        now, called = self.get_generation(), list[frozenset[object]]()
+        for step, timestep in enumerate(timesteps):
+            now.micro_step = MicroStep(step, None)
+            now.called_models.clear()
+            yield from self._rehearse_step(0, timestep)
+            called.append(frozenset(now.called_models))
+        again = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
+        self._schedule = replace(self._schedule, again=self._schedule.again | again)
+        now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
+        now.is_stale = self._schedule.reads_stale_keys
+
+    def _check_pieces(self, pieces: Sequence[Piece]) -> None:
+        first, name = self._samples[0], type(self._pipe).__name__
+        owners = torch.zeros(first.shape, dtype=torch.int32)
+        for piece in pieces:
+            piece.put(owners, piece.take(owners) + 1)
+        if int(owners.min()) < 1 or int(owners.max()) > 1:
+            raise StateError(
+                f"the patches of {name} overlap in its latents, or leave some out, so its transformer mixes tokens "
+                "behind its blocks; use a plan without pipefusion and patches"
+            )
+        if any(not torch.equal(first, sample) for sample in self._samples[1:]):
+            raise StateError(
+                f"{name} changes the latents between steps, behind the scheduler; such a pipeline cannot be divided "
+                "into patches"
+            )
+        self._hands_on_copies = any(sample is not first for sample in self._samples[1:])
+        if self._hands_on_copies and self._schedule.adaptive:
+            raise StateError(
+                f"{name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number of steps"
+            )
+        self._samples = []
 
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
@@ -272,7 +371,8 @@ class Loop:
         assert self._generation is not None
         self._generation.micro_step = micro
         self._callbacks.progress()
-        self._exchange_latents(micro)
+        if self._schedule.adaptive:
+            self._exchange_latents(micro)
         self._stepped, self._timestep = False, timestep
         while not self._stepped:
             yield timestep
@@ -283,7 +383,10 @@ class Loop:
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
     def _exchange_latents(self, micro: MicroStep) -> None:
-        """What goes between stages before the model is called: the latents of the step before."""
+        """What goes between stages before the model is called in a micro-step: the latents of the step before.
+
+        It is not known in advance which micro-step follows where warmup decides by itself.
+        """
         ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
         if not ops:
             return
@@ -292,7 +395,7 @@ class Loop:
         write = self._synced != micro.step - 1
         takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
         if takes:
-            self._pipefusion.receive_stepped_patches(own, self._dim, takes, write=write)
+            self._pipefusion.receive_stepped_patches(own, takes, write=write)
         for op in ops:
             if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
                 warmup_group.send_whole_latents(own, op)
@@ -350,6 +453,8 @@ class Loop:
         call |= call.pop("kwargs", {})
         model_output, timestep, sample = (call.pop(name) for name in self._roles)
         now = self.get_generation()
+        if now.rehearsed_patch is not None:
+            return self._note_rehearsal(model_output, timestep, sample, call)
         self._batch.check_prediction(model_output, sample)
         self._copy_new_latents(sample)
         if self._is_stepping_rank:
@@ -360,6 +465,10 @@ class Loop:
         last = now.micro_step.step == self._schedule.steps - 1
         if self._schedule.is_last_of_step(now.micro_step):
             self._end_step(now.micro_step.step, timestep)
+        # Already now, so that what the pipeline makes of the latents that it is given has all that is to come.
+        following = self._schedule.find_following(now.micro_step)
+        if following is not None and not self._schedule.adaptive:
+            self._exchange_latents(following)
         now.end_micro_step()
         self._stepped = True
         whole = functools.partial(self._complete_step_extras, last=last)
@@ -367,13 +476,35 @@ class Loop:
             result, self._latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
         )
 
+    def _note_rehearsal(self, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]) -> Any:
+        """Where NaN came out are the latents of the rehearsed patch; the latents stay as they are."""
+        if prediction.shape != sample.shape:
+            raise StateError(
+                f"{type(self._pipe).__name__} steps latents of shape {tuple(sample.shape)} with predictions of shape "
+                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use a plan without pipefusion and "
+                "patches"
+            )
+        if self._rehearsed_piece is not None:
+            raise StateError(
+                f"{type(self._pipe).__name__} steps its scheduler more than once in a step, so its latents cannot be cut "
+                "into patches; use a plan without pipefusion and patches"
+            )
+        self._rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
+        if self._latents is None:
+            self._latents = sample.clone(memory_format=torch.contiguous_format)
+        self._samples.append(sample)
+        result = self._get_patch_schedulers().step_on_corner(
+            torch.zeros_like(prediction), timestep, sample, call, closes=False
+        )
+        if getattr(self._scheduler, "_step_index", 0) is None:
+            self._scheduler._step_index = 0  # a pipeline that steps twice counts it back
+        self.get_generation().branch = 0
+        return replace_latents(result, self._latents, functools.partial(self._complete_step_extras, last=False), keep=False)
+
     def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
-        if self._has_partial_latents and extras:
-            raise StateError(
-                f"{type(self._pipe).__name__} takes more than latents from {type(self._scheduler).__name__}, which "
-                "has made it of one patch here; use a plan without pipefusion and patches"
-            )
+        if self._has_partial_latents:
+            return [PatchExtra(index) for index in range(len(extras))]
         assert self._latents is not None
         own = [self._latents if self._batch.is_idle else one for one in extras]
         return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
@@ -384,24 +515,22 @@ class Loop:
         patch: Tensor | None = None
         for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, now.micro_step):
             assert op.patch is not None and self._latents is not None
-            span = self._locate_patch(op.patch)
+            piece = self._locate_patch(op.patch)
             if op.kind is OpKind.SEND_STEPPED_PATCH:
                 assert patch is not None
                 self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
                 continue
             with self._trace.record_span("step", op.step, op.patch):
                 patch, result = self._get_patch_schedulers().step_patch(
-                    op.patch, prediction, timestep, self._latents, (self._dim, span), call
+                    op.patch, prediction, timestep, self._latents, piece, call
                 )
-                self._write_patch(patch, span)
+                self._write_patch(patch, piece)
         return result
 
-    def _locate_patch(self, patch: int) -> slice:
+    def _locate_patch(self, patch: int) -> Piece:
         """Where a patch is in the latents; all of them where latents are not cut."""
         assert self._latents is not None
-        if self._has_partial_latents:
-            return self.get_generation().layouts[0].locate_latents(patch)
-        return slice(0, self._latents.shape[self._dim])
+        return self.get_generation().pieces[patch] if self._has_partial_latents else Piece.of_all(self._latents)
 
     @property
     def _is_stepping_rank(self) -> bool:
@@ -422,7 +551,7 @@ class Loop:
 
     def _copy_new_latents(self, sample: Tensor) -> None:
         """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own."""
-        if sample is self._latents:
+        if sample is self._latents or (self._hands_on_copies and self._latents is not None):
             return
         micro = self.get_generation().micro_step
         after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
@@ -431,18 +560,18 @@ class Loop:
                 f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
                 "such a pipeline cannot be divided into patches"
             )
-        self._latents = sample.clone()
+        self._latents = sample.clone(memory_format=torch.contiguous_format)
 
-    def _write_patch(self, patch: Tensor, span: slice) -> None:
+    def _write_patch(self, patch: Tensor, piece: Piece) -> None:
         assert self._latents is not None
         if patch.dtype != self._latents.dtype:
             self._latents = self._latents.to(patch.dtype)
-        before = self._latents.narrow(self._dim, span.start, span.stop - span.start)
+        before = piece.take(self._latents)
         if self._relative_change is not None:
             self._relative_change.record_change(
                 ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
             )
-        before.copy_(patch)
+        piece.put(self._latents, patch)
 
     def _end_step(self, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors, uses_dispatch
-from ditile.hooks.block_hooks import BlockPolicy, FuseBlock, LayerAttention, TransformerHooks, count_model_calls
+from ditile.hooks.block_hooks import FuseBlock, TransformerHooks, count_model_calls
+from ditile.hooks.block_policy import BlockPolicy, LayerAttention
 from ditile.hooks.compile import CompileFunction, bypass_all_compiled
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
@@ -26,9 +27,10 @@ from ditile.models.registry import UNKNOWN_MODEL
 from ditile.parallel.sequence import cp_plan
 from ditile.parallel.sequence.cp_plan import ContextParallelSplits, ModuleEntries, Table
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
+from ditile.plan.anatomy import Anatomy
 
 LOG = logging.getLogger("ditile")
-CP_PLAN_SPEC = replace(UNKNOWN_MODEL, name="a model with a table of splits", latent_dim=0, batch=())
+CP_PLAN_SPEC = replace(UNKNOWN_MODEL, name="a model with a table of splits")
 """What is known of a model beside its table; no latents are cut."""
 
 
@@ -65,7 +67,7 @@ class ContextParallelHooks(TransformerHooks):
         splits: ContextParallelSplits | None,
         redirect: RedirectInstaller,
     ) -> None:
-        super().__init__(next(iter(transformers.values())), CP_PLAN_SPEC)
+        super().__init__(next(iter(transformers.values())), CP_PLAN_SPEC, Anatomy({}, "none"))
         self.splits, self._redirect = splits, redirect
         self._all = [
             ContextParallelModel(name, transformer, cp_plan.resolve_table(transformer, table))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence.ring import collect_rank_runs
@@ -50,8 +50,7 @@ class DistriFusionKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
-        refuse_key_masks(extra, self.layer)
+        """The output of the queries, `[B, S, N, H]`."""
         now, own = self.current(), self.axis.index
         step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
@@ -67,7 +66,19 @@ class DistriFusionKeys:
             self.check.expect_ages(
                 store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
             )
-        return self.kernel(q, *whole, scale=extra.scale)
+        mask = None if extra.mask is None else self._join_masks(extra.mask, tokens)
+        return self.kernel(q, *whole, mask=mask, scale=extra.scale)
+
+    def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
+        """The mask of all keys in the order of the sequence, from those of every rank."""
+        first = mask.ring_masks[0]
+        whole = first.new_zeros((*first.shape[:3], tokens.length))
+        for part, runs in zip(mask.ring_masks, collect_rank_runs(tokens, self.axis.num_ranks), strict=True):
+            at = 0
+            for run in runs:
+                whole[..., run.start : run.stop] = part[..., at : at + len(run)]
+                at += len(run)
+        return whole
 
     def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
         """Starts to send this patch's keys to the others. Messages of all layers take as much memory as their keys."""

@@ -12,7 +12,8 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import KeyPaddingMask, normalize_key_mask
+from ditile.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.hooks.token_arguments import take_runs
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "masks"
@@ -63,9 +64,11 @@ class GatheredKeyMaskSource:
             heads: how many there are, to keep this rank's; None keeps all.
 
         Raises:
-            ModelError: if it tells queries apart, or is of another number of keys.
+            ModelError: if it tells queries apart and is not of the whole sequence, or is of another number of keys.
         """
-        flat, own = normalize_key_mask(mask, batch), tokens.rank_lengths[tokens.index] + tokens.dummies
+        flat, own = expand_mask(mask, batch), tokens.rank_lengths[tokens.index] + tokens.dummies
+        if flat.shape[2] > 1 and flat.shape[2:] != (tokens.length, tokens.length):
+            raise make_pairs_error(flat)
         if flat.shape[-1] != own and not _covers_all_keys(flat, tokens):
             raise ModelError(
                 f"an attention mask of {flat.shape[-1]} keys came with {own} keys of {tokens.length} on this rank; "
@@ -82,9 +85,13 @@ class GatheredKeyMaskSource:
         return self._cached_masks[key].mask
 
     def _assemble_mask(self, mask: Tensor, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """From `[B or 1, N or 1, 1, keys]`; a mask of all keys is cut, and nothing travels."""
+        """From `[B or 1, N or 1, queries or 1, keys]`; a mask of all keys is cut, and nothing travels."""
         if mask.stride(1) == 0:
             mask = mask[:, :1]
+        if mask.shape[2] > 1:
+            first = tokens.index // self._ulysses.num_ranks * self._ulysses.num_ranks
+            line = tokens.runs[first : first + self._ulysses.num_ranks]
+            mask = take_runs(mask, [run for runs in line for run in runs], 2)
         if _covers_all_keys(mask, tokens):
             parts = [torch.cat([mask[..., run.start : run.stop] for run in runs], dim=-1) for runs in tokens.runs]
         else:

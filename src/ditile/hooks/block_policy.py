@@ -1,0 +1,109 @@
+"""What strategies decide at the blocks of a model, and what they are given: tokens, blocks, and the form of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ditile.plan.anatomy import LOCAL, ListAnatomy
+from ditile.plan.layout import Grid
+
+
+class LayerAttention(Protocol):
+    """The attention of a layer, such as `AttentionCore`.
+
+    Attributes:
+        overlaps: whether it is faster if q, k and v are computed one after the other.
+    """
+
+    overlaps: bool
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor: ...
+
+
+class TokenState(NamedTuple):
+    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where there is some."""
+
+    image: Tensor
+    text: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHook:
+    """A block in the chain.
+
+    Attributes:
+        index: its place in the chain.
+        list_name: the list that it is in.
+        name: its path in the transformer.
+        block: the module.
+        anatomy: of the list.
+    """
+
+    index: int
+    list_name: str
+    name: str
+    block: nn.Module
+    anatomy: ListAnatomy
+
+    def list_attentions(self) -> list[tuple[str, Any]]:
+        """The modules of the block that attend to tokens of other ranks, by path within it."""
+        modules = dict(self.block.named_modules())
+        return [(path, modules[path]) for path in self.anatomy.attention if path in modules and self.is_shared(path)]
+
+    def is_shared(self, path: str) -> bool:
+        """Whether a module attends to tokens that ranks share out."""
+        return any(kind != LOCAL for kind in self.anatomy.attention[path])
+
+    def sees_text(self, path: str) -> bool:
+        """Whether a module attends to image and text in one sequence."""
+        return any(kind.startswith("J") for kind in self.anatomy.attention[path])
+
+
+class BlockPolicy(Protocol):
+    """What happens at the blocks of a model."""
+
+    def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
+        """The transformer is called; returns the runs of its batch that are computed one after the other."""
+
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """One of several micro-batches is next."""
+
+    def cut_layout(self) -> None:
+        """Cuts the tokens of the branch at hand into patches, if that was not done yet."""
+
+    def enter_blocks(self, state: TokenState) -> TokenState:
+        """The forward has reached the first block with all tokens; returns those that are computed here."""
+
+    def cut_tokens(self, state: TokenState) -> TokenState:
+        """Of all tokens those that are computed here, where the forward has made them anew between two blocks."""
+
+    def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
+        """The forward has reached a block."""
+
+    def leave_blocks(self, state: TokenState) -> Tensor | None:
+        """All image tokens `[B, N, C]` behind the last block, fresh where they were computed now; None if unread."""
+
+    def end_transformer_call(self) -> None:
+        """The transformer returns."""
+
+
+class CallForm(NamedTuple):
+    """What a call of the transformer looks like outside of its blocks.
+
+    Attributes:
+        grid: the rows of image tokens, which patches do not cut.
+        text: text tokens that go through blocks.
+        start: where the image begins in a sequence that counts as the image as a whole.
+        glued: the blocks before which the forward makes the tokens anew.
+    """
+
+    grid: Grid
+    text: int
+    start: int
+    glued: frozenset[int]

@@ -1,0 +1,89 @@
+"""Pieces: which elements of the latents, or of a prediction, belong to a patch, whatever their layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ditile.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of a tensor that belong to a patch: a run along one dimension, or any elements by their index.
+
+    Attributes:
+        dim, run: a run along a dimension; the run is None where the elements are no run.
+        index: places in a row `[B, ...]` flattened, or where rows are not alike in the flattened tensor.
+        has_rows: whether the first dimension is the batch, in every row of which the same elements belong to the patch.
+    """
+
+    dim: int = 1
+    run: range | None = None
+    index: Tensor | None = None
+    has_rows: bool = True
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Piece:
+        """The elements where a boolean mask is set. Waits for the device of the mask."""
+        mask = mask.cpu()
+        has_rows = mask.ndim > 1 and bool((mask[:1] == mask).all())
+        for dim in range(int(has_rows), mask.ndim):
+            along = mask.movedim(dim, 0).flatten(1).any(dim=1) if mask.ndim > 1 else mask
+            places = along.nonzero().flatten()
+            if len(places) and int(places[-1] - places[0]) + 1 == len(places):
+                run = range(int(places[0]), int(places[-1]) + 1)
+                shape = [-1 if d == dim else 1 for d in range(mask.ndim)]
+                if torch.equal(along.view(shape).expand_as(mask), mask) and len(run) < mask.shape[dim]:
+                    return cls(dim, run, has_rows=has_rows)
+        if bool(mask.all()) and mask.ndim > 1:
+            return cls(1, range(mask.shape[1]), has_rows=True)
+        flat = mask[0] if has_rows else mask
+        return cls(index=flat.flatten().nonzero().flatten(), has_rows=has_rows)
+
+    @classmethod
+    def of_all(cls, x: Tensor) -> Piece:
+        """All elements."""
+        return cls(1, range(x.shape[1])) if x.ndim > 1 else cls(0, range(x.shape[0]), has_rows=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing belongs to the patch: its tokens come out nowhere, as those of a reference picture."""
+        return self.run is None and len(self._get_index()) == 0
+
+    def take(self, x: Tensor) -> Tensor:
+        """The elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows are not alike."""
+        if self.run is not None:
+            return x.narrow(self.dim, self.run.start, len(self.run))
+        return x.flatten(int(self.has_rows))[..., self._get_index().to(x.device)]
+
+    def take_prefix(self, x: Tensor) -> Tensor:
+        """The same of a tensor that lacks the last dimensions: what is alike for all of these.
+
+        Raises:
+            ModelError: if the piece is no run along a dimension that the tensor has.
+        """
+        if self.run is None:
+            raise ModelError("an argument of scheduler.step has a value for each token, and patches are no runs of tokens")
+        return self.take(x) if self.dim < x.ndim else x
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Writes what `take` gave into a contiguous tensor."""
+        if self.run is not None:
+            self.take(x).copy_(values)
+        else:
+            flat = x.view(x.shape[0], -1) if self.has_rows else x.view(-1)
+            flat[..., self._get_index().to(x.device)] = values.to(x.dtype)
+
+    def shape(self, like: Tensor) -> tuple[int, ...]:
+        """The shape of what `take` gives of a tensor."""
+        if self.run is not None:
+            return (*like.shape[: self.dim], len(self.run), *like.shape[self.dim + 1 :])
+        length = len(self._get_index())
+        return (like.shape[0], length) if self.has_rows else (length,)
+
+    def _get_index(self) -> Tensor:
+        assert self.index is not None
+        return self.index

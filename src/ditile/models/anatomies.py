@@ -1,0 +1,108 @@
+"""The anatomies that ship with ditile: a generated table, a row for each class of diffusers.
+
+A row belongs to the sources of the forwards that it was derived from. Where diffusers has other ones now, the row does
+not count, and the class is derived anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from torch import nn
+
+from ditile.errors import ModelError
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.models.block_lists import get_module_list
+from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
+from ditile.plan.spec import ModelSpec
+
+Row = Mapping[str, Any]
+
+
+_DERIVED: dict[type[nn.Module], list[Row]] = {}
+"""Rows of classes that were derived in this process."""
+
+
+def find_anatomy(transformer: nn.Module) -> Anatomy | None:
+    """The anatomy of a transformer, by its class or the nearest of its bases; None if it was never derived."""
+    for row in _DERIVED.get(type(transformer), ()):
+        if row["source"] == compute_source_hash(transformer, row["lists"]):
+            return read_row(row)
+    for cls in type(transformer).__mro__:
+        for row in load_table().get(cls.__name__, ()):
+            if row["source"] == compute_source_hash(transformer, row["lists"]):
+                return read_row(row)
+    return None
+
+
+def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
+    """Keeps the anatomy of a class for this process, in place of one that is kept."""
+    row = write_row(transformer, anatomy)
+    others = [each for each in _DERIVED.get(type(transformer), ()) if each["source"] != row["source"]]
+    _DERIVED[type(transformer)] = [row, *others]
+
+
+def forget_anatomy(transformer: nn.Module) -> None:
+    """Forgets what was derived for a class."""
+    _DERIVED.pop(type(transformer), None)
+
+
+@functools.cache
+def load_table() -> Mapping[str, list[Row]]:
+    """Class name -> a row for each set of classes of blocks that its config may choose."""
+    text = resources.files("ditile.models").joinpath("anatomies.json").read_text("utf-8")
+    table: Mapping[str, list[Row]] = json.loads(text)
+    return table
+
+
+def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
+    """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read."""
+    blocks = {type(block) for name in lists for block in get_module_list(transformer, name)}
+    classes = [type(transformer), *sorted(blocks, key=lambda cls: cls.__qualname__)]
+    try:
+        text = "".join(inspect.getsource(inspect.unwrap(cls.forward)) for cls in classes)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
+    """The row of a transformer's class."""
+    return {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
+
+
+def read_row(row: Row) -> Anatomy:
+    """The anatomy of a row."""
+    lists = {
+        name: ListAnatomy(
+            **{
+                **each,
+                "returns": tuple(each["returns"]),
+                "arguments": _freeze_kinds(each["arguments"]),
+                "attention": _freeze_kinds(each["attention"]),
+            }
+        )
+        for name, each in row["lists"].items()
+    }
+    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]))
+
+
+def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
+    return {name: tuple(each) for name, each in kinds.items()}
+
+
+def build_block_hooks(
+    transformer: nn.Module, spec: ModelSpec, other: TransformerHooks | None = None, label: str = ""
+) -> TransformerHooks:
+    """Hooks for the blocks of a transformer, which are not installed; raises `ModelError` if its anatomy is not known."""
+    anatomy = find_anatomy(transformer)
+    if anatomy is None:
+        raise ModelError(f"{type(transformer).__name__}: its anatomy is not known")
+    return TransformerHooks(transformer, spec, anatomy, other, label)

@@ -1,0 +1,612 @@
+"""Derives an `Anatomy` from recorded calls of a transformer, with no word about its family.
+
+Calls that differ in the size of the picture, in the text and in the number of pictures say what each dimension of each
+argument counts: its length follows that of the image tokens, of the text, of both, or of the batch. One more call, with
+latents of NaN and blocks that pass on what they are given, says where the image is in a sequence that has both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ditile.errors import ModelError
+from ditile.hooks.attention_processors import find_attention_processors
+from ditile.hooks.block_calls import find_nan_tokens, poison_latents
+from ditile.hooks.overrides import list_parameter_names, override_attribute
+from ditile.hooks.token_arguments import Runs, cut_argument, is_cut
+from ditile.models.block_lists import find_block_lists, find_model_entry
+from ditile.plan.anatomy import LOCAL, REAL_PAIRS, TOKENS, Anatomy, Kinds, ListAnatomy
+from ditile.plan.layout import DUMMY_TEXT, Joint
+from ditile.plan.spec import BlockList, Flow
+
+Call = Mapping[str, Any]
+"""The arguments of a call of the transformer, by parameter."""
+
+
+class AttentionCall(NamedTuple):
+    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN.
+
+    `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
+    """
+
+    queries: int
+    keys: int
+    mask: tuple[int, ...] | None
+    real_pairs: bool
+    causal: bool
+    poisoned: range | None
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """One call of a block: its arguments by parameter, and by path the attention calls within it."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[Any, ...] | None = None
+    attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+
+
+class ChainBlock(NamedTuple):
+    """A block of the chain."""
+
+    list_name: str
+    name: str
+    block: nn.Module
+    flow: Flow
+
+
+def list_chain(transformer: nn.Module) -> list[ChainBlock]:
+    """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
+    return [ChainBlock(*each) for each in _iterate_chain(find_block_lists(transformer))]
+
+
+def _iterate_chain(lists: Sequence[BlockList]) -> Iterator[tuple[str, str, nn.Module, Flow]]:
+    for each in lists:
+        for index, block in enumerate(each.blocks):
+            yield each.name, f"{each.name}.{index}", block, each.flow
+
+
+def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
+    """The anatomy of a transformer.
+
+    Args:
+        transformer: with all its blocks; a small twin of the class will do.
+        calls: that differ in size, in text and, where the pipeline can, in the number of pictures; lengths of image,
+            text and batch must differ from each other.
+
+    Raises:
+        ModelError: if something in it cannot be divided; the message names the block and the argument.
+    """
+    chain, first = list_chain(transformer), list_parameter_names(transformer)[0]
+    if apart := find_model_entry(transformer).apart:
+        raise ModelError(f"{type(transformer).__name__}: the last blocks of {next(iter(apart))} are not in the chain")
+    records = [record_blocks(transformer, chain, call) for call in calls]
+    poisoned = [record_blocks(transformer, chain, poison_latents(first, call), bypass=True) for call in calls]
+    return _Derivation(transformer, chain, calls, records, poisoned).derive()
+
+
+class _AttentionWatch(TorchFunctionMode):
+    """Notes every call of scaled dot-product attention."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            instead = self._note_call(*args, **(kwargs or {}))
+            if instead is not None:
+                return instead
+        return func(*args, **(kwargs or {}))
+
+    def _note_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor | None:
+        return self._note(query, key, attn_mask, is_causal)
+
+
+def record_blocks(
+    transformer: nn.Module, chain: Sequence[ChainBlock], call: Call, *, bypass: bool = False
+) -> list[BlockRecord]:
+    """The arguments and attention calls of every block in one call of a transformer.
+
+    Args:
+        transformer, chain, call: the model, its blocks, the arguments.
+        bypass: whether blocks pass on what they are given, though they run.
+
+    Raises:
+        ModelError: if a block is called twice, or not at all.
+    """
+    records = [BlockRecord() for _ in chain]
+    path: list[tuple[BlockRecord, str]] = []
+
+    def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
+        if path:
+            record, name = path[-1]
+            shape = None if mask is None else tuple(mask.shape)
+            poisoned = find_nan_tokens(key, key.ndim - 2) if bypass else None
+            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, _has_real_pairs(mask), causal, poisoned)
+            record.attention.setdefault(name, []).append(attention)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
+        for record, (_, name, block, flow) in zip(records, chain, strict=True):
+            for module_path, module, processor in find_attention_processors(block):
+                if getattr(processor, "_attention_backend", None) is not None:
+                    override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
+                track_path(stack, path, (record, module_path), module)
+            _record_block(stack, path, record, name, block, flow, bypass=bypass)
+        stack.enter_context(_AttentionWatch(note))
+        transformer(**call)
+    for record, (_, name, _, _) in zip(records, chain, strict=True):
+        if not record.arguments:
+            raise ModelError(f"{type(transformer).__name__} did not call its block {name}")
+    return records
+
+
+def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
+    """Whether a mask that attention on a part of the tokens was given can be used for all keys.
+
+    Args:
+        mask: `[B, keys]` or `[..., queries, keys]`.
+        keys: of the part.
+        sequence: of all.
+    """
+    rows = mask.shape[-2] if mask.ndim > 2 else 1
+    if rows == 1 or _has_real_pairs(mask):
+        return mask.shape[-1] in (keys, sequence)
+    return rows == mask.shape[-1] == sequence
+
+
+def _has_real_pairs(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype != torch.bool or mask.ndim < 3 or mask.shape[-2] == 1:
+        return False
+    return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
+
+
+def track_path(stack: ExitStack, path: list[Any], place: Any, module: nn.Module) -> None:
+    """Until the stack is closed, `path` ends with `place` while a module's forward runs."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def forward_on_path(*args: Any, **kwargs: Any) -> Any:
+        path.append(place)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            path.pop()
+
+    override_attribute(stack, module, "forward", forward_on_path)
+
+
+def _record_block(
+    stack: ExitStack, path: list[Any], record: BlockRecord, name: str, block: nn.Module, flow: Flow, *, bypass: bool
+) -> None:
+    track_path(stack, path, (record, ""), block)
+    forward, signature = block.forward, inspect.signature(type(block).forward)
+
+    @functools.wraps(forward)
+    def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+        if record.arguments:
+            raise ModelError(f"block {name} is called more than once in a call of the transformer")
+        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
+        del record.arguments[next(iter(signature.parameters))]
+        out = forward(*args, **kwargs)
+        record.outputs = out if isinstance(out, tuple) else None
+        return _pass_on(record.arguments, flow, out) if bypass else out
+
+    override_attribute(stack, block, "forward", forward_and_record)
+
+
+def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
+    """What a block was given, in the form of what it returned."""
+    streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
+    if not isinstance(out, tuple):
+        return streams["image"]
+    return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
+
+
+class _Derivation:
+    """The lengths that each call has, and what follows from them."""
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        chain: Sequence[ChainBlock],
+        calls: Sequence[Call],
+        records: Sequence[Sequence[BlockRecord]],
+        poisoned: Sequence[Sequence[BlockRecord]],
+    ) -> None:
+        self._transformer, self._chain, self._calls = transformer, chain, calls
+        self._records, self._poisoned = records, poisoned
+        self._name = type(transformer).__name__
+
+    def derive(self) -> Anatomy:
+        self._refuse_convolutions()
+        self._lengths = self._measure_lengths()
+        lists: dict[str, ListAnatomy] = {}
+        joint: Joint = "none"
+        for index, block in enumerate(self._chain):
+            found, order = self._derive_block(index, block)
+            joint = self._agree(f"{block.name}: the order of keys", joint, order, "none")
+            lists[block.list_name] = (
+                found if block.list_name not in lists else merge_lists(block.name, lists[block.list_name], found)
+            )
+        inputs = {
+            name: kinds
+            for name in list_parameter_names(self._transformer)
+            if any(kinds := self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls]))
+        }
+        return Anatomy(lists, joint, inputs)
+
+    def _refuse_convolutions(self) -> None:
+        for block in self._chain:
+            for path, module in block.block.named_modules():
+                if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1:
+                    raise ModelError(f"{self._name}: {block.name}.{path} is a convolution over tokens")
+
+    # Lengths
+
+    def _measure_lengths(self) -> dict[str, tuple[int, ...]]:
+        """The lengths of each kind over the calls."""
+        flow = self._chain[0].flow
+        images = [record[0].arguments[flow.image] for record in self._records]
+        self._tokens_dim = self._find_tokens_dim(images)
+        has_text = [block.flow.text is not None and "text" in block.flow.returns for block in self._chain]
+        self._one_sequence = not any(has_text)
+        lengths: dict[str, tuple[int, ...]] = {}
+        if self._one_sequence:
+            lengths["N"] = tuple(x.shape[self._tokens_dim] for x in images)
+        else:
+            first = has_text.index(True)
+            block = self._chain[first]
+            pairs = [(r[first].arguments[block.flow.image], r[first].arguments[block.flow.text]) for r in self._records]
+            lengths["N"], lengths["T"] = (tuple(x.shape[self._tokens_dim] for x in xs) for xs in zip(*pairs, strict=True))
+            lengths["J"] = tuple(map(sum, zip(lengths["N"], lengths["T"], strict=True)))
+        rows = [x.shape[1 - self._tokens_dim] if x.ndim > 2 else 1 for x in images]
+        if len(set(rows)) > 1:
+            lengths["B"] = tuple(rows)
+        for some, other in ((a, b) for a in lengths for b in lengths if a < b):
+            if lengths[some] == lengths[other]:
+                raise ModelError(f"{self._name}: recorded calls do not tell {some} from {other}: both {lengths[some]}")
+        return lengths
+
+    def _find_tokens_dim(self, images: Sequence[Tensor]) -> int:
+        """The dimension that changes with the size of the picture: the second call has another size alone."""
+        first, second = images[0].shape, images[1].shape
+        dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
+        if len(first) != len(second) or len(dims) != 1:
+            raise ModelError(f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token")
+        return dims[0]
+
+    def _match_argument(self, where: str, values: Sequence[Any]) -> Kinds:
+        """The kinds of the leaves of an argument, from its values in the calls; None where a call had none."""
+        rows = self._lengths.get("B")
+        if rows and all(isinstance(value, list) for value in values if value is not None):
+            counts = {(len(value), rows[c]) for c, value in enumerate(values) if value is not None}
+            if len(counts) > 1 and all(count == row for count, row in counts):
+                return ("*",)
+        leaves = [None if value is None else pytree.tree_leaves(value) for value in values]
+        sizes = {len(each) for each in leaves if each is not None}
+        if len(sizes) > 1:
+            return ("",)
+        return tuple(
+            self._match_leaf(where, [None if each is None else each[k] for each in leaves])
+            for k in range(next(iter(sizes), 0))
+        )
+
+    def _match_leaf(self, where: str, values: Sequence[Any]) -> str:
+        given = [c for c, value in enumerate(values) if value is not None]
+        if given and all(type(values[c]) is int for c in given):
+            kind = self._match_length(where, given, [values[c] for c in given])
+            return f"#{kind}" if kind in TOKENS else ""
+        tensors = [c for c in given if isinstance(values[c], Tensor)]
+        if not tensors or len(tensors) != len(given):
+            return ""
+        if len({values[c].ndim for c in tensors}) > 1:
+            raise ModelError(f"{where} has other dimensions from call to call")
+        dims = range(values[tensors[0]].ndim)
+        return "".join(self._match_length(where, tensors, [values[c].shape[dim] for c in tensors]) for dim in dims)
+
+    def _match_length(self, where: str, calls: Sequence[int], sizes: Sequence[int]) -> str:
+        """The letter of a dimension that had these lengths in these calls."""
+        if set(sizes) == {1}:
+            return "1"
+        lengths = {kind: [each[c] for c in calls] for kind, each in self._lengths.items()}
+        fits = [
+            kind
+            for kind, each in lengths.items()
+            # A table that serves all tokens where it has length 1.
+            if all(size in (length, 1) for size, length in zip(sizes, each, strict=True))
+        ]
+        if len(set(sizes)) == 1 and (not fits or fits == ["B"]):
+            return "."
+        # What only some calls give, such as a mask, may not have been seen with other lengths.
+        is_rare = len(calls) < len(self._calls)
+        if len(fits) > 1 or (fits and len(set(lengths[fits[0]])) == 1 and not is_rare):
+            raise ModelError(f"{where}: recorded calls do not say what its lengths {tuple(sizes)} count")
+        return fits[0] if fits else "C"
+
+    # Blocks
+
+    def _derive_block(self, index: int, block: ChainBlock) -> tuple[ListAnatomy, Joint]:
+        flow, records = block.flow, [record[index] for record in self._records]
+        text = flow.text if "text" in flow.returns and records[0].arguments.get(flow.text) is not None else None
+        joint = self._find_text_in_sequence(index, block, text)
+        streams = (flow.image, text)
+        arguments = {
+            name: self._match_argument(f"{block.name}.{name}", [record.arguments.get(name) for record in records])
+            for name in dict.fromkeys(name for record in records for name in record.arguments)
+            if name not in streams
+        }
+        attention: dict[str, Kinds] = {}
+        order: Joint = "none"
+        for path in records[0].attention:
+            attention[path], found = self._derive_attention(index, block, path)
+            order = self._agree(f"{block.name}.{path}: the order of keys", order, found, "none")
+        if not attention:
+            raise ModelError(f"{self._name}: {block.name} computes attention in a way of its own")
+        returns = flow.returns if text is not None or "text" not in flow.returns else ("image",)
+        outputs = records[0].outputs
+        if outputs is not None and len(outputs) != len(flow.returns):
+            raise ModelError(f"{self._name}: {block.name} returns {len(outputs)} values, and {flow.returns} are known")
+        anatomy = ListAnatomy(
+            image=flow.image,
+            text=text,
+            returns=flow.returns if outputs is not None else returns,
+            is_tuple=outputs is not None,
+            tokens=self._tokens_dim,
+            has_no_batch=records[0].arguments[flow.image].ndim == 2,
+            joint=joint,
+            arguments={name: kinds for name, kinds in arguments.items() if any(kinds)},
+            attention=attention,
+        )
+        return self._mark_keys(index, block, anatomy), order
+
+    def _find_text_in_sequence(self, index: int, block: ChainBlock, text: str | None) -> Joint:
+        """Where the text is within the parameter of the image."""
+        if self._one_sequence or text is not None:
+            return "none"
+        orders: set[Joint] = set()
+        for call, (record, poisoned) in enumerate(zip(self._records, self._poisoned, strict=True)):
+            tokens = record[index].arguments[block.flow.image].shape[self._tokens_dim]
+            image = find_nan_tokens(poisoned[index].arguments[block.flow.image], self._tokens_dim)
+            if tokens == self._lengths["N"][call] and image == range(tokens):
+                orders.add("none")
+            elif tokens == self._lengths["J"][call] and image is not None and len(image) == self._lengths["N"][call]:
+                orders.add("image_first" if image.start == 0 else "text_first")
+            else:
+                raise ModelError(
+                    f"{self._name}: {block.name} is given {tokens} tokens, the image in {image}, and there are "
+                    f"{self._lengths['N'][call]} of the image and {self._lengths['T'][call]} of the text"
+                )
+        if len(orders) > 1:
+            raise ModelError(f"{self._name}: {block.name} has the text in several places: {sorted(orders)}")
+        return orders.pop()
+
+    def _derive_attention(self, index: int, block: ChainBlock, path: str) -> tuple[Kinds, Joint]:
+        kinds: list[str] = []
+        order: Joint = "none"
+        where = f"{self._name}: {block.name}.{path}".rstrip(".")
+        for turn, first in enumerate(self._records[0][index].attention[path]):
+            calls = [record[index].attention[path][turn] for record in self._records]
+            if first.causal:
+                raise ModelError(f"{where} is causal")
+            every = range(len(calls))
+            queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
+            keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
+            if queries == keys and queries in "NJ":
+                has_pairs = [call.real_pairs for call in calls if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1]
+                kinds.append(queries + (REAL_PAIRS if has_pairs and all(has_pairs) else ""))
+                if queries == "J":
+                    image = self._poisoned[0][index].attention[path][turn].poisoned
+                    if image is not None and 0 < len(image) < first.keys:
+                        found: Joint = "image_first" if image.start == 0 else "text_first"
+                        order = self._agree(f"{where}: the order of keys", order, found, "none")
+            elif keys in "TC.1" and not self._has_image_keys(index, path, turn):
+                kinds.append(LOCAL)
+            else:
+                pairs = sorted({(call.queries, call.keys) for call in calls})
+                raise ModelError(f"{where} has queries and keys of lengths {pairs}, and no kind of them is known")
+        return tuple(kinds), order
+
+    def _has_image_keys(self, index: int, path: str, turn: int) -> bool:
+        """Whether tokens of the image are among the keys of an attention call."""
+        poisoned = self._poisoned[0][index].attention[path][turn].poisoned
+        return poisoned is None or len(poisoned) > 0
+
+    def _mark_keys(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> ListAnatomy:
+        """Finds the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""
+        arguments = {
+            name: tuple(_leave_pairs_whole(word) for word in kinds) for name, kinds in anatomy.arguments.items()
+        }
+        record = self._records[0][index]
+        has_mask = any(call.mask is not None for calls in record.attention.values() for call in calls)
+        for name in [name for name, kinds in arguments.items() if is_cut(kinds) and has_mask]:
+            whole = tuple(_leave_whole(word) for word in arguments[name])
+            if not self._runs_on_part(index, block, anatomy, arguments) and self._runs_on_part(
+                index, block, anatomy, {**arguments, name: whole}
+            ):
+                arguments[name] = whole
+        return replace(anatomy, arguments=arguments)
+
+    def _runs_on_part(
+        self, index: int, block: ChainBlock, anatomy: ListAnatomy, arguments: Mapping[str, Kinds]
+    ) -> bool:
+        """Whether a block runs on a part of its tokens with arguments that are cut so."""
+        n = self._lengths["N"][0]
+        t = self._lengths["T"][0] if "T" in self._lengths else 0
+        text = range(min(DUMMY_TEXT, t))
+        runs = list_runs(range(n // 3, n // 3 * 2), text, n, t, self._order_hint(anatomy))
+        call = dict(self._records[0][index].arguments)
+        for name, kinds in arguments.items():
+            if call.get(name) is not None:
+                call[name] = cut_argument(call[name], kinds, runs)
+        dim = anatomy.tokens
+        for name, letter in ((anatomy.image, "N" if anatomy.joint == "none" else "J"), (anatomy.text, "T")):
+            if name is not None:
+                parts = [call[name].narrow(dim, run.start, len(run)) for run in runs[letter]]
+                call[name] = torch.cat(parts, dim)
+        fits, sequence = list[bool](), self._lengths["J" if "J" in self._lengths else "N"][0]
+
+        def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            fits.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence))
+            return torch.zeros_like(query)
+
+        try:
+            with torch.no_grad(), attention_backend(AttentionBackendName.NATIVE), _AttentionWatch(note):
+                args, kwargs = _spread(block.block, call)
+                type(block.block).forward(block.block, *args, **kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return all(fits)
+
+    def _order_hint(self, anatomy: ListAnatomy) -> Joint:
+        return anatomy.joint if anatomy.joint != "none" else "text_first"
+
+    def _agree(self, where: str, one: Any, other: Any, neutral: Any) -> Any:
+        if neutral not in (one, other) and one != other:
+            raise ModelError(f"{self._name}: {where} is {other}, and elsewhere {one}")
+        return other if one == neutral else one
+
+
+def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
+    """The anatomy of a class from those of two pipelines that call it with other arguments.
+
+    Raises:
+        ModelError: if they say different things of the same argument or module.
+    """
+    if one.lists.keys() != other.lists.keys():
+        raise ModelError(f"blocks are in {list(one.lists)} and in {list(other.lists)}")
+    if "none" not in (one.joint, other.joint) and one.joint != other.joint:
+        raise ModelError(f"keys are {one.joint} and {other.joint}")
+    return Anatomy(
+        {name: merge_lists(name, each, other.lists[name]) for name, each in one.lists.items()},
+        other.joint if one.joint == "none" else one.joint,
+        {name: _merge_kinds(name, one.inputs.get(name), other.inputs.get(name)) for name in {**one.inputs, **other.inputs}},
+    )
+
+
+def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy:
+    """The anatomy of two blocks of a list, which may differ only in what one of them does not have."""
+    for what in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
+        if getattr(one, what) != getattr(other, what):
+            raise ModelError(f"{where} has {what}={getattr(one, what)!r} and {getattr(other, what)!r}")
+    for path in one.attention.keys() & other.attention.keys():
+        if one.attention[path] != other.attention[path]:
+            raise ModelError(f"{where}.{path} attends to {one.attention[path]} and to {other.attention[path]}")
+    arguments = {
+        name: _merge_kinds(f"{where}.{name}", one.arguments.get(name), other.arguments.get(name))
+        for name in {**one.arguments, **other.arguments}
+    }
+    richer = one if len(one.returns) >= len(other.returns) else other
+    return replace(
+        one,
+        text=one.text or other.text,
+        returns=richer.returns,
+        arguments=arguments,
+        attention={**one.attention, **other.attention},
+    )
+
+
+def _merge_kinds(where: str, one: Kinds | None, other: Kinds | None) -> Kinds:
+    if not one or not other or one == other:
+        return one or other or ()
+    if len(one) != len(other):
+        raise ModelError(f"{where} has {len(one)} values and {len(other)}")
+    return tuple(_merge_words(where, *pair) for pair in zip(one, other, strict=True))
+
+
+def _merge_words(where: str, one: str, other: str) -> str:
+    if not one or not other:
+        return one or other
+    if "|" in one + other or len(one) != len(other):
+        words = {len(word): word for word in one.split("|")}
+        for word in other.split("|"):
+            words[len(word)] = _merge_words(where, words[len(word)], word) if len(word) in words else word
+        return "|".join(words[length] for length in sorted(words))
+    return "".join(_merge_letters(f"{where} ({one}, {other})", *pair) for pair in zip(one, other, strict=True))
+
+
+def _merge_letters(where: str, one: str, other: str) -> str:
+    """A length that did not change in the calls of one pipeline may do so in those of another."""
+    for weak in ("1", ".", "C"):
+        if weak in (one, other):
+            return other if one == weak else one
+    if one != other:
+        raise ModelError(f"{where} has kinds that contradict each other")
+    return one
+
+
+def list_runs(image: range, text: range, image_tokens: int, text_tokens: int, joint: Joint) -> Runs:
+    """Where the tokens of a part are among those of each kind."""
+    text_at, image_at = (image_tokens, 0) if joint == "image_first" else (0, text_tokens)
+    words = [range(text_at + text.start, text_at + text.stop)] if text else []
+    pixels = [range(image_at + image.start, image_at + image.stop)]
+    return {"N": [image], "T": [text], "J": pixels + words if joint == "image_first" else words + pixels}
+
+
+def _leave_pairs_whole(word: str) -> str:
+    """Pairs of queries and keys are whole: attention picks those of its own queries."""
+    return _leave_whole(word) if sum(letter in TOKENS for letter in word) > 1 else word
+
+
+def _leave_whole(word: str) -> str:
+    """A word whose token dimensions are left as they are."""
+    return word if word.startswith("#") else "".join("K" if letter in TOKENS else letter for letter in word)
+
+
+def _spread(block: nn.Module, call: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bound arguments as a call."""
+    signature = inspect.signature(type(block).forward)
+    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **call})  # type: ignore[arg-type]
+    return bound.args[1:], bound.kwargs
+
+
+class _Recorded(Exception):
+    """The call that was wanted has been recorded: the pipeline is left."""
+
+
+def capture_call(pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
+
+    Raises:
+        ModelError: if the pipeline never calls it.
+    """
+    captured: dict[str, Any] = {}
+    signature = inspect.signature(type(transformer).forward)
+
+    @functools.wraps(transformer.forward)
+    def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
+        captured.update(signature.bind(transformer, *args, **kwargs).arguments)
+        captured.pop(next(iter(signature.parameters)))
+        raise _Recorded
+
+    with ExitStack() as stack:
+        override_attribute(stack, transformer, "forward", forward_to_capture)
+        stack.enter_context(torch.no_grad())
+        try:
+            pipe(**arguments)
+        except _Recorded:
+            return captured
+    raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")

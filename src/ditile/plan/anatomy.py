@@ -1,0 +1,89 @@
+"""Anatomy: what ditile must know of the tokens of a transformer, as a value. It is derived, by `models/derive.py`.
+
+The kind of each dimension of a tensor is a letter, so that a tensor's kinds are a word such as `BN.`:
+
+- `B` rows of the batch; `N` image tokens; `T` text tokens; `J` tokens of both, in one sequence
+- `K` tokens as keys: left whole, because queries of every rank look at them
+- `C` another length that changes from call to call, left whole; `1` exactly one; `.` always the same length
+
+An argument that some calls give with another number of dimensions has a word for each, as in `B|BN`.
+`#N`, `#T` and `#J` are whole numbers that count tokens, `*` is a list with an item for each row of the batch, and the
+empty word is anything else. Where no list of blocks returns a text stream, a model has one sequence, and all of it
+counts as the image: a patch is a run of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ditile.plan.layout import Joint
+
+TOKENS = "NTJ"
+"""The kinds that are cut with the tokens."""
+
+ROWS = "*"
+"""The kind of a list with an item for each row of the batch."""
+
+LOCAL = "-"
+"""The kind of an attention call whose keys every rank has: text to itself, or image to text."""
+
+REAL_PAIRS = "&"
+"""Behind the kind of an attention call: its mask has a pair for each query and key that are both real."""
+
+Kinds = tuple[str, ...]
+"""A word for each leaf of an argument."""
+
+
+@functools.lru_cache(maxsize=4096)
+def select_word(words: str, num_dims: int) -> str | None:
+    """The word for a tensor of so many dimensions; None if none is known."""
+    return next((word for word in words.split("|") if len(word) == num_dims and not word.startswith("#")), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ListAnatomy:
+    """The blocks of one list.
+
+    Attributes:
+        image: the parameter with the image tokens, or with one sequence of both.
+        text: the parameter with the text tokens; None where these are no stream of their own.
+        returns: the streams that a block returns, in order.
+        is_tuple: whether it returns a tuple.
+        tokens: the dimension of both streams that counts tokens.
+        has_no_batch: whether streams are `[tokens, C]`.
+        joint: where the text is within the parameter `image`.
+        arguments: each other parameter -> the kinds of its leaves.
+        attention: path of a module within a block -> the kind of each of its calls: `N`, `J` or `-`, see `REAL_PAIRS`.
+    """
+
+    image: str
+    text: str | None
+    returns: tuple[str, ...]
+    is_tuple: bool = False
+    tokens: int = 1
+    has_no_batch: bool = False
+    joint: Joint = "none"
+    arguments: Mapping[str, Kinds] = field(default_factory=dict)
+    attention: Mapping[str, Kinds] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A transformer.
+
+    Attributes:
+        lists: path of a list of blocks -> its blocks.
+        joint: where the text is among the keys of attention that sees both.
+        inputs: each parameter of the transformer -> the kinds of its leaves, in which only `B` and `*` matter.
+    """
+
+    lists: Mapping[str, ListAnatomy]
+    joint: Joint
+    inputs: Mapping[str, Kinds] = field(default_factory=dict)
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether no block has text of its own, so that all of the sequence counts as the image."""
+        return all(each.text is None and each.joint == "none" for each in self.lists.values())
