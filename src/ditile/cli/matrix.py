@@ -43,11 +43,11 @@ def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
 
 
 def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if spec.blocks else NO
+    return YES
 
 
 def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if any(io.attn for io in spec.blocks.values()) else NO
+    return YES
 
 
 def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:

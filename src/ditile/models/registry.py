@@ -125,7 +125,7 @@ def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
     return ", ".join(rungs), "; ".join(notes)
 
 
-def find_loop_models(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
+def find_denoisers(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
     """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
 
     Raises:
@@ -142,8 +142,8 @@ def find_loop_models(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
 
 
 def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The first model that a pipeline calls in its loop; raises as `find_loop_models`."""
-    return next(iter(find_loop_models(pipe).values()))
+    """The first model that a pipeline calls in its loop; raises as `find_denoisers`."""
+    return next(iter(find_denoisers(pipe).values()))
 
 
 def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:

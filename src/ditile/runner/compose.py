@@ -149,7 +149,7 @@ class Composition:
             decisions: the groups of ranks that decide together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        spec, images = self.spec, count_images(call)
+        images = count_images(call)
         models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
         batch = DataCfgBatch(self.mesh, models, images=images, batch_dims=dims)
         # Before the hooks of blocks, which lie around those of caches.
@@ -424,7 +424,7 @@ def _build_block_hooks(
         return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=options.compile)
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks: TransformerHooks | None = None
-    models = registry.find_loop_models(pipe)
+    models = registry.find_denoisers(pipe)
     for name, model in reversed(models.items()):
         label = f"{name}:" if len(models) > 1 else ""
         if calls_whole_model:

@@ -21,7 +21,7 @@ from ditile.errors import ModelError
 from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
-from ditile.models.registry import find_loop_models
+from ditile.models.registry import find_denoisers
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4
@@ -115,7 +115,7 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
     Raises:
         ModelError: if one cannot be derived, or does not hold.
     """
-    for transformer in find_loop_models(pipe).values():
+    for transformer in find_denoisers(pipe).values():
         if find_anatomy(transformer) is not None:
             continue
         twin = make_twin(transformer)

@@ -119,25 +119,7 @@ class Loop:
             stock = getattr(self._scheduler, name, None)
             if stock is not None:
                 override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
-        self._install_step_counter(stack, pipe)
         stack.callback(self._leave_pipeline)
-
-    def _install_step_counter(self, stack: ExitStack, pipe: Any) -> None:
-        """`for i, t in enumerate(timesteps)` in the pipeline's module counts steps, as the pipeline means it."""
-        space = inspect.unwrap(type(pipe).__call__).__globals__
-        stock = space.get("enumerate", enumerate)
-
-        def enumerate_steps(iterable: Any, start: int = 0) -> Any:
-            return self._pair_with_steps(iterable, start) if isinstance(iterable, StepTimesteps) else stock(iterable, start)
-
-        before = space.get("enumerate")
-        space["enumerate"] = enumerate_steps
-        stack.callback(lambda: space.pop("enumerate") if before is None else space.__setitem__("enumerate", before))
-
-    def _pair_with_steps(self, timesteps: StepTimesteps, start: int) -> Iterator[tuple[int, Any]]:
-        for count, timestep in enumerate(timesteps):
-            generation = self._generation
-            yield start + (count if generation is None else generation.micro_step.step), timestep
 
     def get_generation(self) -> Generation:
         """The generation under way.
@@ -205,7 +187,7 @@ class Loop:
 
         Pipelines index sigmas and timesteps by that number, and compare it with the number of steps.
         """
-        if self._plan.num_patches == 1:
+        if self._plan.num_patches * self._plan.pipefusion == 1:
             return pipeline_call
         return replace_globals(pipeline_call, {"enumerate": self._enumerate_steps})
 
@@ -307,6 +289,7 @@ class Loop:
 
     def _rehearse_step(self, patch: int, timestep: Tensor) -> Iterator[Tensor]:
         self.get_generation().rehearsed_patch, self._rehearsed_piece = patch, None
+        self._timestep = timestep
         self._callbacks.progress()
         yield timestep
 
