@@ -34,8 +34,9 @@ LANGUAGE = {
 SIGHT = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
 
 
-def qwen3(cls: Any = transformers.Qwen3Model) -> Any:
-    return cls(transformers.Qwen3Config(**LANGUAGE)).eval()
+def language(name: str = "Qwen3") -> Any:
+    """A language model without its head, by the name of its family in transformers."""
+    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**LANGUAGE)).eval()
 
 
 def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration, layers: int = 3) -> Any:
@@ -57,9 +58,9 @@ class Qwen3VLProcessor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
         return type(argument)
 
 
-def qwen3_vl_processor() -> Any:
+def qwen3_vl_processor(max_pixels: int = 1 << 20) -> Any:
     tokenizer = chat_tokenizer()
-    sight = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=1, max_pixels=1 << 20)
+    sight = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=1, max_pixels=max_pixels)
     return Qwen3VLProcessor(sight, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
@@ -84,6 +85,16 @@ def siglip_vision(width: int = 8) -> dict[str, Any]:
         "image_encoder": transformers.SiglipVisionModel(config).eval(),
         "feature_extractor": transformers.SiglipImageProcessorPil(size={"height": 8, "width": 8}),
     }  # fmt: skip
+
+
+def vae_8(channels: int = 4) -> Any:
+    """The autoencoder of Stable Diffusion, which makes a picture 8 times smaller."""
+    return diffusers.AutoencoderKL(
+        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=(4, 4, 4, 4), layers_per_block=1,
+        latent_channels=channels, norm_num_groups=2, sample_size=32, scaling_factor=1.0, shift_factor=0.1,
+        latents_mean=[0.0] * channels, latents_std=[1.0] * channels,
+    ).eval()  # fmt: skip
 
 
 def qwen_image_vae(**changes: Any) -> Any:

@@ -54,11 +54,23 @@ def qwen_image(cls: Any, factor: int = 3, **config: Any) -> Any:
     )  # fmt: skip
 
 
-def z_image(cls: Any, **more: Any) -> Any:
+def z_image(cls: Any, *, config: dict[str, Any] | None = None, **more: Any) -> Any:
     return cls(
-        scheduler=flow(), vae=vae(), text_encoder=encoders.qwen3(), tokenizer=encoders.chat_tokenizer(),
+        scheduler=flow(), text_encoder=encoders.language(), tokenizer=encoders.chat_tokenizer(),
         # No number of tokens, all of which are multiples of 32, is a width.
-        transformer=transformer("ZImageTransformer2DModel", dim=40, axes_dims=[2, 4, 4]), **more,
+        transformer=transformer("ZImageTransformer2DModel", dim=40, axes_dims=[2, 4, 4], **config or {}),
+        **{"vae": vae()} | more,
+    )  # fmt: skip
+
+
+def z_image_omni() -> Any:
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, patch_size=4, num_patches=49,
+    )  # fmt: skip
+    return z_image(
+        diffusers.ZImageOmniPipeline, vae=encoders.vae_8(), siglip=transformers.Siglip2VisionModel(config).eval(),
+        siglip_processor=transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=49),
+        config={"siglip_feat_dim": 8},
     )  # fmt: skip
 
 
@@ -134,27 +146,29 @@ def unlike_text(length: int = TEXT, width: int = 32) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def like_text(length: int = TEXT, width: int = 32, rows: int = 1) -> dict[str, Any]:
+    """Embeddings of a prompt and of a negative one of the same length, for pipelines that guide in one call."""
+    return {
+        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(length, width, rows, seed=2)
+    }  # fmt: skip
+
+
 def like_flux(name: str, cls: Any, **more: Any) -> Any:
     return cls(
-        scheduler=flow(), vae=vae(), text_encoder=None, tokenizer=None,
+        scheduler=flow(), vae=encoders.vae_8(), text_encoder=None, tokenizer=None,
         transformer=transformer(name, **more.pop("config", {})), **more,
     )  # fmt: skip
 
 
 def chroma_call() -> dict[str, Any]:
-    return masked_text() | size(3, 5, 4) | {"guidance_scale": 3.0}
+    return masked_text() | size(3, 5) | {"guidance_scale": 3.0}
 
 
 def lumina_2() -> Any:
-    return like_flux("Lumina2Transformer2DModel", diffusers.Lumina2Pipeline)
-
-
-def lumina_2_call() -> dict[str, Any]:
-    """Guidance in two calls, of prompts of unlike length."""
-    return masked_text(width=16) | {
-        "negative_prompt_embeds": embeds(NEGATIVE_TEXT, 16, seed=2),
-        "negative_prompt_attention_mask": torch.ones(1, NEGATIVE_TEXT).bool(), "guidance_scale": 3.0, **size(3, 5, 4),
-    }  # fmt: skip
+    return diffusers.Lumina2Pipeline(
+        transformer=transformer("Lumina2Transformer2DModel"), scheduler=flow(), vae=encoders.vae_8(),
+        text_encoder=encoders.language("Gemma2"), tokenizer=encoders.chat_tokenizer(),
+    )  # fmt: skip
 
 
 def bria_fibo() -> Any:
@@ -164,6 +178,15 @@ def bria_fibo() -> Any:
         vae=encoders.wan_vae(z_dim=16, latents_mean=[0.0] * 16, latents_std=[1.0] * 16, scale_factor_spatial=16),
         text_encoder=transformers.SmolLM3ForCausalLM(language).eval(), tokenizer=encoders.chat_tokenizer(),
     )  # fmt: skip
+
+
+def longcat_image() -> Any:
+    pipe = diffusers.LongCatImagePipeline(
+        scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language(), tokenizer=encoders.chat_tokenizer(),
+        text_processor=None, transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
+    )  # fmt: skip
+    pipe.tokenizer_max_length = TEXT  # instead of 512
+    return pipe
 
 
 def hunyuan_image() -> Any:
@@ -205,8 +228,8 @@ def hunyuan_image_padded() -> dict[str, Any]:
 
 def hunyuan_dit() -> Any:
     return diffusers.HunyuanDiTPipeline(
-        vae=vae(), text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False, scheduler=diffusers.DDPMScheduler(beta_end=0.004),
+        vae=encoders.vae_8(), text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False, scheduler=diffusers.DDPMScheduler(beta_end=0.004),
         transformer=transformer(
             "HunyuanDiT2DModel", text_len=5, text_len_t5=6, use_style_cond_and_image_meta_size=True,
         ),
@@ -233,7 +256,7 @@ def hi_dream() -> Any:
         text_encoder_3=None, tokenizer_3=None, text_encoder_4=None, tokenizer_4=None,
         transformer=transformer("HiDreamImageTransformer2DModel", max_resolution=(16, 16)),
     )  # fmt: skip
-    pipe.default_sample_size = 8
+    pipe.default_sample_size = 10  # every picture has so many latents, squared
     return pipe
 
 
@@ -280,10 +303,14 @@ def kandinsky_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
 
 
 def kandinsky_5(cls: Any, **config: Any) -> Any:
-    return cls(
+    """With small pictures in place of the sizes that the model was trained for."""
+    pipe = cls(
         transformer=transformer("Kandinsky5Transformer3DModel", **config), text_encoder=None, tokenizer=None,
-        text_encoder_2=None, tokenizer_2=None, scheduler=flow(shift=3.0), vae=vae(),
+        text_encoder_2=None, tokenizer_2=None, scheduler=flow(shift=3.0),
+        vae=encoders.vae_8(),
     )  # fmt: skip
+    pipe.resolutions = [(80, 48), (112, 80)]
+    return pipe
 
 
 def ideogram_4() -> Any:
@@ -298,11 +325,28 @@ def ideogram_4() -> Any:
 
 
 def glm_image() -> Any:
-    autoencoder = vae()
-    autoencoder.register_to_config(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
     return diffusers.GlmImagePipeline(
-        tokenizer=None, processor=None, text_encoder=None, vision_language_encoder=None, vae=autoencoder,
+        tokenizer=None, processor=None, text_encoder=None, vision_language_encoder=None, vae=vae(),
         transformer=transformer("GlmImageTransformer2DModel"), scheduler=flow(),
+    )  # fmt: skip
+
+
+def joy_image(cls: Any, name: str) -> Any:
+    """The pipelines make every picture one of 1024 x 1024 pixels or as many; 128 times smaller, it has 16 tokens.
+
+    They draw the latents of a reference from the global generator: this autoencoder's distribution is narrower than the
+    last bit of its mean.
+    """
+    autoencoder = encoders.wan_vae(
+        base_dim=1, dim_mult=[1] * 8, temperal_downsample=[False] * 7, scale_factor_spatial=128,
+        latents_mean=[64.0] * 4,
+    )  # fmt: skip
+    with torch.no_grad():
+        autoencoder.quant_conv.weight[4:], autoencoder.quant_conv.bias[4:] = 0.0, -30.0
+        autoencoder.quant_conv.bias[:4] += 64.0
+    return cls(
+        scheduler=flow(), vae=autoencoder, text_encoder=encoders.qwen3_vl(), tokenizer=encoders.chat_tokenizer(),
+        processor=encoders.qwen3_vl_processor(64 * 64), transformer=transformer(name, hidden_size=48, rope_dim_list=[4, 4, 4]),
     )  # fmt: skip
 
 
@@ -312,9 +356,15 @@ EDIT = {"larger": size(5, 7, 256), "other_prompt": OTHER_EMBEDS}
 ONE_PROMPT = "the pipeline takes one prompt"
 
 SAME_LENGTH = "the pipeline pads every prompt to one length and gives no mask"
-SMALL, LARGE = size(3, 5, 4), size(5, 7, 4)
+SMALL, LARGE = size(3, 5), size(5, 7)
+TINY, TINY_LARGER = size(3, 5, 4), size(5, 7, 4)  # with the autoencoder of tests/tiny.py
 MASKED: dict[str, Any] = {
-    "larger": LARGE, "other_prompt": masked_text(OTHER_TEXT), "two_images": TWO, "padded_prompt": padded_text(),
+    "larger": LARGE, "other_prompt": masked_text(OTHER_TEXT), "two_images": masked_text(rows=2),
+    "padded_prompt": padded_text(),
+}  # fmt: skip
+MASKED_16: dict[str, Any] = MASKED | {
+    "other_prompt": masked_text(OTHER_TEXT, 16), "two_images": masked_text(width=16, rows=2),
+    "padded_prompt": padded_text(16),
 }  # fmt: skip
 UNLIKE: dict[str, Any] = {
     "larger": LARGE, "other_prompt": unlike_text(OTHER_TEXT), "two_images": TWO, "padded_prompt": SAME_LENGTH,
@@ -351,6 +401,20 @@ ENTRIES = [
         },
         larger=size(11, 16, 4) | {"image": picture(44, 64)}, other_prompt=MANY_WORDS, two_images=TWO,
         padded_prompt=PROMPTS,
+    ),
+    entry(
+        "z-image-omni", 4, z_image_omni, lambda: {
+            "prompt": [PROMPT], "image": picture(64, 64), "guidance_scale": 1.0, **size(7, 11),
+        }, larger=size(11, 16), other_prompt={"prompt": [" ".join([PROMPT] * 10)]}, two_images=TWO,
+        padded_prompt=PROMPTS,
+    ),
+    entry(
+        "z-image-inpaint", 4, lambda: z_image(diffusers.ZImageInpaintPipeline), lambda: {
+            "prompt": PROMPT, "image": picture(28, 44), "mask_image": picture(28, 44, 1), "guidance_scale": 1.0,
+            "strength": 1.0, **size(7, 11, 4),
+        }, larger=size(11, 16, 4) | {
+            "image": picture(44, 64), "mask_image": picture(44, 64, 1),
+        }, other_prompt=MANY_WORDS, two_images=TWO, padded_prompt=PROMPTS,
     ),
     entry(
         "krea-2", 6, krea_2,
@@ -407,52 +471,56 @@ ENTRIES = [
         padded_prompt="the pipeline pads every prompt to one length and gives no mask",
     ),
     entry(
-        "flux", 12, flux, lambda: arguments("flux") | SMALL, larger=LARGE, other_prompt={"max_sequence_length": 13},
-        two_images=TWO, padded_prompt=SAME_LENGTH,
-    ),
-    entry(
-        "flux-img2img", 12, lambda: diffusers.FluxImg2ImgPipeline(**flux().components),
-        lambda: arguments("flux") | SMALL | {"image": picture(12, 20), "strength": 1.0},
-        larger=LARGE, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
-    ),
-    entry(
-        "flux-kontext", 12, lambda: diffusers.FluxKontextPipeline(**flux().components),
-        lambda: arguments("flux") | SMALL | {"image": picture(16, 16), "_auto_resize": False, "max_area": 12 * 20},
-        larger=LARGE | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
-        padded_prompt=SAME_LENGTH,
-    ),
-    entry(
-        "stable-diffusion-3", 14, sd3, lambda: arguments("sd3") | SMALL, larger=LARGE,
+        "flux", 12, flux, lambda: arguments("flux") | TINY, larger=TINY_LARGER,
         other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(
-        "pixart-sigma", 20, pixart, lambda: arguments("pixart") | SMALL, larger=LARGE,
+        "flux-img2img", 12, lambda: diffusers.FluxImg2ImgPipeline(**flux().components),
+        lambda: arguments("flux") | TINY | {"image": picture(12, 20), "strength": 1.0},
+        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "flux-kontext", 12, lambda: diffusers.FluxKontextPipeline(**flux().components),
+        lambda: arguments("flux") | TINY | {"image": picture(16, 16), "_auto_resize": False, "max_area": 12 * 20},
+        larger=TINY_LARGER | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
+        padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "stable-diffusion-3", 14, sd3, lambda: arguments("sd3") | TINY, larger=TINY_LARGER,
+        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "pixart-sigma", 20, pixart, lambda: arguments("pixart") | size(4, 6, 4), larger=size(6, 8, 4),
         other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
     ),
     entry(
-        "pixart-alpha", 20, lambda: pixart(alpha=True), lambda: arguments("pixart") | SMALL, larger=LARGE,
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
+        "pixart-alpha", 20, lambda: pixart(alpha=True), lambda: arguments("pixart") | size(4, 6, 4),
+        larger=size(6, 8, 4), other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
     ),
     entry("chroma", 14, lambda: like_flux("ChromaTransformer2DModel", diffusers.ChromaPipeline), chroma_call, **MASKED),
-    entry("lumina-2", 14, lumina_2, lumina_2_call, **MASKED | {
-        "other_prompt": masked_text(OTHER_TEXT, 16), "padded_prompt": padded_text(16),
-    }),
+    entry(
+        "lumina-2", 14, lumina_2, lambda: SMALL | {
+            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "max_sequence_length": 29,
+            "system_prompt": "the",
+        }, larger=LARGE, other_prompt={"prompt": LONG_PROMPT, "max_sequence_length": 31}, two_images=TWO,
+        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+    ),
     entry(
         "lumina-next", 20, lambda: like_flux("LuminaNextDiT2DModel", diffusers.LuminaPipeline),
         lambda: masked_text(width=16) | SMALL | {
             "guidance_scale": 3.0, "clean_caption": False, "negative_prompt": None,
-        }, **MASKED | {"other_prompt": masked_text(OTHER_TEXT, 16), "padded_prompt": padded_text(16)},
+        }, **MASKED_16,
     ),
     entry(
         "aura-flow", 20, lambda: like_flux("AuraFlowTransformer2DModel", diffusers.AuraFlowPipeline),
         lambda: masked_text() | SMALL | {"guidance_scale": 3.0}, **MASKED,
     ),
     entry(
-        "bria", 20, lambda: like_flux("BriaTransformer2DModel", diffusers.BriaPipeline),
-        lambda: unlike_text() | {"negative_prompt_embeds": embeds(TEXT, 32, seed=2)} | SMALL | {"guidance_scale": 3.0},
-        larger=LARGE, other_prompt={
-            "prompt_embeds": embeds(OTHER_TEXT, 32), "negative_prompt_embeds": embeds(OTHER_TEXT, 32, seed=2),
-        }, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "bria", 20, lambda: diffusers.BriaPipeline(
+            transformer=transformer("BriaTransformer2DModel"), scheduler=flow(), vae=vae(), text_encoder=None,
+            tokenizer=None,
+        ), lambda: like_text() | size(4, 6, 4) | {"guidance_scale": 3.0}, larger=size(6, 8, 4), other_prompt=like_text(OTHER_TEXT),
+        two_images=like_text(rows=2), padded_prompt=SAME_LENGTH,
     ),
     entry(
         "bria-fibo", 20, bria_fibo,
@@ -470,7 +538,8 @@ ENTRIES = [
         }, larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 16, 3)[None]}, two_images=TWO,
         padded_prompt={
             "prompt_embeds": padded_embeds(48)[0].unflatten(-1, (3, 16)).transpose(1, 2),
-            "prompt_embeds_mask": padded_embeds(48)[1], "negative_prompt_embeds": embeds(9, 16, 6)[None].unflatten(1, (2, 3))[0],
+            "prompt_embeds_mask": padded_embeds(48)[1],
+            "negative_prompt_embeds": embeds(9, 16, 6).unflatten(0, (2, 3)),
         },
     ),
     entry(
@@ -478,28 +547,29 @@ ENTRIES = [
         lambda: unlike_text() | SMALL | {"guidance_scale": 3.0, "negative_prompt": None}, **UNLIKE,
     ),
     entry(
-        "longcat-image", 14, lambda: like_flux(
-            "LongCatImageTransformer2DModel", diffusers.LongCatImagePipeline, text_processor=None,
-        ), lambda: unlike_text() | SMALL | {"guidance_scale": 3.0, "enable_prompt_rewrite": False}, **UNLIKE,
+        "longcat-image", 14, longcat_image, lambda: SMALL | {
+            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "enable_prompt_rewrite": False,
+        }, larger=LARGE, other_prompt="the pipeline pads every prompt to 512 tokens", two_images=TWO,
+        padded_prompt=SAME_LENGTH,
     ),
-    entry("hunyuan-image", 14, hunyuan_image, lambda: hunyuan_image_text() | size(3, 5, 8), larger=size(5, 7, 8),
+    entry("hunyuan-image", 14, hunyuan_image, lambda: hunyuan_image_text() | size(4, 6, 8), larger=size(6, 8, 8),
         other_prompt=hunyuan_image_text(OTHER_TEXT), two_images=TWO, padded_prompt=hunyuan_image_padded(),
     ),
     entry(
-        "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | size(4, 8, 4) | {
+        "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | {
             "guidance_scale": 3.0, "use_resolution_binning": False,
-        }, larger=size(8, 12, 4), other_prompt="the text has the length that the model says", two_images=TWO,
+        }, larger=LARGE, other_prompt="the text has the length that the model says", two_images=hunyuan_dit_text(rows=2),
         padded_prompt=hunyuan_dit_padded(),
     ),
     entry(
-        "hidream", 14, hi_dream, lambda: hi_dream_text() | size(4, 4, 4) | {"guidance_scale": 3.0},
-        larger=size(4, 16, 4), other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO, padded_prompt=SAME_LENGTH,
+        "hidream", 14, hi_dream, lambda: hi_dream_text() | size(3, 6, 4) | {"guidance_scale": 3.0},
+        larger=size(5, 5, 4), other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
-    entry("sana", 20, lambda: sana(diffusers.SanaPipeline), sana_call, **MASKED | {
-        "larger": size(5, 7, 32), "other_prompt": masked_text(OTHER_TEXT, 16), "padded_prompt": padded_text(16),
-    }),
+    entry("sana", 20, lambda: sana(diffusers.SanaPipeline), sana_call, **MASKED_16 | {"larger": size(5, 7, 32)}),
     entry(
-        "sana-sprint", 20, lambda: sana(diffusers.SanaSprintPipeline, guidance_embeds=True, qk_norm="rms_norm_across_heads"), lambda: {
+        "sana-sprint", 20, lambda: sana(
+            diffusers.SanaSprintPipeline, guidance_embeds=True, qk_norm="rms_norm_across_heads",
+        ), lambda: {
             "prompt_embeds": embeds(11), "prompt_attention_mask": torch.ones(1, 11).bool(),
             "use_resolution_binning": False, "num_inference_steps": 2, **size(4, 5, 32),
         }, larger=size(5, 7, 32),
@@ -512,34 +582,36 @@ ENTRIES = [
     ),
     entry(
         "kandinsky-5-edit", 14, lambda: kandinsky_5(diffusers.Kandinsky5I2IPipeline, visual_cond=True),
-        lambda: kandinsky_text() | SMALL | {"guidance_scale": 3.0, "image": picture(12, 20)}, **KANDINSKY,
+        lambda: kandinsky_text() | SMALL | {"guidance_scale": 3.0, "image": picture(48, 80)}, **KANDINSKY | {
+            "two_images": kandinsky_text(rows=2) | {"image": [picture(48, 80), picture(48, 80, 1)]},
+        },
     ),
     entry(
         "cogview-3", 20, lambda: diffusers.CogView3PlusPipeline(
-            tokenizer=None, text_encoder=None, vae=vae(), transformer=transformer("CogView3PlusTransformer2DModel"),
+            tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
+            transformer=transformer("CogView3PlusTransformer2DModel"),
             scheduler=diffusers.CogVideoXDDIMScheduler(),
-        ), lambda: {
-            "prompt_embeds": embeds(11), "negative_prompt_embeds": embeds(11, seed=2), "guidance_scale": 3.0,
-            **size(4, 6, 4),
-        }, larger=size(6, 8, 4), other_prompt={
-            "prompt_embeds": embeds(13), "negative_prompt_embeds": embeds(13, seed=2),
-        }, two_images=TWO, padded_prompt=SAME_LENGTH,
+        ), lambda: like_text(width=16) | SMALL | {"guidance_scale": 3.0}, larger=LARGE,
+        other_prompt=like_text(OTHER_TEXT, 16), two_images=like_text(width=16, rows=2), padded_prompt=SAME_LENGTH,
     ),
     entry(
         "cogview-4", 20, lambda: diffusers.CogView4Pipeline(
-            tokenizer=None, text_encoder=None, vae=vae(), transformer=transformer("CogView4Transformer2DModel"),
+            tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
+            transformer=transformer("CogView4Transformer2DModel"),
             scheduler=flow(),
-        ), lambda: unlike_text(width=16) | size(4, 6, 4) | {"guidance_scale": 3.0}, **UNLIKE | {
-            "larger": size(6, 8, 4), "other_prompt": unlike_text(OTHER_TEXT, 16),
-        },
+        ), lambda: unlike_text(width=16) | SMALL | {"guidance_scale": 3.0},
+        **UNLIKE | {"other_prompt": unlike_text(OTHER_TEXT, 16)},
     ),
     entry(
         "prx", 20, lambda: diffusers.PRXPipeline(
             transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
-            vae=vae(),
+            vae=encoders.vae_8(),
         ), lambda: masked_text(width=16) | SMALL | {
             "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None,
-        }, **MASKED | {"other_prompt": masked_text(OTHER_TEXT, 16), "padded_prompt": padded_text(16)},
+        }, **MASKED_16 | {
+            "two_images": "with guidance the pipeline itself takes one picture at a time",
+            "padded_prompt": "with guidance the pipeline itself takes one picture at a time",
+        },
     ),
     entry(
         "ernie-image", 14, lambda: diffusers.ErnieImagePipeline(
@@ -559,32 +631,51 @@ ENTRIES = [
         transformers=("transformer", "unconditional_transformer"),
     ),
     entry(
-        "glm-image", 14, glm_image, lambda: unlike_text(width=16) | SMALL | {
-            "guidance_scale": 3.0, "prior_token_ids": torch.arange(15)[None] % 8,
+        "glm-image", 14, glm_image, lambda: like_text(width=16) | size(4, 6, 4) | {
+            "guidance_scale": 3.0, "prior_token_ids": torch.arange(24)[None] % 8,
         }, **UNLIKE | {
-            "larger": LARGE | {"prior_token_ids": torch.arange(35)[None] % 8},
-            "other_prompt": unlike_text(OTHER_TEXT, 16),
+            "larger": size(6, 8, 4) | {"prior_token_ids": torch.arange(48)[None] % 8},
+            "other_prompt": like_text(OTHER_TEXT, 16),
         },
     ),
     entry(
         "nucleus-moe", 14, lambda: diffusers.NucleusMoEImagePipeline(
             transformer=transformer("NucleusMoEImageTransformer2DModel"), scheduler=flow(),
             vae=encoders.qwen_image_vae(), text_encoder=None, processor=None,
-        ), lambda: qwen_image_call() | {"guidance_scale": 3.0, "true_cfg_scale": REMOVED}, larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS,
-        two_images=TWO, padded_prompt=padded(),
+        ), lambda: qwen_image_call() | {"guidance_scale": 3.0, "true_cfg_scale": REMOVED}, larger=size(5, 7, 8),
+        other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
     ),
     entry(
-        "joyimage-edit", 14, lambda: diffusers.JoyImageEditPipeline(
-            scheduler=flow(), vae=encoders.wan_vae(), text_encoder=None, tokenizer=None, processor=None,
-            transformer=transformer("JoyImageEditTransformer3DModel"),
-        ), lambda: masked(11, 16) | masked(9, 16, negative=True) | size(3, 5) | {
-            "guidance_scale": 3.0, "image": picture(64, 64),
-        }, larger=size(5, 7), other_prompt=masked(13, 16), two_images=TWO, padded_prompt=padded(16),
+        "joyimage-edit", 14, lambda: joy_image(diffusers.JoyImageEditPipeline, "JoyImageEditTransformer3DModel"),
+        lambda: masked(11, 16) | masked(9, 16, negative=True) | {"guidance_scale": 3.0, "image": picture(48, 80)},
+        larger={"image": picture(64, 64)}, other_prompt=masked(13, 16), two_images=TWO, padded_prompt=padded(16),
+    ),
+    entry(
+        "joyimage-edit-plus", 14,
+        lambda: joy_image(diffusers.JoyImageEditPlusPipeline, "JoyImageEditPlusTransformer3DModel"),
+        lambda: {
+            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "images": [[picture(48, 80)] * 2],
+        }, larger={"images": [[picture(64, 64)] * 2]}, other_prompt={"prompt": LONG_PROMPT},
+        two_images={"prompt": [PROMPT] * 2, "negative_prompt": [NEGATIVE] * 2, "images": [[picture(48, 80)] * 2] * 2},
+        padded_prompt={
+            "prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE] * 2, "images": [[picture(48, 80)] * 2] * 2,
+        },
+    ),
+    entry(
+        "qwen-image-img2img", 7, lambda: qwen_image(diffusers.QwenImageImg2ImgPipeline),
+        lambda: qwen_image_call() | {"image": picture(24, 40), "strength": 1.0},
+        larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
+    ),
+    entry(
+        "qwen-image-inpaint", 7, lambda: qwen_image(diffusers.QwenImageInpaintPipeline),
+        lambda: qwen_image_call() | {"image": picture(24, 40), "mask_image": picture(24, 40, 1), "strength": 1.0},
+        larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
     ),
     entry(
         "dit", 20, lambda: diffusers.DiTPipeline(
-            transformer=transformer("DiTTransformer2DModel", out_channels=8, num_embeds_ada_norm=1000, sample_size=10), vae=vae(),
-            scheduler=diffusers.DDIMScheduler(beta_end=0.004),
+            transformer=transformer(
+                "DiTTransformer2DModel", out_channels=8, num_embeds_ada_norm=1000, sample_size=10,
+            ), vae=vae(), scheduler=diffusers.DDIMScheduler(beta_end=0.004),
         ), lambda: {"class_labels": [1], "guidance_scale": 3.0, "output_type": "np"}, larger="the size is the model's",
         other_prompt="the pipeline takes classes, not text", two_images={"class_labels": [1, 2]},
         padded_prompt="the pipeline takes classes, not text",

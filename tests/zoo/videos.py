@@ -425,7 +425,8 @@ def easy_animate() -> Any:
 def latte() -> Any:
     return diffusers.LattePipeline(
         tokenizer=None, text_encoder=None, vae=vae(),
-        transformer=transformer("LatteTransformer3DModel", out_channels=8, video_length=5), scheduler=diffusers.DDIMScheduler(beta_end=0.004),
+        transformer=transformer("LatteTransformer3DModel", out_channels=8, video_length=5),
+        scheduler=diffusers.DDIMScheduler(beta_end=0.004),
     )  # fmt: skip
 
 
