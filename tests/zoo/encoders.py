@@ -51,6 +51,32 @@ def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration, layers: in
     return cls(config).eval()
 
 
+def qwen2_5_vl() -> Any:
+    """The vision model of Qwen 2.5, with the ids of its special tokens."""
+    ids = {token: chat_tokenizer().convert_tokens_to_ids(token) for token in SPECIAL}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={name: value for name, value in LANGUAGE.items() if name != "head_dim"} | {"rope_parameters": rope},
+        vision_config=SIGHT | {"patch_size": 16, "fullatt_block_indexes": [1], "window_size": 64},
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
+    """Without the half for videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return type(argument)
+
+
+def qwen2_vl_processor(max_pixels: int = 1 << 20) -> Any:
+    tokenizer = chat_tokenizer()
+    sight = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=1, max_pixels=max_pixels)
+    return Qwen2VLProcessor(sight, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
 class Qwen3VLProcessor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
     """Without the half for videos, which needs torchvision."""
 
@@ -87,11 +113,11 @@ def siglip_vision(width: int = 8) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def vae_8(channels: int = 4) -> Any:
-    """The autoencoder of Stable Diffusion, which makes a picture 8 times smaller."""
+def vae_8(channels: int = 4, levels: int = 4) -> Any:
+    """The autoencoder of Stable Diffusion, which makes a picture 8 times smaller: twice for every level but one."""
     return diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=(4, 4, 4, 4), layers_per_block=1,
+        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * levels,
+        up_block_types=["UpDecoderBlock2D"] * levels, block_out_channels=(4,) * levels, layers_per_block=1,
         latent_channels=channels, norm_num_groups=2, sample_size=32, scaling_factor=1.0, shift_factor=0.1,
         latents_mean=[0.0] * channels, latents_std=[1.0] * channels,
     ).eval()  # fmt: skip

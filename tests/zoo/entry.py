@@ -48,13 +48,13 @@ def entry(
     make: Callable[[], Any],
     base: Call,
     *,
-    larger: dict[str, Any] | str,
-    other_prompt: dict[str, Any] | str,
-    two_images: dict[str, Any] | str,
-    padded_prompt: dict[str, Any] | str,
+    larger: dict[str, Any] | Call | str,
+    other_prompt: dict[str, Any] | Call | str,
+    two_images: dict[str, Any] | Call | str,
+    padded_prompt: dict[str, Any] | Call | str,
     transformers: tuple[str, ...] = ("transformer",),
 ) -> Entry:
-    """An entry whose variants are given as changes of the arguments of `base`, or as the reason why there is none."""
+    """An entry whose variants are changes of the arguments of `base`, or the reason why there is none."""
     changes = {
         "larger": larger, "other_prompt": other_prompt, "two_images": two_images, "padded_prompt": padded_prompt,
     }  # fmt: skip
@@ -65,10 +65,10 @@ def entry(
     )  # fmt: skip
 
 
-def _call(base: Call, changes: dict[str, Any]) -> Call:
+def _call(base: Call, changes: dict[str, Any] | Call) -> Call:
     def arguments() -> dict[str, Any]:
         common = {"num_inference_steps": 3, "output_type": "latent", "generator": torch.Generator().manual_seed(7)}
-        call = common | base() | changes
+        call = common | base() | (changes() if callable(changes) else changes)
         return {name: value for name, value in call.items() if value is not REMOVED}
 
     return arguments

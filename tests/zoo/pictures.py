@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import diffusers
@@ -45,11 +46,14 @@ def qwen_image(cls: Any, factor: int = 3, **config: Any) -> Any:
 
     The pipelines that edit make every picture a square of 1024 pixels first; 128 times smaller, it has 16 tokens.
     """
-    extra = {"processor": None} if "Edit" in cls.__name__ else {}
+    extra: dict[str, Any] = {"processor": None} if "processor" in inspect.signature(cls).parameters else {}
+    colours = 4 if "Layered" in cls.__name__ else 3
     return cls(
         scheduler=flow(),
-        vae=encoders.qwen_image_vae(dim_mult=[1] * factor, temperal_downsample=[False] * (factor - 1)),
-        text_encoder=None, tokenizer=None,
+        vae=encoders.qwen_image_vae(
+            dim_mult=[1] * factor, temperal_downsample=[False] * (factor - 1), input_channels=colours,
+        ),
+        text_encoder=encoders.qwen2_5_vl() if colours == 4 else None, tokenizer=encoders.chat_tokenizer(),
         transformer=transformer("QwenImageTransformer2DModel", **config), **extra,
     )  # fmt: skip
 
@@ -68,7 +72,8 @@ def z_image_omni() -> Any:
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, patch_size=4, num_patches=49,
     )  # fmt: skip
     return z_image(
-        diffusers.ZImageOmniPipeline, vae=encoders.vae_8(), siglip=transformers.Siglip2VisionModel(config).eval(),
+        diffusers.ZImageOmniPipeline, vae=encoders.vae_8().to(torch.bfloat16),
+        siglip=transformers.Siglip2VisionModel(config).eval(),
         siglip_processor=transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=49),
         config={"siglip_feat_dim": 8},
     )  # fmt: skip
@@ -182,11 +187,33 @@ def bria_fibo() -> Any:
 
 def longcat_image() -> Any:
     pipe = diffusers.LongCatImagePipeline(
-        scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language(), tokenizer=encoders.chat_tokenizer(),
-        text_processor=None, transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
+        scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language(),
+        tokenizer=encoders.chat_tokenizer(),
+        text_processor=None,
+        transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
     )  # fmt: skip
     pipe.tokenizer_max_length = TEXT  # instead of 512
     return pipe
+
+
+def longcat_image_edit() -> Any:
+    """Makes every picture one of 1024 x 1024 pixels or as many, as `qwen_image` says."""
+    pipe = diffusers.LongCatImageEditPipeline(
+        scheduler=flow(), text_encoder=encoders.qwen2_5_vl(), tokenizer=encoders.chat_tokenizer(),
+        text_processor=encoders.qwen2_vl_processor(64 * 64), vae=encoders.vae_8(16, levels=8),
+        transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
+    )  # fmt: skip
+    pipe.tokenizer_max_length = TEXT  # instead of 512
+    return pipe
+
+
+def flux_edit(cls: Any, channels: int) -> Any:
+    """With a transformer that is given more channels than it returns."""
+    model = transformer(
+        "FluxTransformer2DModel", in_channels=channels, out_channels=16, guidance_embeds=True,
+    )  # fmt: skip
+    components = flux().components | {"transformer": model}
+    return cls(**{name: components[name] for name in inspect.signature(cls).parameters if name in components})
 
 
 def hunyuan_image() -> Any:
@@ -229,7 +256,8 @@ def hunyuan_image_padded() -> dict[str, Any]:
 def hunyuan_dit() -> Any:
     return diffusers.HunyuanDiTPipeline(
         vae=encoders.vae_8(), text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False, scheduler=diffusers.DDPMScheduler(beta_end=0.004),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        scheduler=diffusers.DDPMScheduler(beta_end=0.004),
         transformer=transformer(
             "HunyuanDiT2DModel", text_len=5, text_len_t5=6, use_style_cond_and_image_meta_size=True,
         ),
@@ -346,7 +374,8 @@ def joy_image(cls: Any, name: str) -> Any:
         autoencoder.quant_conv.bias[:4] += 64.0
     return cls(
         scheduler=flow(), vae=autoencoder, text_encoder=encoders.qwen3_vl(), tokenizer=encoders.chat_tokenizer(),
-        processor=encoders.qwen3_vl_processor(64 * 64), transformer=transformer(name, hidden_size=48, rope_dim_list=[4, 4, 4]),
+        processor=encoders.qwen3_vl_processor(64 * 64),
+        transformer=transformer(name, hidden_size=48, rope_dim_list=[4, 4, 4]),
     )  # fmt: skip
 
 
@@ -405,8 +434,10 @@ ENTRIES = [
     entry(
         "z-image-omni", 4, z_image_omni, lambda: {
             "prompt": [PROMPT], "image": picture(64, 64), "guidance_scale": 1.0, **size(7, 11),
-        }, larger=size(11, 16), other_prompt={"prompt": [" ".join([PROMPT] * 10)]}, two_images=TWO,
-        padded_prompt=PROMPTS,
+        }, larger=size(11, 16), two_images=TWO,
+        # Lists of prompts are made anew, since the pipeline writes into them.
+        other_prompt=lambda: {"prompt": [" ".join([PROMPT] * 10)]},
+        padded_prompt=lambda: {"prompt": [PROMPT, LONG_PROMPT]},
     ),
     entry(
         "z-image-inpaint", 4, lambda: z_image(diffusers.ZImageInpaintPipeline), lambda: {
@@ -519,7 +550,8 @@ ENTRIES = [
         "bria", 20, lambda: diffusers.BriaPipeline(
             transformer=transformer("BriaTransformer2DModel"), scheduler=flow(), vae=vae(), text_encoder=None,
             tokenizer=None,
-        ), lambda: like_text() | size(4, 6, 4) | {"guidance_scale": 3.0}, larger=size(6, 8, 4), other_prompt=like_text(OTHER_TEXT),
+        ), lambda: like_text() | size(4, 6, 4) | {"guidance_scale": 3.0}, larger=size(6, 8, 4),
+        other_prompt=like_text(OTHER_TEXT),
         two_images=like_text(rows=2), padded_prompt=SAME_LENGTH,
     ),
     entry(
@@ -558,7 +590,8 @@ ENTRIES = [
     entry(
         "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | {
             "guidance_scale": 3.0, "use_resolution_binning": False,
-        }, larger=LARGE, other_prompt="the text has the length that the model says", two_images=hunyuan_dit_text(rows=2),
+        }, larger=LARGE, other_prompt="the text has the length that the model says",
+        two_images=hunyuan_dit_text(rows=2),
         padded_prompt=hunyuan_dit_padded(),
     ),
     entry(
@@ -670,6 +703,43 @@ ENTRIES = [
         "qwen-image-inpaint", 7, lambda: qwen_image(diffusers.QwenImageInpaintPipeline),
         lambda: qwen_image_call() | {"image": picture(24, 40), "mask_image": picture(24, 40, 1), "strength": 1.0},
         larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
+    ),
+    entry(
+        "longcat-image-edit", 14, longcat_image_edit, lambda: {
+            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "image": picture(48, 80),
+        }, larger={"image": picture(64, 64)}, other_prompt="the pipeline pads every prompt to 512 tokens",
+        two_images=TWO, padded_prompt=ONE_PROMPT,
+    ),
+    entry(
+        "flux-fill", 12, lambda: flux_edit(diffusers.FluxFillPipeline, 16 + 16 + 16), lambda: {
+            **arguments("flux"), **TINY, "image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 1.0,
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "flux-control", 12, lambda: flux_edit(diffusers.FluxControlPipeline, 32),
+        lambda: {**arguments("flux"), **TINY, "control_image": picture(12, 20)},
+        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "stable-diffusion-3-img2img", 14, lambda: diffusers.StableDiffusion3Img2ImgPipeline(**sd3().components),
+        lambda: arguments("sd3") | TINY | {"image": picture(12, 20), "strength": 1.0},
+        larger=TINY_LARGER | {"image": picture(20, 28)}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
+        padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "flux-2-klein-kv", 9, lambda: flux_2(diffusers.Flux2KleinKVPipeline, guidance_embeds=False),
+        lambda: {"prompt_embeds": embeds(11, 32), "image": picture(64, 64), **size(3, 5)},
+        larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
+        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+    ),
+    entry(
+        "qwen-image-layered", 7, lambda: qwen_image(
+            diffusers.QwenImageLayeredPipeline, 8, use_additional_t_cond=True, joint_attention_dim=16,
+        ), lambda: {
+            "prompt": PROMPT, "negative_prompt": NEGATIVE, "true_cfg_scale": 3.0, "image": picture(48, 80).convert("RGBA"),
+            "layers": 3, "resolution": 1024,
+        }, larger={"image": picture(64, 64).convert("RGBA")}, other_prompt={"prompt": LONG_PROMPT}, two_images=TWO,
+        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
     ),
     entry(
         "dit", 20, lambda: diffusers.DiTPipeline(

@@ -1,4 +1,4 @@
-"""Pipelines that make sound."""
+"""Pipelines that make sound, and one that makes proteins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 
 from tests.tiny import t5, tokenizer
 from tests.zoo import encoders
-from tests.zoo.entry import OTHER_TEXT, TEXT, embeds, entry, padded_embeds, transformer
+from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, embeds, entry, padded_embeds, transformer
 
 PROMPT, LONG_PROMPT = "a large red circle", "a small blue ring on the left of a green square"
 TWO = {"num_waveforms_per_prompt": 2}
@@ -31,7 +31,9 @@ def stable_audio() -> Any:
             text_encoder_dim=16, conditioning_dim=16, min_value=0, max_value=32,
         ),
         transformer=transformer("StableAudioDiTModel", sample_size=23, global_states_input_dim=32),
-        scheduler=diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0, sigma_max=80),
+        scheduler=diffusers.EDMDPMSolverMultistepScheduler(
+            prediction_type="v_prediction", sigma_data=1.0, sigma_max=80,
+        ),
     )  # fmt: skip
 
 
@@ -100,6 +102,38 @@ def longcat_audio() -> Any:
     )  # fmt: skip
 
 
+def proteina() -> Any:
+    schedule = {"schedule_mode": "log", "noise_mode": "1/t", "tsr_k": 1.0, "tsr_sigma": 0.1, "tail_steps": 1}
+    features: dict[str, Any] = {
+        "feats_seq": ("xt_bb_ca", "xt_local_latents", "token_type"),
+        "feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents"), "feats_pair_repr": ("xt_bb_ca_pair_dists",),
+    }  # fmt: skip
+    sizes = {"latent_dim": 4, "pair_repr_dim": 16, "token_dim": 24, "nheads": 2, "dim_cond": 16}
+    return diffusers.RFD4ProteinaPipeline(
+        transformer=transformer("RFD4ProteinaTransformer", nlayers=4, tri_mult_c=16, **sizes, **features),
+        vae=diffusers.RFD4ProteinaAutoencoder(
+            atom37_mask=[[True] * 37] * 147, allowed_residue_types=[[True] * 147] * 7, nlayers=1, **sizes
+        ),
+        bb_ca_scheduler=diffusers.RFD4ProteinaScheduler(**schedule),
+        local_latents_scheduler=diffusers.RFD4ProteinaScheduler(**schedule), recycle_depths=[0, 0, 0],
+    )  # fmt: skip
+
+
+def proteina_call(tokens: int = 15, rows: int = 1, short: int | None = None) -> dict[str, Any]:
+    """What there is of each token of a protein; the last ones of the second are padding where it is `short`."""
+    real = torch.ones(rows, tokens, dtype=torch.bool)
+    real[1:, short or tokens :] = False
+    return {
+        "padding_mask": real, "is_in_context_conditioning": ~real | False, "supports_local_latent": real,
+        "token_type": torch.zeros(rows, tokens).long(), "num_inference_steps": REMOVED, "output_type": "pt",
+        "conditioning_features": {
+            "condition_sequence_1_residue": torch.zeros(rows, tokens).long(),
+            "molecule_iid": torch.zeros(rows, tokens).long(),
+        },
+        "generator": [torch.Generator().manual_seed(row) for row in range(rows)],
+    }  # fmt: skip
+
+
 ENTRIES = [
     entry(
         "stable-audio", 13, stable_audio,
@@ -128,5 +162,10 @@ ENTRIES = [
         larger={"audio_duration_s": 2.0}, other_prompt={"prompt": LONG_PROMPT},
         two_images={"prompt": [PROMPT] * 2, "negative_prompt": ["a square"] * 2},
         padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": ["a square"] * 2},
+    ),
+    entry(
+        "proteina", 20, proteina, proteina_call, larger=lambda: proteina_call(35),
+        other_prompt="the pipeline takes no text", two_images=lambda: proteina_call(rows=2),
+        padded_prompt=lambda: proteina_call(rows=2, short=11),
     ),
 ]  # fmt: skip

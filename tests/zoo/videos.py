@@ -13,6 +13,7 @@ from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, TEXT, embeds, entry, film
 
 TWO = {"num_videos_per_prompt": 2}
 ONE_VIDEO = "the pipeline makes one video at a time: with two, it fails"
+ONE_SAMPLE = "the pipeline takes one sample at a time"
 ZERO_PADDED = "the pipeline pads every prompt with zeros to one length, and gives no mask"
 
 
@@ -35,19 +36,23 @@ def guided(length: int = TEXT, negative: int = NEGATIVE_TEXT, width: int = 16, r
 OTHER_EMBEDS = {"prompt_embeds": embeds(OTHER_TEXT)}
 
 
-def ltx_2(cls: Any) -> Any:
-    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
-    connector = {f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in heads.items()}
+def ltx_2_vae(**config: Any) -> Any:
     vae = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
         decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
         decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_residual=(False,),
         upsample_factor=(1,), timestep_conditioning=False, patch_size=16, patch_size_t=1, encoder_causal=True,
-        decoder_causal=False,
+        decoder_causal=False, **config,
     )  # fmt: skip
     vae.use_framewise_encoding = vae.use_framewise_decoding = False
+    return vae
+
+
+def ltx_2(cls: Any) -> Any:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    connector = {f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in heads.items()}
     return cls(
-        scheduler=flow(), vae=vae, text_encoder=None, tokenizer=None,
+        scheduler=flow(), vae=ltx_2_vae(), text_encoder=None, tokenizer=None,
         audio_vae=diffusers.AutoencoderKLLTX2Audio(
             base_channels=4, output_channels=2, ch_mult=(1,), num_res_blocks=1, attn_resolutions=None, in_channels=2,
             resolution=32, latent_channels=2, norm_type="pixel", causality_axis="height", dropout=0.0,
@@ -476,6 +481,49 @@ def wan_animate_films(frames: int = 17, height: int = 48, width: int = 64) -> di
     }  # fmt: skip
 
 
+def cosmos_3() -> Any:
+    return diffusers.Cosmos3OmniPipeline(
+        transformer=transformer("Cosmos3OmniTransformer", rope_axes_dim=[2, 1, 1]), vae=encoders.wan_vae(),
+        text_tokenizer=encoders.chat_tokenizer(512), scheduler=unipc(), safety_checker=NoSafetyChecker(),
+        enable_safety_checker=False,
+    )  # fmt: skip
+
+
+def cosmos_3_call() -> dict[str, Any]:
+    return {
+        "prompt": "a large red circle", "negative_prompt": "a square", "guidance_scale": 3.0,
+        "use_system_prompt": False, "add_resolution_template": False, "add_duration_template": False, **size(5, 3, 4),
+    }  # fmt: skip
+
+
+def sana_wm() -> Any:
+    return diffusers.SanaWMPipeline(
+        tokenizer=None, text_encoder=None, vae=ltx_2_vae(temporal_compression_ratio=8),
+        transformer=transformer("SanaWMTransformer3DModel"), scheduler=flow(shift=3.0),
+    )  # fmt: skip
+
+
+def sana_wm_call(frames: int = 33, width: int = 128) -> dict[str, Any]:
+    path = torch.eye(4).repeat(frames, 1, 1)
+    path[:, 2, 3] = torch.arange(frames) * 0.1  # the camera goes ahead
+    return {
+        "image": picture(96, width), "prompt": "", "c2w": path.numpy(), "intrinsics": [64.0, 64.0, 64.0, 48.0],
+        "height": 96, "width": width, "num_frames": frames, "guidance_scale": 3.0,
+    }  # fmt: skip
+
+
+def kandinsky_6_sr() -> Any:
+    return diffusers.Kandinsky6SRPipeline(
+        vae=diffusers.Kandinsky6SRVAE(
+            latent_channels=4, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
+            layers_per_block=1,
+        ),
+        # 8 rows and columns of tokens are a block of its sparse attention.
+        transformer=transformer("Kandinsky6SRTransformer3DModel", tile_sizes=((32, 32),)),
+        scheduler=flow(shift=3.0),
+    )  # fmt: skip
+
+
 WAN_VARIANTS: dict[str, Any] = {
     "larger": size(7, 3, 5), "other_prompt": OTHER_EMBEDS, "two_images": guided(rows=2), "padded_prompt": ZERO_PADDED,
 }  # fmt: skip
@@ -672,6 +720,46 @@ ENTRIES = [
     entry(
         "wan-animate", 10, wan_animate, lambda: guided(512, 512) | wan_animate_films() | {"guidance_scale": 3.0},
         **WAN_IMAGE_VARIANTS | {"larger": wan_animate_films(25, 48, 80)},
+    ),
+    entry(
+        "cosmos-3", 20, cosmos_3, cosmos_3_call, larger=size(7, 3, 5),
+        other_prompt={"prompt": "a small blue ring on the left of a green square"}, two_images=ONE_SAMPLE,
+        padded_prompt=ONE_SAMPLE,
+    ),
+    entry(
+        "cosmos-3-image-to-video", 20, cosmos_3, lambda: cosmos_3_call() | {"image": picture(48, 64)},
+        larger=size(7, 3, 5), other_prompt={"prompt": "a small blue ring on the left of a green square"},
+        two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
+    ),
+    entry(
+        "sana-wm", 20, sana_wm, lambda: masked() | sana_wm_call(), larger=sana_wm_call(49, 160),
+        other_prompt=masked(OTHER_TEXT), two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
+    ),
+    entry(
+        "kandinsky-6-super-resolution", 14, kandinsky_6_sr, lambda: {
+            "video": film(5, 16, 16), "resolution_scale": 2, "output_type": "pt",
+        }, larger={"video": film(9, 16, 16)}, other_prompt="the pipeline takes no text",
+        two_images="the pipeline takes one video at a time", padded_prompt="the pipeline takes no text",
+    ),
+    entry(
+        "ltx-2-condition", 3, lambda: ltx_2(diffusers.LTX2ConditionPipeline), lambda: ltx_2_call() | {
+            "conditions": diffusers.pipelines.ltx2.pipeline_ltx2_condition.LTX2VideoCondition(
+                frames=picture(96, 128), index=0, strength=1.0, crf=0,
+            ),
+        }, larger=size(7, 3, 5, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT),
+        two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
+    ),
+    entry(
+        "motif-image-to-video", 20, lambda: motif(diffusers.MotifVideoImage2VideoPipeline), lambda: masked() | size(
+            5, 3, 4
+        ) | {"image": picture(48, 64), "prompt": None}, **LTX_VARIANTS | {
+            "larger": size(7, 3, 5), "two_images": ONE_VIDEO, "padded_prompt": ONE_VIDEO,
+        },
+    ),
+    entry(
+        "cosmos-2-text-to-image", 20, lambda: cosmos(diffusers.Cosmos2TextToImagePipeline),
+        lambda: guided(TEXT, TEXT) | {"height": 48, "width": 80, "guidance_scale": 3.0},
+        **COSMOS_VARIANTS | {"larger": {"height": 80, "width": 112}},
     ),
     entry(
         "wan-2.1", 10, lambda: wan(diffusers.WanPipeline, transformer=wan_transformer(), scheduler=flow(shift=3.0)),
