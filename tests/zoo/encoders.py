@@ -64,7 +64,7 @@ def qwen2_5_vl() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
+class Qwen2VLProcessor(transformers.Qwen2VLProcessor):
     """Without the half for videos, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -77,7 +77,7 @@ def qwen2_vl_processor(max_pixels: int = 1 << 20) -> Any:
     return Qwen2VLProcessor(sight, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
-class Qwen3VLProcessor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
+class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
     """Without the half for videos, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -130,6 +130,15 @@ def qwen_image_vae(**changes: Any) -> Any:
         "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4,
     }  # fmt: skip
     return diffusers.AutoencoderKLQwenImage(**config | changes).eval()
+
+
+def in_large_squares(vae: Any) -> Any:
+    """The same autoencoder with squares of 8 x 8 pixels in its first convolution, for pictures that are never small."""
+    first = vae.encoder.conv_in
+    vae.encoder.conv_in = type(first)(
+        first.in_channels, first.out_channels, (3, 8, 8), stride=(1, 8, 8), padding=(1, 0, 0)
+    )  # fmt: skip
+    return vae
 
 
 def wan_vae(**changes: Any) -> Any:

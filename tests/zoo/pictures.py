@@ -9,7 +9,8 @@ import diffusers
 import torch
 import transformers
 
-from tests.tiny import arguments, flux, pixart, sd3, vae
+from tests.more_families import EVERY
+from tests.tiny import arguments, flux, pixart, randomise, sd3, vae
 from tests.zoo import encoders
 from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, TEXT, embeds, entry, padded_embeds, picture, transformer
 
@@ -41,20 +42,16 @@ def qwen_image_21() -> Any:
     )  # fmt: skip
 
 
-def qwen_image(cls: Any, factor: int = 3, **config: Any) -> Any:
-    """With an autoencoder that makes a picture smaller by 2 to the power of factor - 1.
-
-    The pipelines that edit make every picture a square of 1024 pixels first; 128 times smaller, it has 16 tokens.
-    """
-    extra: dict[str, Any] = {"processor": None} if "processor" in inspect.signature(cls).parameters else {}
-    colours = 4 if "Layered" in cls.__name__ else 3
+def qwen_image(cls: Any, **config: Any) -> Any:
+    """Pipelines that edit make every picture one of 1024 x 1024 pixels or as many: 128 times smaller, 16 tokens."""
+    edits = "Edit" in cls.__name__
+    autoencoder = encoders.qwen_image_vae()
+    if edits:
+        autoencoder = encoders.qwen_image_vae(dim_mult=[1] * 5, temperal_downsample=[False] * 7)
+        autoencoder = encoders.in_large_squares(autoencoder)
     return cls(
-        scheduler=flow(),
-        vae=encoders.qwen_image_vae(
-            dim_mult=[1] * factor, temperal_downsample=[False] * (factor - 1), input_channels=colours,
-        ),
-        text_encoder=encoders.qwen2_5_vl() if colours == 4 else None, tokenizer=encoders.chat_tokenizer(),
-        transformer=transformer("QwenImageTransformer2DModel", **config), **extra,
+        scheduler=flow(), vae=autoencoder, text_encoder=None, tokenizer=None, **{"processor": None} if edits else {},
+        transformer=transformer("QwenImageTransformer2DModel", **config),
     )  # fmt: skip
 
 
@@ -216,6 +213,13 @@ def flux_edit(cls: Any, channels: int) -> Any:
     return cls(**{name: components[name] for name in inspect.signature(cls).parameters if name in components})
 
 
+def flux_controlnet() -> Any:
+    """With another model whose results are added behind the blocks of the transformer."""
+    config = EVERY["FluxTransformer2DModel"].config
+    model = diffusers.FluxControlNetModel(**config | {"num_layers": 1, "num_single_layers": 1})
+    return diffusers.FluxControlNetPipeline(**flux().components, controlnet=randomise(model, seed=2, gain=1.0))
+
+
 def hunyuan_image() -> Any:
     guiders = {
         name: diffusers.guiders.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=start)
@@ -366,9 +370,9 @@ def joy_image(cls: Any, name: str) -> Any:
     last bit of its mean.
     """
     autoencoder = encoders.wan_vae(
-        base_dim=1, dim_mult=[1] * 8, temperal_downsample=[False] * 7, scale_factor_spatial=128,
-        latents_mean=[64.0] * 4,
+        dim_mult=[1] * 5, temperal_downsample=[False] * 4, scale_factor_spatial=128, latents_mean=[64.0] * 4,
     )  # fmt: skip
+    autoencoder = encoders.in_large_squares(autoencoder)
     with torch.no_grad():
         autoencoder.quant_conv.weight[4:], autoencoder.quant_conv.bias[4:] = 0.0, -30.0
         autoencoder.quant_conv.bias[:4] += 64.0
@@ -467,15 +471,15 @@ ENTRIES = [
         larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
     ),
     entry(
-        "qwen-image-edit", 7, lambda: qwen_image(diffusers.QwenImageEditPipeline, 8), qwen_image_edit_call,
+        "qwen-image-edit", 7, lambda: qwen_image(diffusers.QwenImageEditPipeline), qwen_image_edit_call,
         two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
     ),
     entry(
-        "qwen-image-edit-2509", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline, 8), qwen_image_edit_call,
+        "qwen-image-edit-2509", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline), qwen_image_edit_call,
         two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
     ),
     entry(
-        "qwen-image-edit-2511", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline, 8, zero_cond_t=True),
+        "qwen-image-edit-2511", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline, zero_cond_t=True),
         qwen_image_edit_call, two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
     ),
     entry(
@@ -733,13 +737,21 @@ ENTRIES = [
         padded_prompt="the pipeline pads every prompt to one length and gives no mask",
     ),
     entry(
-        "qwen-image-layered", 7, lambda: qwen_image(
-            diffusers.QwenImageLayeredPipeline, 8, use_additional_t_cond=True, joint_attention_dim=16,
-        ), lambda: {
-            "prompt": PROMPT, "negative_prompt": NEGATIVE, "true_cfg_scale": 3.0, "image": picture(48, 80).convert("RGBA"),
-            "layers": 3, "resolution": 1024,
-        }, larger={"image": picture(64, 64).convert("RGBA")}, other_prompt={"prompt": LONG_PROMPT}, two_images=TWO,
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+        "flux-controlnet", 12, flux_controlnet, lambda: {
+            **arguments("flux"), **TINY, "control_image": picture(12, 20), "controlnet_conditioning_scale": 0.7,
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "prx-pixel", 20, lambda: diffusers.PRXPixelPipeline(
+            transformer=transformer(
+                "PRXTransformer2DModel", in_channels=3, patch_size=4, bottleneck_size=8, resolution_embeds=True,
+            ), scheduler=flow(), text_encoder=None, tokenizer=None, prompt_max_tokens=TEXT,
+        ), lambda: masked_text(width=16) | size(4, 6, 8) | {
+            "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None, "output_type": "pt",
+        }, **MASKED_16 | {
+            "larger": size(6, 8, 8), "two_images": "with guidance the pipeline itself takes one picture at a time",
+            "padded_prompt": "with guidance the pipeline itself takes one picture at a time",
+        },
     ),
     entry(
         "dit", 20, lambda: diffusers.DiTPipeline(

@@ -757,6 +757,10 @@ ENTRIES = [
         },
     ),
     entry(
+        "cosmos-2.5", 20, lambda: cosmos(diffusers.Cosmos2_5_PredictBasePipeline, scheduler=unipc(), in_channels=5),
+        cosmos_call, **COSMOS_VARIANTS,
+    ),
+    entry(
         "cosmos-2-text-to-image", 20, lambda: cosmos(diffusers.Cosmos2TextToImagePipeline),
         lambda: guided(TEXT, TEXT) | {"height": 48, "width": 80, "guidance_scale": 3.0},
         **COSMOS_VARIANTS | {"larger": {"height": 80, "width": 112}},
@@ -778,7 +782,10 @@ ENTRIES = [
             ),
         ), lambda: wan_call() | {
             "video": film(17, 48, 64), "mask": film(17, 48, 64, seed=50),
-        }, **WAN_VARIANTS | {"larger": size(7, 3, 5) | {"video": film(25, 48, 80), "mask": film(25, 48, 80, seed=50)}},
+        }, **WAN_VARIANTS | {
+            "larger": size(7, 3, 5) | {"video": film(25, 48, 80), "mask": film(25, 48, 80, seed=50)},
+            "two_images": ONE_VIDEO,
+        },
     ),
     entry(
         "wan-video-to-video", 10, lambda: wan(
