@@ -175,9 +175,9 @@ def _find_enabled(pipe: Any) -> list[_Enabled]:
     """What is enabled on a pipeline, and on the transformers that it has now."""
     owners = [pipe]
     # A pipeline may have lost its transformer since.
-    with suppress(ModelError) if _ENABLED in vars(owners[0]) else nullcontext():
+    with suppress(ModelError) if hasattr(pipe, _ENABLED) else nullcontext():
         owners += [unwrap_module(transformer) for transformer in find_transformers(pipe)]
-    found = [vars(owner)[_ENABLED] for owner in owners if _ENABLED in vars(owner)]
+    found = [getattr(owner, _ENABLED) for owner in owners if hasattr(owner, _ENABLED)]
     return [each for k, each in enumerate(found) if each not in found[:k]]
 
 
