@@ -186,6 +186,8 @@ def fork_ranks(patch: Any) -> None:
 
     `patch` is a `pytest.MonkeyPatch`.
     """
+    # Its descriptors would have other numbers in a fork.
+    patch.setattr("ditile.distributed.launch.create_private_network", contextlib.nullcontext)
     patch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))
 
 

@@ -35,7 +35,7 @@ PLAN = (
     "--width",
     "64",
 )
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "ditile")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
 PAUSE = 14.0
 """Seconds after which a parent that was stopped is continued: more than a rank may be silent."""
 AT_ONCE = 3
@@ -200,7 +200,8 @@ def write_page(endings: dict[Cell, Ending]) -> str:
     rows: dict[tuple[str, ...], list[Cell]] = {}
     for cell, ending in endings.items():
         message = "; ".join(line.removeprefix("ditile: ") for line in ending.lines) or "none"
-        left = ", ".join(ending.left) or "nothing"
+        # The temporary folder of a run has another name each time.
+        left = ", ".join("ditile-*" if name.startswith("ditile-") else name for name in ending.left) or "nothing"
         rows.setdefault((cell.kind, cell.target, str(ending.code), message, left), []).append(cell)
     table = []
     for (kind, target, code, message, left), cells in sorted(rows.items(), key=_order_of_row):

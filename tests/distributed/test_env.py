@@ -86,8 +86,10 @@ def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         port = str(server.getsockname()[1])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
+    place = env.read_torchrun_place()
+    assert place is not None
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
-        mesh.join_torchrun(1.0)
+        mesh.join_process_group(place, 1.0)
     assert "rank 0 of 2 still waits for the others at 127.0.0.1:" in caplog.text and "unset RANK" in caplog.text
 
 

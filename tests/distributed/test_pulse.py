@@ -121,3 +121,23 @@ def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(supervise, "count_memory_kills", lambda: kills + 1)
     assert "out of memory" in supervise.explain_kill(-signal.SIGKILL, kills)
     assert supervise.explain_kill(-signal.SIGTERM, kills) == ""
+
+
+BROKEN, ENDED, CAUSE = (
+    ("RuntimeError", "RuntimeError: Connection reset by peer"),
+    (supervise.TERMINATED, supervise.TERMINATED),
+    ("ValueError", "ValueError: the cause"),
+)
+
+
+@pytest.mark.parametrize(("first", "second", "blamed"), [(BROKEN, ENDED, 1), (ENDED, CAUSE, 1), (BROKEN, CAUSE, 1)])
+def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, str], blamed: int) -> None:
+    """torchrun sends SIGTERM to the others when a rank fails; a peer's connection breaks at once. A failure means that
+    the line names a rank which only noticed."""
+    ranks = two_ranks()
+    for rank, words in zip(ranks, (first, second), strict=True):
+        rank.outcome = pulse.RankFailure(clock.now, *words)
+        clock.now += 0.1
+    clock.now += 1
+    found = find_first_failure(ranks, LIMITS, clock.now)
+    assert found is not None and found[1] == blamed

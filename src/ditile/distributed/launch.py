@@ -168,7 +168,7 @@ def _join_network(descriptors: Sequence[int]) -> int | None:
     return network.network if join_user_space(network) else None
 
 
-def _set_up_process_group(number: int, world: int, threads: int, directory: str, network: int | None) -> None:
+def _set_up_process_group(number: int, world: int, threads: int, directory: str, network: int | None = None) -> None:
     import torch
     import torch.distributed as dist
 

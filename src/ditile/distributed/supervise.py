@@ -74,8 +74,8 @@ class RankResult(NamedTuple):
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Whether a rank failed because another one had: its connection to that broke, or torchrun ended it too."""
-    return failure.cause == TERMINATED or bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
+    """Whether a rank failed because its connection to another one broke: then that other one failed first."""
+    return bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
 
 
 def make_error(failure: RankFailure, rank: int) -> DitileError:
@@ -312,8 +312,14 @@ def find_first_failure(
     if failed:
         if time.monotonic() < min(failed)[0].at + limits.grace:
             return None
-        return min([pair for pair in failed if not is_consequence(pair[0])] or failed)
+        return min(failed, key=_order_of_blame)
     return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)
+
+
+def _order_of_blame(found: tuple[RankFailure, int]) -> tuple[int, float, int]:
+    """Causes first; then ranks that torchrun may have ended because of another; then those whose connection broke."""
+    failure, number = found
+    return 2 * is_consequence(failure) or int(failure.cause == TERMINATED), failure.at, number
 
 
 def _find_abandoned_call(
@@ -330,7 +336,7 @@ def _find_abandoned_call(
             found.append((failure, rank.number))
     if not found:
         return None
-    failure, number = min([pair for pair in found if not is_consequence(pair[0])] or found)
+    failure, number = min(found, key=_order_of_blame)
     message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
     return failure._replace(message=message, plain=""), number
 
