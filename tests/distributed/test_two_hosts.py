@@ -104,14 +104,22 @@ def task(out: Path, model: str) -> BenchTask:
     return BenchTask(work=work, todo=[(cell, 1)], keys=keys, bounds={}, out=str(out), threads=1, cores=None)
 
 
-def test_a_session_across_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_session_across_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A real one, of a model that is hardly there. A failure means that `ditile bench --links` measures nothing, or
     that what libraries say while they are imported stands between its lines."""
-    across.measure_across_link(task(tmp_path, "random-pixart blocks=1 heads=1"), "100mbit")
-    plain, linked = runs.summarize_runs(runs.read_runs(str(tmp_path)))
+    site, out = tmp_path / "site", tmp_path / "out"
+    site.mkdir()
+    out.mkdir()
+    (site / "sitecustomize.py").write_text("import sys\nprint('a rank begins', file=sys.stderr)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    across.measure_across_link(task(out, "random-pixart blocks=1 heads=1"), "100mbit")
+    plain, linked = runs.summarize_runs(runs.read_runs(str(out)))
     assert (plain["plan"], linked["plan"], linked["link"], linked["world"]) == (ONE_RANK, "ulysses=2", "100mbit", 2)
     assert min(linked["bytes_sent"]) > 0 and linked["ratio"] > 0
     said = capfd.readouterr().err
+    assert "a rank begins" in said, "what ranks say is seen here"
     assert not [word for word in ("torchao", "Enum", "torchvision", "c10d") if word in said]
 
 
