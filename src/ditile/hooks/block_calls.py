@@ -34,6 +34,9 @@ from ditile.plan.layout import Grid
 Forward = Callable[..., Any]
 ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
 
+FOR_ATTENTION = "attention_kwargs"
+"""How diffusers' names of arguments end that are for the attention alone, which cuts the masks that it is given."""
+
 
 class BlockPass(Protocol):
     """What blocks do in one call of the transformer's forward."""
@@ -245,7 +248,7 @@ class _SurveyPass:
     def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
         anatomy = hook.anatomy
         for name, value in call.items():
-            if name in (anatomy.image, anatomy.text) or value is None:
+            if name in (anatomy.image, anatomy.text) or value is None or name.endswith(FOR_ATTENTION):
                 continue
             leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
             misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths) if leaves else None

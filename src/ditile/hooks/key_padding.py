@@ -43,13 +43,13 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
     """A mask as `[B or 1, N or 1, queries or 1, keys]`; one that is the same for every query has one row of them.
 
     Args:
-        mask: `[B, keys]`, `[B, queries, keys]` or of four dimensions.
+        mask: `[B, keys]`, `[queries, keys]`, `[B, queries, keys]` or of four dimensions.
         batch: B.
     """
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
         return mask[:, None, None]
-    mask = mask[:, None] if mask.ndim == 3 else mask
-    return mask[:, :, :1] if mask.ndim == 4 and mask.stride(2) == 0 else mask
+    mask = mask[:, None] if mask.ndim == 3 else mask.view((1,) * (4 - mask.ndim) + mask.shape)
+    return mask[:, :, :1] if mask.stride(2) == 0 else mask
 
 
 def make_pairs_error(mask: Tensor) -> ModelError:
