@@ -42,7 +42,7 @@ def install_attention(
     for path, module in hook.list_attentions():
         layer = f"{hook.name}.{path}".rstrip(".")
         kinds = hook.anatomy.attention[path]
-        stock = getattr(module, "processor", None)
+        stock: Any = getattr(module, "processor", None)
         through_dispatch = uses_dispatch(stock)
         backend = stock._attention_backend if through_dispatch else None
         cores: list[LayerAttention | None] = []
@@ -64,7 +64,9 @@ def install_attention(
             override_attribute(stack, module, "processor", spec.processor(attend))
         else:
             redirect = AttentionRedirect(attend)
-            override_attribute(stack, module, "forward", functools.partial(_forward_redirected, redirect, layer, module.forward))
+            override_attribute(
+                stack, module, "forward", functools.partial(_forward_redirected, redirect, layer, module.forward)
+            )
 
 
 class MaskOfRealPairs:
@@ -101,8 +103,8 @@ class CallsInTurn:
         self._turn += 1
         if core is not None:
             return core.attend(q, k, v, mask=mask, scale=scale)
-        parts = (x.transpose(1, 2) for x in (q, k, v))
-        return functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
 class AttentionRedirect(TorchFunctionMode):
@@ -151,12 +153,16 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def _forward_redirected(redirect: AttentionRedirect, layer: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward_redirected(
+    redirect: AttentionRedirect, layer: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)
     if redirect.calls == before:
-        raise ModelError(f"{layer} computes attention otherwise than it did when it was looked at; use data, cfg or tensor")
+        raise ModelError(
+            f"{layer} computes attention otherwise than it did when it was looked at; use data, cfg or tensor"
+        )
     return out
 
 

@@ -78,7 +78,12 @@ class BlockCalls:
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now, inputs = self._current(), dict(zip(self._names, args, strict=False)) | kwargs
-            given = (now.branch, self._key, *_describe_input(inputs[self._names[0]]), *(name for name, value in inputs.items() if value is not None))
+            given = (
+                now.branch,
+                self._key,
+                *_describe_input(inputs[self._names[0]]),
+                *(name for name, value in inputs.items() if value is not None),
+            )
             form = now.forms.get(given)
             if form is None:
                 form = now.forms[given] = self._survey_call(forward, inputs)
@@ -121,7 +126,7 @@ class BlockCalls:
     def _count_rows(self, inputs: Mapping[str, Any]) -> int:
         """Rows of the batch of a call."""
         for name, kinds in self._anatomy.inputs.items():
-            value = inputs.get(name)
+            value: Any = inputs.get(name)
             if kinds == (ROWS,) and isinstance(value, list):
                 return len(value)
             word = select_word(kinds[0], value.ndim) if isinstance(value, Tensor) else None
@@ -241,8 +246,8 @@ class _SurveyPass:
         kind = "N" if anatomy.joint == "none" else "J"
         if image.shape[anatomy.tokens] != self._lengths[kind]:
             raise ModelError(
-                f"{self._model}: {hook.name} is given {image.shape[anatomy.tokens]} tokens and the blocks before it had "
-                f"{self._lengths[kind]}, so patches cannot be told apart in them; use a plan of data, cfg or tensor"
+                f"{self._model}: {hook.name} is given {image.shape[anatomy.tokens]} tokens and the blocks before it "
+                f"had {self._lengths[kind]}, so patches cannot be told apart in them; use a plan of data, cfg or tensor"
             )
 
     def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
@@ -316,7 +321,11 @@ class _DividedPass:
             return self._policy.enter_blocks(self._split_streams(now.form.text, hook.anatomy, image, text))
         passed = self._passed
         assert passed is not None
-        if image is passed[0] and image._version == passed[2] and (text is None or text is passed[1] or passed[1] is None):
+        if (
+            image is passed[0]
+            and image._version == passed[2]
+            and (text is None or text is passed[1] or passed[1] is None)
+        ):
             return self._state
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
         if now.has_all_image_tokens:
@@ -400,7 +409,9 @@ class _DividedPass:
         anatomy, part = hook.anatomy, now.get_own_part(now.micro_step.patch)
         key = (hook.index, now.branch, now.micro_batch)
         layout, like = now.branch_layout, state.image
-        whole = now.memory.get_persistent_buffer((*key, "image"), (like.shape[0], layout.image_tokens, like.shape[2]), like)
+        whole = now.memory.get_persistent_buffer(
+            (*key, "image"), (like.shape[0], layout.image_tokens, like.shape[2]), like
+        )
         write_tokens(whole, state.image, part.image)
         words = None
         if state.text is not None:

@@ -74,8 +74,8 @@ class BlockPolicy(Protocol):
     def begin_micro_batch(self, micro_batch: int) -> None:
         """One of several micro-batches is next."""
 
-    def cut_layout(self) -> None:
-        """Cuts the tokens of the branch at hand into patches, if that was not done yet."""
+    def begin_branch(self, form: CallForm) -> None:
+        """A call of this form is about to be made: cuts its tokens into patches, if that was not done yet."""
 
     def enter_blocks(self, state: TokenState) -> TokenState:
         """The forward has reached the first block with all tokens; returns those that are computed here."""

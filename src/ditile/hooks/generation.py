@@ -109,7 +109,8 @@ class Generation:
     def forget_layout(self) -> None:
         """Forgets how the tokens of the branch at hand are cut: it has others now."""
         self.layouts.pop(self.branch)
-        for known in (self._parts, self._tokens, self._runs):
+        caches: list[dict[Any, Any]] = [self._parts, self._tokens, self._runs]
+        for known in caches:
             for key in [key for key in known if key[0] == self.branch]:
                 known.pop(key)
 

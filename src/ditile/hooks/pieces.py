@@ -66,7 +66,9 @@ class Piece:
             ModelError: if the piece is no run along a dimension that the tensor has.
         """
         if self.run is None:
-            raise ModelError("an argument of scheduler.step has a value for each token, and patches are no runs of tokens")
+            raise ModelError(
+                "an argument of scheduler.step has a value for each token, and patches are no runs of tokens"
+            )
         return self.take(x) if self.dim < x.ndim else x
 
     def put(self, x: Tensor, values: Tensor) -> None:

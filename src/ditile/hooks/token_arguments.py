@@ -72,7 +72,9 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     return None
 
 
-def slice_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], select: Callable[[Any], Any]) -> dict[str, Any]:
+def slice_rows(
+    arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], select: Callable[[Any], Any]
+) -> dict[str, Any]:
     """The arguments of a call, cut down to some rows of its batch; `select` indexes along the rows."""
     return {name: _slice_argument(value, kinds.get(name, ()), select) for name, value in arguments.items()}
 

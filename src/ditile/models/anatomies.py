@@ -101,7 +101,7 @@ def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
 def build_block_hooks(
     transformer: nn.Module, spec: ModelSpec, other: TransformerHooks | None = None, label: str = ""
 ) -> TransformerHooks:
-    """Hooks for the blocks of a transformer, which are not installed; raises `ModelError` if its anatomy is not known."""
+    """Hooks for the blocks of a transformer, not installed; raises `ModelError` if its anatomy is not known."""
     anatomy = find_anatomy(transformer)
     if anatomy is None:
         raise ModelError(f"{type(transformer).__name__}: its anatomy is not known")

@@ -7,75 +7,32 @@ latents of NaN and blocks that pass on what they are given, says where the image
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
-from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.block_calls import find_nan_tokens, poison_latents
-from ditile.hooks.overrides import list_parameter_names, override_attribute
-from ditile.hooks.token_arguments import Runs, cut_argument, is_cut
-from ditile.models.block_lists import find_block_lists, find_model_entry
+from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
+from ditile.models.block_lists import find_model_entry
+from ditile.models.record import (
+    AttentionWatch,
+    BlockRecord,
+    Call,
+    ChainBlock,
+    has_real_pairs,
+    list_chain,
+    record_blocks,
+)
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, TOKENS, Anatomy, Kinds, ListAnatomy
 from ditile.plan.layout import DUMMY_TEXT, Joint
-from ditile.plan.spec import BlockList, Flow
-
-Call = Mapping[str, Any]
-"""The arguments of a call of the transformer, by parameter."""
-
-
-class AttentionCall(NamedTuple):
-    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN.
-
-    `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
-    """
-
-    queries: int
-    keys: int
-    mask: tuple[int, ...] | None
-    real_pairs: bool
-    causal: bool
-    poisoned: range | None
-
-
-@dataclass(slots=True)
-class BlockRecord:
-    """One call of a block: its arguments by parameter, and by path the attention calls within it."""
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[Any, ...] | None = None
-    attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
-
-
-class ChainBlock(NamedTuple):
-    """A block of the chain."""
-
-    list_name: str
-    name: str
-    block: nn.Module
-    flow: Flow
-
-
-def list_chain(transformer: nn.Module) -> list[ChainBlock]:
-    """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
-    return [ChainBlock(*each) for each in _iterate_chain(find_block_lists(transformer))]
-
-
-def _iterate_chain(lists: Sequence[BlockList]) -> Iterator[tuple[str, str, nn.Module, Flow]]:
-    for each in lists:
-        for index, block in enumerate(each.blocks):
-            yield each.name, f"{each.name}.{index}", block, each.flow
 
 
 def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
@@ -95,135 +52,6 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
     records = [record_blocks(transformer, chain, call) for call in calls]
     poisoned = [record_blocks(transformer, chain, poison_latents(first, call), bypass=True) for call in calls]
     return _Derivation(transformer, chain, calls, records, poisoned).derive()
-
-
-class _AttentionWatch(TorchFunctionMode):
-    """Notes every call of scaled dot-product attention."""
-
-    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            instead = self._note_call(*args, **(kwargs or {}))
-            if instead is not None:
-                return instead
-        return func(*args, **(kwargs or {}))
-
-    def _note_call(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Tensor | None:
-        return self._note(query, key, attn_mask, is_causal)
-
-
-def record_blocks(
-    transformer: nn.Module, chain: Sequence[ChainBlock], call: Call, *, bypass: bool = False
-) -> list[BlockRecord]:
-    """The arguments and attention calls of every block in one call of a transformer.
-
-    Args:
-        transformer, chain, call: the model, its blocks, the arguments.
-        bypass: whether blocks pass on what they are given, though they run.
-
-    Raises:
-        ModelError: if a block is called twice, or not at all.
-    """
-    records = [BlockRecord() for _ in chain]
-    path: list[tuple[BlockRecord, str]] = []
-
-    def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
-        if path:
-            record, name = path[-1]
-            shape = None if mask is None else tuple(mask.shape)
-            poisoned = find_nan_tokens(key, key.ndim - 2) if bypass else None
-            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, _has_real_pairs(mask), causal, poisoned)
-            record.attention.setdefault(name, []).append(attention)
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
-        for record, (_, name, block, flow) in zip(records, chain, strict=True):
-            for module_path, module, processor in find_attention_processors(block):
-                if getattr(processor, "_attention_backend", None) is not None:
-                    override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
-                track_path(stack, path, (record, module_path), module)
-            _record_block(stack, path, record, name, block, flow, bypass=bypass)
-        stack.enter_context(_AttentionWatch(note))
-        transformer(**call)
-    for record, (_, name, _, _) in zip(records, chain, strict=True):
-        if not record.arguments:
-            raise ModelError(f"{type(transformer).__name__} did not call its block {name}")
-    return records
-
-
-def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
-    """Whether a mask that attention on a part of the tokens was given can be used for all keys.
-
-    Args:
-        mask: `[B, keys]` or `[..., queries, keys]`.
-        keys: of the part.
-        sequence: of all.
-    """
-    rows = mask.shape[-2] if mask.ndim > 2 else 1
-    if rows == 1 or _has_real_pairs(mask):
-        return mask.shape[-1] in (keys, sequence)
-    return rows == mask.shape[-1] == sequence
-
-
-def _has_real_pairs(mask: Tensor | None) -> bool:
-    if mask is None or mask.dtype != torch.bool or mask.ndim < 3 or mask.shape[-2] == 1:
-        return False
-    return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
-
-
-def track_path(stack: ExitStack, path: list[Any], place: Any, module: nn.Module) -> None:
-    """Until the stack is closed, `path` ends with `place` while a module's forward runs."""
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def forward_on_path(*args: Any, **kwargs: Any) -> Any:
-        path.append(place)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            path.pop()
-
-    override_attribute(stack, module, "forward", forward_on_path)
-
-
-def _record_block(
-    stack: ExitStack, path: list[Any], record: BlockRecord, name: str, block: nn.Module, flow: Flow, *, bypass: bool
-) -> None:
-    track_path(stack, path, (record, ""), block)
-    forward, signature = block.forward, inspect.signature(type(block).forward)
-
-    @functools.wraps(forward)
-    def forward_and_record(*args: Any, **kwargs: Any) -> Any:
-        if record.arguments:
-            raise ModelError(f"block {name} is called more than once in a call of the transformer")
-        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
-        del record.arguments[next(iter(signature.parameters))]
-        out = forward(*args, **kwargs)
-        record.outputs = out if isinstance(out, tuple) else None
-        return _pass_on(record.arguments, flow, out) if bypass else out
-
-    override_attribute(stack, block, "forward", forward_and_record)
-
-
-def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
-    """What a block was given, in the form of what it returned."""
-    streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
-    if not isinstance(out, tuple):
-        return streams["image"]
-    return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
 
 
 class _Derivation:
@@ -279,9 +107,11 @@ class _Derivation:
             lengths["N"] = tuple(x.shape[self._tokens_dim] for x in images)
         else:
             first = has_text.index(True)
-            block = self._chain[first]
-            pairs = [(r[first].arguments[block.flow.image], r[first].arguments[block.flow.text]) for r in self._records]
-            lengths["N"], lengths["T"] = (tuple(x.shape[self._tokens_dim] for x in xs) for xs in zip(*pairs, strict=True))
+            names = (self._chain[first].flow.image, self._chain[first].flow.text or "")
+            pairs = [tuple(record[first].arguments[name] for name in names) for record in self._records]
+            lengths["N"], lengths["T"] = (
+                tuple(x.shape[self._tokens_dim] for x in xs) for xs in zip(*pairs, strict=True)
+            )
             lengths["J"] = tuple(map(sum, zip(lengths["N"], lengths["T"], strict=True)))
         rows = [x.shape[1 - self._tokens_dim] if x.ndim > 2 else 1 for x in images]
         if len(set(rows)) > 1:
@@ -296,7 +126,9 @@ class _Derivation:
         first, second = images[0].shape, images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
         if len(first) != len(second) or len(dims) != 1:
-            raise ModelError(f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token")
+            raise ModelError(
+                f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token"
+            )
         return dims[0]
 
     def _match_argument(self, where: str, values: Sequence[Any]) -> Kinds:
@@ -351,7 +183,7 @@ class _Derivation:
 
     def _derive_block(self, index: int, block: ChainBlock) -> tuple[ListAnatomy, Joint]:
         flow, records = block.flow, [record[index] for record in self._records]
-        text = flow.text if "text" in flow.returns and records[0].arguments.get(flow.text) is not None else None
+        text = flow.text if "text" in flow.returns and records[0].arguments.get(flow.text or "") is not None else None
         joint = self._find_text_in_sequence(index, block, text)
         streams = (flow.image, text)
         arguments = {
@@ -416,7 +248,11 @@ class _Derivation:
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
             if queries == keys and queries in "NJ":
-                has_pairs = [call.real_pairs for call in calls if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1]
+                has_pairs = [
+                    call.real_pairs
+                    for call in calls
+                    if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1
+                ]
                 kinds.append(queries + (REAL_PAIRS if has_pairs and all(has_pairs) else ""))
                 if queries == "J":
                     image = self._poisoned[0][index].attention[path][turn].poisoned
@@ -463,10 +299,9 @@ class _Derivation:
             if call.get(name) is not None:
                 call[name] = cut_argument(call[name], kinds, runs)
         dim = anatomy.tokens
-        for name, letter in ((anatomy.image, "N" if anatomy.joint == "none" else "J"), (anatomy.text, "T")):
-            if name is not None:
-                parts = [call[name].narrow(dim, run.start, len(run)) for run in runs[letter]]
-                call[name] = torch.cat(parts, dim)
+        for stream, letter in ((anatomy.image, "N" if anatomy.joint == "none" else "J"), (anatomy.text, "T")):
+            if stream is not None:
+                call[stream] = take_runs(call[stream], runs[letter], dim)
         fits, sequence = list[bool](), self._lengths["J" if "J" in self._lengths else "N"][0]
 
         def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -474,7 +309,7 @@ class _Derivation:
             return torch.zeros_like(query)
 
         try:
-            with torch.no_grad(), attention_backend(AttentionBackendName.NATIVE), _AttentionWatch(note):
+            with torch.no_grad(), attention_backend(AttentionBackendName.NATIVE), AttentionWatch(note):
                 args, kwargs = _spread(block.block, call)
                 type(block.block).forward(block.block, *args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
@@ -503,7 +338,10 @@ def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
     return Anatomy(
         {name: merge_lists(name, each, other.lists[name]) for name, each in one.lists.items()},
         other.joint if one.joint == "none" else one.joint,
-        {name: _merge_kinds(name, one.inputs.get(name), other.inputs.get(name)) for name in {**one.inputs, **other.inputs}},
+        {
+            name: _merge_kinds(name, one.inputs.get(name), other.inputs.get(name))
+            for name in {**one.inputs, **other.inputs}
+        },
     )
 
 
@@ -566,6 +404,20 @@ def list_runs(image: range, text: range, image_tokens: int, text_tokens: int, jo
     return {"N": [image], "T": [text], "J": pixels + words if joint == "image_first" else words + pixels}
 
 
+def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
+    """Whether a mask that attention on a part of the tokens was given can be used for all keys.
+
+    Args:
+        mask: `[B, keys]` or `[..., queries, keys]`.
+        keys: of the part.
+        sequence: of all.
+    """
+    rows = mask.shape[-2] if mask.ndim > 2 else 1
+    if rows == 1 or has_real_pairs(mask):
+        return mask.shape[-1] in (keys, sequence)
+    return rows == mask.shape[-1] == sequence
+
+
 def _leave_pairs_whole(word: str) -> str:
     """Pairs of queries and keys are whole: attention picks those of its own queries."""
     return _leave_whole(word) if sum(letter in TOKENS for letter in word) > 1 else word
@@ -579,34 +431,5 @@ def _leave_whole(word: str) -> str:
 def _spread(block: nn.Module, call: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Bound arguments as a call."""
     signature = inspect.signature(type(block).forward)
-    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **call})  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **call})
     return bound.args[1:], bound.kwargs
-
-
-class _Recorded(Exception):
-    """The call that was wanted has been recorded: the pipeline is left."""
-
-
-def capture_call(pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
-
-    Raises:
-        ModelError: if the pipeline never calls it.
-    """
-    captured: dict[str, Any] = {}
-    signature = inspect.signature(type(transformer).forward)
-
-    @functools.wraps(transformer.forward)
-    def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        captured.update(signature.bind(transformer, *args, **kwargs).arguments)
-        captured.pop(next(iter(signature.parameters)))
-        raise _Recorded
-
-    with ExitStack() as stack:
-        override_attribute(stack, transformer, "forward", forward_to_capture)
-        stack.enter_context(torch.no_grad())
-        try:
-            pipe(**arguments)
-        except _Recorded:
-            return captured
-    raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")

@@ -1,4 +1,4 @@
-"""Calls a pipeline so that its transformer's calls tell what its dimensions count: other sizes, texts, numbers of images.
+"""Calls a pipeline so that its transformer's calls tell what their dimensions count: other sizes, texts, batches.
 
 No call gets further than the transformer: it is left there. Sizes are small.
 """
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
-from ditile.models.derive import capture_call, derive_anatomy
+from ditile.models.derive import derive_anatomy
+from ditile.models.record import capture_call
 from ditile.plan.anatomy import Anatomy
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
@@ -101,8 +102,8 @@ def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], heig
             continue
         if "image" not in name:
             raise ModelError(
-                f"{type(pipe).__name__} needs {name}, and its transformer is not in the table of known anatomies; use a "
-                "plan of data, cfg or tensor"
+                f"{type(pipe).__name__} needs {name}, and its transformer is not in the table of known anatomies; use "
+                "a plan of data, cfg or tensor"
             )
         pixels = numpy.random.default_rng(0).integers(0, 256, (height, width, 3), dtype="uint8")
         arguments[name] = Image.fromarray(pixels)

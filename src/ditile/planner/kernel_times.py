@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.errors import ModelError
 from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
-from ditile.plan.layout import Grid
 from ditile.models.anatomies import build_block_hooks
 from ditile.plan.anatomy import ListAnatomy
+from ditile.plan.layout import Grid
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 

@@ -185,9 +185,7 @@ class Composition:
         """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
         loop, chains = self.loop, [model.chain for model in self.block_hooks.models]
         names = {block_hook.block: block_hook.name for chain in chains for block_hook in chain}
-        stages = {
-            chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks
-        }
+        stages = {chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks}
         agreement = StageAgreement(
             decisions, self.mesh, loop.get_generation, lambda: batch.is_split_by_calls, names, stages
         )

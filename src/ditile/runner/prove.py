@@ -48,7 +48,7 @@ class StillScheduler:
         return (model_output,)
 
 
-class StillPipeline(DiffusionPipeline):  # type: ignore[misc]
+class StillPipeline(DiffusionPipeline):
     """Calls a transformer with the same arguments in every step.
 
     Args:
@@ -56,12 +56,14 @@ class StillPipeline(DiffusionPipeline):  # type: ignore[misc]
     """
 
     vae_scale_factor = 1
+    transformer: Any
 
     def __init__(self, transformer: nn.Module) -> None:
-        super().__init__()
-        self.register_modules(transformer=transformer)
+        pipe: Any = super()
+        pipe.__init__()
+        pipe.register_modules(transformer=transformer)
         self.scheduler = StillScheduler()
-        self.set_progress_bar_config(disable=True)
+        pipe.set_progress_bar_config(disable=True)
 
     @torch.no_grad()
     def __call__(self, calls: Sequence[Mapping[str, Any]], latents: Tensor, num_inference_steps: int = STEPS) -> Any:
@@ -142,7 +144,9 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
     for name, parameter in twin.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         is_matrix = parameter.ndim > 1
-        noise = noise / parameter[0].numel() ** 0.5 if is_matrix else noise * 0.1 + ("norm" in name and "weight" in name)
+        noise = (
+            noise / parameter[0].numel() ** 0.5 if is_matrix else noise * 0.1 + ("norm" in name and "weight" in name)
+        )
         parameter.data = noise
     return twin
 
@@ -154,8 +158,7 @@ def _list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, A
         other
         for other in calls[1:]
         if all(
-            getattr(first[name], "shape", None) == getattr(other.get(name), "shape", None)
-            for name in list(first)[:1]
+            getattr(first[name], "shape", None) == getattr(other.get(name), "shape", None) for name in list(first)[:1]
         )
     ]
     return [[first], *([first, other] for other in alike[:1])]
@@ -164,13 +167,17 @@ def _list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, A
 def _check_proof(transformer: nn.Module, error: float) -> None:
     if not error <= TOLERANCE:
         raise ModelError(
-            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {error:.1e} of its "
-            f"largest value, and up to {TOLERANCE:.0e} is rounding; use a plan of data, cfg or tensor"
+            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {error:.1e} of "
+            f"its largest value, and up to {TOLERANCE:.0e} is rounding; use a plan of data, cfg or tensor"
         )
 
 
 def _extract_prediction(result: Any) -> Tensor:
-    leaves = [leaf for leaf in pytree.tree_leaves(list(result.values()) if isinstance(result, dict) else result) if isinstance(leaf, Tensor)]
+    leaves = [
+        leaf
+        for leaf in pytree.tree_leaves(list(result.values()) if isinstance(result, dict) else result)
+        if isinstance(leaf, Tensor)
+    ]
     first = leaves[0]
     # A list of one prediction for each row.
     return torch.stack(leaves) if len(leaves) > 1 and all(leaf.shape == first.shape for leaf in leaves) else first

@@ -41,7 +41,9 @@ def mask_of(kind: str, heads: int) -> Tensor | None:
     if kind == "whole blocks":  # all that the first of two or three ranks has
         seen[1, :12] = False
     if kind == "pairs":
-        return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & seen[:, None, None] | torch.eye(LENGTH, dtype=torch.bool)
+        return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & seen[:, None, None] | torch.eye(
+            LENGTH, dtype=torch.bool
+        )
     if kind == "expanded":
         return seen[:, None, None].expand(-1, 1, LENGTH, -1)
     if kind in ("boolean", "whole blocks"):

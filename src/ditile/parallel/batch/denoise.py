@@ -46,9 +46,7 @@ class DataCfgBatch:
         batch_dims: finds which dimension of each argument of the models is the batch.
     """
 
-    def __init__(
-        self, mesh: Mesh, models: Sequence[nn.Module], *, images: int, batch_dims: BatchDimFinder
-    ) -> None:
+    def __init__(self, mesh: Mesh, models: Sequence[nn.Module], *, images: int, batch_dims: BatchDimFinder) -> None:
         self._mesh, self._models, self._model, self._images = mesh, models, models[0], images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)

@@ -37,6 +37,8 @@ from ditile.plan.layout import pick_even_chunk
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
 """The kinds under which bytes are counted."""
 Receivers = Literal["all", "first", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchSlice:
     """Some rows of a batch: those of some branches and some images.

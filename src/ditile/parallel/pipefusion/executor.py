@@ -200,8 +200,8 @@ class PipeFusion:
             if now.pieces or now.is_stale(now.micro_step.step):
                 raise StateError(
                     f"a call has {form.grid.rows * form.grid.tokens_per_row} image and {form.text} text tokens and had "
-                    f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use a "
-                    "plan without pipefusion, patches and distrifusion"
+                    f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
+                    "a plan without pipefusion, patches and distrifusion"
                 )
             now.forget_layout()
         self._plan.check(Facts(rows=form.grid.rows))

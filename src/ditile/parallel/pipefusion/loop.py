@@ -288,7 +288,8 @@ class Loop:
         now.pieces = pieces
 
     def _rehearse_step(self, patch: int, timestep: Tensor) -> Iterator[Tensor]:
-        self.get_generation().rehearsed_patch, self._rehearsed_piece = patch, None
+        self.get_generation().rehearsed_patch = patch
+        self._rehearsed_piece: Piece | None = None
         self._timestep = timestep
         self._callbacks.progress()
         yield timestep
@@ -469,8 +470,8 @@ class Loop:
             )
         if self._rehearsed_piece is not None:
             raise StateError(
-                f"{type(self._pipe).__name__} steps its scheduler more than once in a step, so its latents cannot be cut "
-                "into patches; use a plan without pipefusion and patches"
+                f"{type(self._pipe).__name__} steps its scheduler more than once in a step, so its latents cannot be "
+                "cut into patches; use a plan without pipefusion and patches"
             )
         self._rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
         if self._latents is None:
@@ -482,7 +483,9 @@ class Loop:
         if getattr(self._scheduler, "_step_index", 0) is None:
             self._scheduler._step_index = 0  # a pipeline that steps twice counts it back
         self.get_generation().branch = 0
-        return replace_latents(result, self._latents, functools.partial(self._complete_step_extras, last=False), keep=False)
+        return replace_latents(
+            result, self._latents, functools.partial(self._complete_step_extras, last=False), keep=False
+        )
 
     def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""

@@ -76,7 +76,9 @@ class PatchSchedulers:
             generators = rng.list_generators(call.get("generator"), sample.device)
             saved = rng.read_generator_states(generators)
             corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
-            cut = {name: value[corner[: value.ndim]] if _is_like(value, sample) else value for name, value in call.items()}
+            cut = {
+                name: value[corner[: value.ndim]] if _is_like(value, sample) else value for name, value in call.items()
+            }
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
             extras = self._extras.get(-1)
             self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], cut, -1)
@@ -131,9 +133,7 @@ class PatchSchedulers:
     ) -> Any:
         """Steps a copy; what it made of this patch besides latents in the step before is given to it again."""
         extras = self._extras.get(patch, ())
-        own = {
-            name: value.select(extras) if isinstance(value, PatchExtra) else value for name, value in call.items()
-        }
+        own = {name: value.select(extras) if isinstance(value, PatchExtra) else value for name, value in call.items()}
         result = scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **own)
         self._extras[patch] = result[1:] if isinstance(result, tuple) else ()
         return result

@@ -1,0 +1,213 @@
+"""Records calls of a transformer: what a pipeline gives it, what its blocks are given, and how these attend."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ditile.errors import ModelError
+from ditile.hooks.attention_processors import find_attention_processors
+from ditile.hooks.block_calls import find_nan_tokens
+from ditile.hooks.overrides import override_attribute
+from ditile.models.block_lists import find_block_lists
+from ditile.plan.spec import BlockList, Flow
+
+Call = Mapping[str, Any]
+"""The arguments of a call of the transformer, by parameter."""
+
+
+class AttentionCall(NamedTuple):
+    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN.
+
+    `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
+    """
+
+    queries: int
+    keys: int
+    mask: tuple[int, ...] | None
+    real_pairs: bool
+    causal: bool
+    poisoned: range | None
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """One call of a block: its arguments by parameter, and by path the attention calls within it."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[Any, ...] | None = None
+    attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+
+
+class ChainBlock(NamedTuple):
+    """A block of the chain."""
+
+    list_name: str
+    name: str
+    block: nn.Module
+    flow: Flow
+
+
+def list_chain(transformer: nn.Module) -> list[ChainBlock]:
+    """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
+    return [ChainBlock(*each) for each in _iterate_chain(find_block_lists(transformer))]
+
+
+def _iterate_chain(lists: Sequence[BlockList]) -> Iterator[tuple[str, str, nn.Module, Flow]]:
+    for each in lists:
+        for index, block in enumerate(each.blocks):
+            yield each.name, f"{each.name}.{index}", block, each.flow
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Notes every call of scaled dot-product attention."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            instead = self._note_call(*args, **(kwargs or {}))
+            if instead is not None:
+                return instead
+        return func(*args, **(kwargs or {}))
+
+    def _note_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor | None:
+        return self._note(query, key, attn_mask, is_causal)
+
+
+def record_blocks(
+    transformer: nn.Module, chain: Sequence[ChainBlock], call: Call, *, bypass: bool = False
+) -> list[BlockRecord]:
+    """The arguments and attention calls of every block in one call of a transformer.
+
+    Args:
+        transformer, chain, call: the model, its blocks, the arguments.
+        bypass: whether blocks pass on what they are given, though they run.
+
+    Raises:
+        ModelError: if a block is called twice, or not at all.
+    """
+    records = [BlockRecord() for _ in chain]
+    path: list[tuple[BlockRecord, str]] = []
+
+    def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
+        if path:
+            record, name = path[-1]
+            shape = None if mask is None else tuple(mask.shape)
+            poisoned = find_nan_tokens(key, key.ndim - 2) if bypass else None
+            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal, poisoned)
+            record.attention.setdefault(name, []).append(attention)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
+        for record, (_, name, block, flow) in zip(records, chain, strict=True):
+            for module_path, module, processor in find_attention_processors(block):
+                if getattr(processor, "_attention_backend", None) is not None:
+                    override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
+                track_path(stack, path, (record, module_path), module)
+            _record_block(stack, path, record, name, block, flow, bypass=bypass)
+        stack.enter_context(AttentionWatch(note))
+        transformer(**call)
+    for record, (_, name, _, _) in zip(records, chain, strict=True):
+        if not record.arguments:
+            raise ModelError(f"{type(transformer).__name__} did not call its block {name}")
+    return records
+
+
+def has_real_pairs(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype != torch.bool or mask.ndim < 3 or mask.shape[-2] == 1:
+        return False
+    return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
+
+
+def track_path(stack: ExitStack, path: list[Any], place: Any, module: nn.Module) -> None:
+    """Until the stack is closed, `path` ends with `place` while a module's forward runs."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def forward_on_path(*args: Any, **kwargs: Any) -> Any:
+        path.append(place)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            path.pop()
+
+    override_attribute(stack, module, "forward", forward_on_path)
+
+
+def _record_block(
+    stack: ExitStack, path: list[Any], record: BlockRecord, name: str, block: nn.Module, flow: Flow, *, bypass: bool
+) -> None:
+    track_path(stack, path, (record, ""), block)
+    forward, signature = block.forward, inspect.signature(type(block).forward)
+
+    @functools.wraps(forward)
+    def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+        if record.arguments:
+            raise ModelError(f"block {name} is called more than once in a call of the transformer")
+        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
+        del record.arguments[next(iter(signature.parameters))]
+        out = forward(*args, **kwargs)
+        record.outputs = out if isinstance(out, tuple) else None
+        return _pass_on(record.arguments, flow, out) if bypass else out
+
+    override_attribute(stack, block, "forward", forward_and_record)
+
+
+def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
+    """What a block was given, in the form of what it returned."""
+    streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
+    if not isinstance(out, tuple):
+        return streams["image"]
+    return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
+
+
+class _Recorded(Exception):
+    """The call that was wanted has been recorded: the pipeline is left."""
+
+
+def capture_call(pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
+
+    Raises:
+        ModelError: if the pipeline never calls it.
+    """
+    captured: dict[str, Any] = {}
+    signature = inspect.signature(type(transformer).forward)
+
+    @functools.wraps(transformer.forward)
+    def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
+        captured.update(signature.bind(transformer, *args, **kwargs).arguments)
+        captured.pop(next(iter(signature.parameters)))
+        raise _Recorded
+
+    with ExitStack() as stack:
+        override_attribute(stack, transformer, "forward", forward_to_capture)
+        stack.enter_context(torch.no_grad())
+        try:
+            pipe(**arguments)
+        except _Recorded:
+            return captured
+    raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
