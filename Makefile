@@ -17,9 +17,9 @@ test: environment
 	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families'
 	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
-# Every pipeline of diffusers, tiny: tests/zoo.
+# Every pipeline of diffusers, tiny, under every axis: tests/zoo.
 test-families: environment
-	$(RUN) -m pytest -n 2 --dist worksteal -m families tests/zoo
+	$(RUN) -m pytest -n 2 --dist worksteal tests/zoo
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment

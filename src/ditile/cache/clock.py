@@ -38,10 +38,13 @@ def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., Abstr
     if not callable(pipe):
         return
 
-    @functools.wraps(kind.__call__)
+    # Within the closure, as in any decorated function, so that a runner finds the pipeline's own code through it.
+    pipeline_call = kind.__call__
+
+    @functools.wraps(pipeline_call)
     def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
         with enter(*args, **kwargs) if this is pipe else ExitStack():
-            return kind.__call__(this, *args, **kwargs)
+            return pipeline_call(this, *args, **kwargs)
 
     names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     pipe.__class__ = type(kind.__name__, (kind,), names)

@@ -166,12 +166,12 @@ class TransformerHooks:
         Raises:
             StateError: if a runner has it, other blocks were read, or others are to be kept and were not read.
         """
+        loaded, name = self.loaded_blocks, type(self.transformer).__name__
+        if loaded is None and self.has_placeholders():
+            raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
         if self.other is not None:
             self.other.claim_blocks(owned, keep=keep, shard=shard)
-        loaded, name = self.loaded_blocks, type(self.transformer).__name__
         if loaded is None:
-            if self.has_placeholders():
-                raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
             weights = self.describe_weights()
             self.empty_other_blocks(owned, keep=keep)
             return weights

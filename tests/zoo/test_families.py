@@ -1,0 +1,96 @@
+"""Every family under every axis: what holds, and that what does not is refused before the first step.
+
+A row that does not hold has its reason in `holes.py`, from which docs/matrix.md is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from torch import nn
+
+from ditile.models.anatomies import find_anatomy
+from ditile.models.derive import list_chain, record_blocks
+from ditile.models.registry import find_model_spec
+from ditile.runner.prove import TOLERANCE, prove_anatomy
+from ditile.runner.runner import _build_single_runner
+from tests.pool import CaseError, Pool
+from tests.zoo import ZOO
+from tests.zoo.derive_table import record_calls
+from tests.zoo.holes import FAST, HYBRIDS, find_hole
+from tests.zoo.rows import HYBRID, ROWS, Row, draw_rows, judge_row
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.families) for name in ZOO]
+TIMEOUT = 60.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
+    """A failure names the row: a family draws something else under an axis, or a hole is none any more."""
+    rows = {key: row for key, row in ROWS.items() if row.like != "two" or ZOO[name].two_images}
+    transformer, calls = record_calls(ZOO[name].make(), ZOO[name])
+    patches = choose_patches(transformer, calls["call"])
+    found = run_rows(pool, name, patches, rows) | {"proof": prove(transformer, calls, patches)}
+    if name in HYBRIDS:
+        found |= run_rows(pool, name, patches, {"hybrid": HYBRID}, ranks=4)
+    assert not (wrong := find_wrong(name, found)), "\n".join(wrong)
+
+
+def find_wrong(name: str, found: Mapping[str, str]) -> list[str]:
+    """What of an entry is not as the table of holes says, a line each."""
+    wrong = []
+    for key, problem in found.items():
+        hole = find_hole(name, key)
+        if hole is None and problem:
+            wrong.append(f"{name}, {key}: {problem}")
+        elif hole is not None and not problem.startswith("refused: "):
+            wrong.append(f"{name}, {key}: {problem or 'holds'}, and is a hole because {hole}")
+    return wrong
+
+
+def run_rows(pool: Pool, name: str, patches: int, rows: Mapping[str, Row], ranks: int = 2) -> dict[str, str]:
+    """What is wrong with each row; empty where it holds."""
+    try:
+        outcomes = pool.run(draw_rows, ranks, name, patches, rows, timeout=TIMEOUT)
+    except CaseError as error:
+        # Some row ended in an error that is no refusal: each by itself says which.
+        if len(rows) == 1:
+            return {key: describe_error(error) for key in rows}
+        return {key: run_rows(pool, name, patches, {key: row}, ranks)[key] for key, row in rows.items()}
+    return {key: judge_row(row, outcomes, key) for key, row in rows.items()}
+
+
+def describe_error(error: CaseError) -> str:
+    return next(iter(error.tracebacks.values())).strip().splitlines()[-1]
+
+
+def choose_patches(transformer: nn.Module, call: Mapping[str, Any]) -> int:
+    """A number of patches that does not divide the tokens, or the rows of tokens where patches cut no row."""
+    anatomy = find_anatomy(transformer)
+    if anatomy is None:
+        return 3
+    chain, spec = list_chain(transformer), find_model_spec(transformer)
+    of_list = anatomy.lists[chain[0].list_name]
+    rows = record_blocks(transformer, chain, call)[0].arguments[of_list.image].shape[of_list.tokens]
+    if spec is not None and spec.grid is not None:
+        rows = spec.grid(transformer, call).rows
+    return next(patches for patches in (3, 2, 7, 4) if patches <= rows and rows % patches)
+
+
+def prove(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: int) -> str:
+    """What the proof finds wrong: of each variant alone, and with another prompt as the second branch of guidance."""
+    if find_anatomy(transformer) is None:
+        return "refused: it has no anatomy"
+    branches: dict[str, list[Any]] = {variant: [call] for variant, call in calls.items() if variant != "larger"}
+    if "other_prompt" in branches:
+        branches["other_prompt"].insert(0, calls["call"])
+    problems = []
+    for variant, of_variant in branches.items():
+        difference = prove_anatomy(transformer, of_variant, _build_single_runner, patches=patches)
+        if not difference <= TOLERANCE:
+            problems.append(f"{variant} differs by {difference:.1e}")
+    return "; ".join(problems)
