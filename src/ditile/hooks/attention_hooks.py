@@ -36,7 +36,7 @@ def install_attention(
         stack: undoes it.
         spec: may have processors of its own.
         hook: the block.
-        build: (layer, backend, joint, through_dispatch) -> the attention of a layer.
+        build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
     """
     for path, module in hook.list_attentions():
@@ -50,7 +50,7 @@ def install_attention(
             name = layer if len(kinds) == 1 else f"{layer}.{turn}"
             core = None
             if kind != LOCAL:
-                core = build(name, backend, joint=kind[0] == "J", through_dispatch=through_dispatch)
+                core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
             cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
         attend = cores[0] if len(cores) == 1 else CallsInTurn(cores)
         assert attend is not None

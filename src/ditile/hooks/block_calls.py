@@ -136,12 +136,13 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any]) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
-        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy)
+        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last)
         if self._anatomy.is_one_sequence:
             inputs = poison_latents(self._names[0], inputs)
-        self._run_pass(survey, forward, inputs)
+        result = self._run_pass(survey, forward, inputs)
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
-        return survey.describe_call(grid)
+        returns_text = survey.poisons_text and any(bool(torch.isnan(x).any()) for x in list_predictions(result))
+        return survey.describe_call(grid)._replace(returns_text=returns_text)
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
@@ -183,6 +184,11 @@ def find_nan_tokens(x: Tensor, dim: int) -> range | None:
     return run if len(run) == len(bad) else None
 
 
+def list_predictions(result: Any) -> list[Tensor]:
+    """The tensors that a transformer returns."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
     return forward(*(call.pop(name) for name in names), *rest, **call)
 
@@ -199,10 +205,15 @@ def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> A
 
 
 class _SurveyPass:
-    """Blocks pass on what they are given, which is looked at."""
+    """Blocks pass on what they are given, which is looked at.
 
-    def __init__(self, model: str, anatomy: Anatomy) -> None:
-        self._model, self._anatomy = model, anatomy
+    Attributes:
+        poisons_text: whether the text behind the last block is a stream of its own, which is NaN then.
+    """
+
+    def __init__(self, model: str, anatomy: Anatomy, last: int) -> None:
+        self._model, self._anatomy, self._last = model, anatomy, last
+        self.poisons_text = False
         self._lengths: dict[str, int] = {}
         self._start = 0
         self._before: tuple[Tensor, Tensor | None, int] | None = None
@@ -220,6 +231,8 @@ class _SurveyPass:
             if not is_same or (text is not None and last_text is not None and text is not last_text):
                 self._glued.add(hook.index)
         self._before = (image, text, image._version)
+        if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
+            self.poisons_text, text = True, torch.full_like(text, float("nan"))
         return _give_streams(anatomy, image, text)
 
     def describe_call(self, grid: Grid | None) -> CallForm:
@@ -396,11 +409,12 @@ class _DividedPass:
         if fresh is None:
             return image, text
         if now.has_all_image_tokens:
-            return self._join_streams(anatomy, state if fresh is state.image else TokenState(fresh, state.text))
+            return self._join_streams(anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text))
         if anatomy.joint == "none":
-            return _put_tokens_back(fresh, anatomy), text
+            fresh_text = text if fresh.text is None else _put_tokens_back(fresh.text, anatomy)
+            return _put_tokens_back(fresh.image, anatomy), fresh_text
         full = self._split_streams(now.form.text, anatomy, image, text)
-        return self._join_streams(anatomy, TokenState(fresh, full.text))
+        return self._join_streams(anatomy, TokenState(fresh.image, full.text if fresh.text is None else fresh.text))
 
     def _place_tokens(
         self, now: Generation, hook: BlockHook, state: TokenState, image: Tensor, text: Tensor | None

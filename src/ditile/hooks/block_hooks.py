@@ -258,7 +258,7 @@ class TransformerHooks:
             policy: decides at each hook.
             owned: the blocks that run here.
             current: the generation under way.
-            core: (layer, backend, joint) -> the attention of a layer.
+            core: (layer, backend, kind) -> the attention of a layer.
             dispatch: the name of the attention backend that calls a core, given the name that a processor has.
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.

@@ -27,7 +27,10 @@ class LayerAttention(Protocol):
 
 
 class TokenState(NamedTuple):
-    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where there is some."""
+    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where there is some.
+
+    The text may as well be the sound of a video: a second stream, of which the model makes a result.
+    """
 
     image: Tensor
     text: Tensor | None
@@ -86,8 +89,11 @@ class BlockPolicy(Protocol):
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """The forward has reached a block."""
 
-    def leave_blocks(self, state: TokenState) -> Tensor | None:
-        """All image tokens `[B, N, C]` behind the last block, fresh where they were computed now; None if unread."""
+    def leave_blocks(self, state: TokenState) -> TokenState | None:
+        """All tokens behind the last block, fresh where they were computed now; None if unread.
+
+        The text is None where the model makes nothing of it.
+        """
 
     def end_transformer_call(self) -> None:
         """The transformer returns."""
@@ -101,9 +107,11 @@ class CallForm(NamedTuple):
         text: text tokens that go through blocks.
         start: where the image begins in a sequence that counts as the image as a whole.
         glued: the blocks before which the forward makes the tokens anew.
+        returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
     """
 
     grid: Grid
     text: int
     start: int
     glued: frozenset[int]
+    returns_text: bool = False

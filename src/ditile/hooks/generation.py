@@ -27,7 +27,7 @@ class LayerTokens:
         runs: for each rank that shares them out, where its tokens are in the whole sequence, in its own order.
         index: this rank among them.
         length: of the whole sequence.
-        image: where the image is in it.
+        image: where the image is in it; empty in a layer of text alone.
         dummies: tokens here that stand for absent text, in front or behind; no other rank sees them.
         dummies_first: whether they are in front.
     """
@@ -43,6 +43,11 @@ class LayerTokens:
     def rank_lengths(self) -> tuple[int, ...]:
         """Tokens of each rank, without dummies."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
+
+    @property
+    def are_none(self) -> bool:
+        """Whether no rank has any: the text is not computed at this micro-step."""
+        return not any(self.runs)
 
     @property
     def real_tokens(self) -> slice:
@@ -98,7 +103,7 @@ class Generation:
     pieces: list[Piece] = field(default_factory=list)
     prediction_pieces: dict[int, list[Piece]] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
-    _tokens: dict[tuple[int, int | None, bool], LayerTokens] = field(default_factory=dict)
+    _tokens: dict[tuple[int, int | None, str], LayerTokens] = field(default_factory=dict)
     _runs: dict[tuple[int, int | None], Runs] = field(default_factory=dict)
 
     @property
@@ -138,17 +143,21 @@ class Generation:
             return self.warmup_split, self.warmup_index
         return self.split, self.index
 
-    def get_layer_tokens(self, *, joint: bool) -> LayerTokens:
-        """The tokens of an attention layer at this micro-step; `joint` is whether it sees the text too."""
-        key = (self.branch, self.micro_step.patch, joint)
+    def get_layer_tokens(self, kind: str) -> LayerTokens:
+        """The tokens of an attention layer at this micro-step: `N` of the image, `T` of the text, `J` of both."""
+        key = (self.branch, self.micro_step.patch, kind)
         if key not in self._tokens:
             layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
-            joint = joint and layout.joint != "none"
-            runs = tuple(layout.locate_in_sequence(part, joint=joint) for part in parts)
             _, own_index = self._get_split(self.micro_step.patch)
-            dummies = 0 if parts[own_index].text or not joint else DUMMY_TEXT
-            length = layout.image_tokens + (layout.text if joint else 0)
+            sees_text = kind != "N" and layout.joint != "none"
+            dummies = 0 if parts[own_index].text or not sees_text else DUMMY_TEXT
             first = layout.joint == "text_first"
+            if kind == "T":
+                runs = tuple((part.text,) if part.text else () for part in parts)
+                self._tokens[key] = LayerTokens(runs, own_index, layout.text, range(0), dummies, first)
+                return self._tokens[key]
+            runs = tuple(layout.locate_in_sequence(part, joint=sees_text) for part in parts)
+            length = layout.image_tokens + (layout.text if sees_text else 0)
             start = length - layout.image_tokens if first else 0
             image = range(start, start + layout.image_tokens)
             self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first)

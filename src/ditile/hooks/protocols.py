@@ -28,8 +28,10 @@ class HeadExchange(Protocol):
 
     overlaps: bool
 
-    def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`."""
+    def exchange_tokens_for_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+    ) -> tuple[Tensor, ...]:
+        """q of `tokens`, k and v of `keys` `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`."""
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made, in this order."""

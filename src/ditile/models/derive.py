@@ -7,6 +7,7 @@ latents of NaN and blocks that pass on what they are given, says where the image
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,6 +86,8 @@ class _Derivation:
             for name in list_parameter_names(self._transformer)
             if any(kinds := self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls]))
         }
+        if joint == "none" and any(each.text is not None for each in lists.values()):
+            joint = "text_first"  # no attention sees both in one sequence: either order will do
         return Anatomy(lists, joint, inputs)
 
     def _refuse_convolutions(self) -> None:
@@ -247,14 +250,16 @@ class _Derivation:
             every = range(len(calls))
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
-            if queries == keys and queries in "NJ":
+            is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(index, path, turn))
+            if queries in TOKENS and is_shared:
                 has_pairs = [
                     call.real_pairs
                     for call in calls
                     if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1
                 ]
-                kinds.append(queries + (REAL_PAIRS if has_pairs and all(has_pairs) else ""))
-                if queries == "J":
+                kind = queries if queries == keys else queries + keys
+                kinds.append(kind + (REAL_PAIRS if has_pairs and all(has_pairs) else ""))
+                if keys == "J":
                     image = self._poisoned[0][index].attention[path][turn].poisoned
                     if image is not None and 0 < len(image) < first.keys:
                         found: Joint = "image_first" if image.start == 0 else "text_first"
@@ -270,6 +275,16 @@ class _Derivation:
         """Whether tokens of the image are among the keys of an attention call."""
         poisoned = self._poisoned[0][index].attention[path][turn].poisoned
         return poisoned is None or len(poisoned) > 0
+
+    def _has_text_keys(self, index: int, path: str, turn: int) -> bool:
+        """Whether the keys of an attention call are made of text tokens that go through the blocks."""
+        call = self._text_poisoned[index].attention[path][turn]
+        return call.poisoned is None or len(call.poisoned) == call.keys
+
+    @functools.cached_property
+    def _text_poisoned(self) -> list[BlockRecord]:
+        """The first call, in which the text tokens in front of each block are NaN."""
+        return record_blocks(self._transformer, self._chain, self._calls[0], bypass=True, poisons_text=True)
 
     def _mark_keys(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> ListAnatomy:
         """Finds the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""

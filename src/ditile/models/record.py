@@ -97,13 +97,19 @@ class AttentionWatch(TorchFunctionMode):
 
 
 def record_blocks(
-    transformer: nn.Module, chain: Sequence[ChainBlock], call: Call, *, bypass: bool = False
+    transformer: nn.Module,
+    chain: Sequence[ChainBlock],
+    call: Call,
+    *,
+    bypass: bool = False,
+    poisons_text: bool = False,
 ) -> list[BlockRecord]:
     """The arguments and attention calls of every block in one call of a transformer.
 
     Args:
         transformer, chain, call: the model, its blocks, the arguments.
         bypass: whether blocks pass on what they are given, though they run.
+        poisons_text: whether the text tokens that a block is given are NaN.
 
     Raises:
         ModelError: if a block is called twice, or not at all.
@@ -127,7 +133,7 @@ def record_blocks(
                 if getattr(processor, "_attention_backend", None) is not None:
                     override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
                 track_path(stack, path, (record, module_path), module)
-            _record_block(stack, path, record, name, block, flow, bypass=bypass)
+            _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons_text=poisons_text)
         stack.enter_context(AttentionWatch(note))
         transformer(**call)
     for record, (_, name, _, _) in zip(records, chain, strict=True):
@@ -158,7 +164,15 @@ def track_path(stack: ExitStack, path: list[Any], place: Any, module: nn.Module)
 
 
 def _record_block(
-    stack: ExitStack, path: list[Any], record: BlockRecord, name: str, block: nn.Module, flow: Flow, *, bypass: bool
+    stack: ExitStack,
+    path: list[Any],
+    record: BlockRecord,
+    name: str,
+    block: nn.Module,
+    flow: Flow,
+    *,
+    bypass: bool,
+    poisons_text: bool,
 ) -> None:
     track_path(stack, path, (record, ""), block)
     forward, signature = block.forward, inspect.signature(type(block).forward)
@@ -167,8 +181,12 @@ def _record_block(
     def forward_and_record(*args: Any, **kwargs: Any) -> Any:
         if record.arguments:
             raise ModelError(f"block {name} is called more than once in a call of the transformer")
-        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
+        bound = signature.bind(block, *args, **kwargs)
+        record.arguments.update(bound.arguments)
         del record.arguments[next(iter(signature.parameters))]
+        if poisons_text and isinstance(text := bound.arguments.get(flow.text or ""), Tensor):
+            bound.arguments[flow.text or ""] = torch.full_like(text, float("nan"))
+            args, kwargs = bound.args[1:], bound.kwargs
         out = forward(*args, **kwargs)
         record.outputs = out if isinstance(out, tuple) else None
         return _pass_on(record.arguments, flow, out) if bypass else out

@@ -7,6 +7,8 @@ The kind of each dimension of a tensor is a letter, so that a tensor's kinds are
 - `C` another length that changes from call to call, left whole; `1` exactly one; `.` always the same length
 
 An argument that some calls give with another number of dimensions has a word for each, as in `B|BN`.
+Two streams may both come out of a model, such as a video and its sound: the second one is what `T` counts.
+
 `#N`, `#T` and `#J` are whole numbers that count tokens, `*` is a list with an item for each row of the batch, and the
 empty word is anything else. Where no list of blocks returns a text stream, a model has one sequence, and all of it
 counts as the image: a patch is a run of it.
@@ -27,7 +29,7 @@ ROWS = "*"
 """The kind of a list with an item for each row of the batch."""
 
 LOCAL = "-"
-"""The kind of an attention call whose keys every rank has: text to itself, or image to text."""
+"""The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
 
 REAL_PAIRS = "&"
 """Behind the kind of an attention call: its mask has a pair for each query and key that are both real."""
@@ -55,7 +57,8 @@ class ListAnatomy:
         has_no_batch: whether streams are `[tokens, C]`.
         joint: where the text is within the parameter `image`.
         arguments: each other parameter -> the kinds of its leaves.
-        attention: path of a module within a block -> the kind of each of its calls: `N`, `J` or `-`, see `REAL_PAIRS`.
+        attention: path of a module within a block -> the kind of each of its calls: the letter of its tokens, as `N` or
+            `J`; of its queries and its keys where these are not the same, as `NT`; or `-`. See `REAL_PAIRS`.
     """
 
     image: str

@@ -259,13 +259,13 @@ class LayerAttentionBuilder:
         """The name of the backend that calls ditile's attention, given the backend that a processor names."""
         return intercept.register_backend(backend if self._kernel is None else self._kernel.backend)
 
-    def build_layer_attention(self, layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
+    def build_layer_attention(self, layer: str, backend: Any, *, kind: str, through_dispatch: bool) -> LayerAttention:
         """The attention of a layer.
 
         Args:
             layer: its name in the model.
             backend: the kernel that its processor names.
-            joint: whether its sequence includes the text.
+            kind: of its tokens, as in `ListAnatomy.attention`.
             through_dispatch: whether its processor goes through diffusers' dispatch of attention.
         """
         kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
@@ -275,11 +275,11 @@ class LayerAttentionBuilder:
         if self._splits is not None:
             source = MaskOrigins(self._splits, cached=bool(find_model_caches(self._pipe)))
             gathered = GatheredKeyMaskSource(sequence, ulysses, traffic, source)
-            core = AttentionCore(current, exchange, keys, gathered, joint=joint, turn=turn)
+            core = AttentionCore(current, exchange, keys, gathered, kind=kind, turn=turn)
             return ContextParallelAttention(self._splits, core.attend_to_tokens, kernel, gathered, source)
         alone = sequence.num_ranks == 1
         masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
-        return AttentionCore(current, exchange, keys, masks, joint=joint, turn=turn)
+        return AttentionCore(current, exchange, keys, masks, kind=kind, turn=turn)
 
     def _build_exchange(self) -> HeadExchange:
         axis, traffic = self._mesh["ulysses"], self._mesh.traffic

@@ -67,7 +67,7 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     results = []
     for kind in MASKS:
         whole = mask_of(kind, heads)
-        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
+        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
         # One that tells queries apart is given whole.
         mask = whole if whole is None or kind == "pairs" else whole[..., mine]
         own_qkv = (q[:, mine], k[:, mine], v[:, mine])

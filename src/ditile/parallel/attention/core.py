@@ -17,7 +17,7 @@ from torch import Tensor
 from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, expand_mask, make_pairs_error
-from ditile.hooks.kv_store import AgeChecks
+from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
 from ditile.hooks.token_arguments import take_runs
 from ditile.plan.layout import merge_ranges
@@ -29,7 +29,7 @@ class AttentionCore:
     Args:
         current: the generation under way.
         exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
-        joint: whether the layer sees the text too.
+        kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
@@ -43,11 +43,11 @@ class AttentionCore:
         keys: KeySource,
         masks: KeyMaskSource,
         *,
-        joint: bool,
+        kind: str = "N",
         turn: Tensor,
     ) -> None:
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._joint, self._custom_op = joint, CustomOp(self._attend_to_current_tokens, turn)
+        self._kind, self._custom_op = kind, CustomOp(self._attend_to_current_tokens, turn)
         self.overlaps = exchange.overlaps
 
     def attend(
@@ -66,7 +66,7 @@ class AttentionCore:
         if torch.compiler.is_compiling():
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
-        tokens, heads = self._current().get_layer_tokens(joint=self._joint), 0
+        tokens, heads = self._current().get_layer_tokens(self._kind), 0
 
         def make_without_dummies(make: DeferredTensor) -> Tensor:
             nonlocal heads
@@ -75,37 +75,60 @@ class AttentionCore:
             return x[:, tokens.real_tokens] if tokens.dummies else x
 
         q, k, v = self._exchange.exchange_overlapped([partial(make_without_dummies, make) for make in makers], tokens)
-        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
+        return self._attend_to_heads(tokens, tokens, q, k, v, heads, mask, scale)
 
     def attend_to_tokens(
-        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None
+        self,
+        tokens: LayerTokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keys: LayerTokens | None = None,
+        mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        """The same over the tokens that are given.
+        """The same over the tokens that are given; `keys` are those of k and v, where they are others than those of q.
 
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        heads = q.shape[2]
+        heads, keys = q.shape[2], tokens if keys is None else keys
         if tokens.dummies:
-            real = tokens.real_tokens
-            q, k, v = q[:, real], k[:, real], v[:, real]
-        q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens)
-        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
+            q = q[:, tokens.real_tokens]
+        if keys.dummies:
+            k, v = k[:, keys.real_tokens], v[:, keys.real_tokens]
+        if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
+            raise make_pairs_error(mask)
+        q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
+        return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale)
 
     def _attend_to_current_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
     ) -> Tensor:
-        tokens = self._current().get_layer_tokens(joint=self._joint)
-        return self.attend_to_tokens(tokens, q, k, v, mask=mask, scale=scale)
+        now, kind = self._current(), self._kind
+        tokens = now.get_layer_tokens(kind[0])
+        keys = tokens if len(kind) == 1 else now.get_layer_tokens(kind[1])
+        return self.attend_to_tokens(tokens, q, k, v, keys=keys, mask=mask, scale=scale)
 
     def _attend_to_heads(
-        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None, scale: float | None
+        self,
+        tokens: LayerTokens,
+        keys: LayerTokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
         """Attends to this rank's heads of `heads` in all, and trades them for its tokens."""
-        key_padding_mask = None if mask is None else self._masks.gather_key_mask(mask, q.shape[0], tokens, heads)
+        key_padding_mask = None
+        if mask is not None and not keys.are_none:
+            key_padding_mask = self._masks.gather_key_mask(mask, q.shape[0], keys, heads)
         out = q
         if q.shape[2]:  # there may be more ranks than heads
-            out = self._keys.attend_to_keys(q, k, v, tokens, AttentionOptions(key_padding_mask, scale))
+            out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
@@ -118,7 +141,9 @@ class NoExchange:
 
     overlaps = False
 
-    def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
+    def exchange_tokens_for_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+    ) -> tuple[Tensor, ...]:
         """Returns q, k and v as they are."""
         return q, k, v
 
@@ -196,21 +221,36 @@ class StaleKeys:
         if patch is None and not now.keeps_keys(step):
             return self.fresh.attend_to_keys(q, k, v, tokens, extra)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, now.branch_layout.num_patches)
-        k, v = self.gather(k, v, tokens)
-        runs = merge_rank_runs(tokens)
-        whole = store.write_keys(k, v, runs, now.batch_range, now.batch)
-        mask = None if extra.mask is None else extra.mask.join_ring_masks()
-        if extra.mask is not None and mask is not None and not extra.mask.covers_sequence:
-            kept = store.write_mask(mask, runs, now.batch_range, now.batch)
-            mask = mask if patch is None else kept
-        store.mark_written(step, patch)
+        mask = store.mask
+        # Keys of the text are those of the patch that it is computed with, which is the first of the step.
+        if not tokens.are_none:
+            k, v = self.gather(k, v, tokens)
+            mask = self._keep_keys(store, k, v, tokens, extra.mask)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
             return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+        if not q.shape[1]:  # queries of a text that is not computed with this patch
+            return q
+        assert store.buffers is not None
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
-            self.check.expect_ages(store, step, now.ages(now.micro_step), where)
-        return self.kernel(q, *whole, mask=mask, scale=extra.scale)
+            ages = now.ages(now.micro_step)
+            self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
+        return self.kernel(q, *store.buffers, mask=mask, scale=extra.scale)
+
+    def _keep_keys(
+        self, store: KeyStore, k: Tensor, v: Tensor, tokens: LayerTokens, mask: KeyPaddingMask | None
+    ) -> Tensor | None:
+        """Writes fresh keys into the store; returns the mask of the keys that are attended to now."""
+        now, runs = self.current(), merge_rank_runs(tokens)
+        store.write_keys(k, v, runs, now.batch_range, now.batch)
+        joined = None if mask is None else mask.join_ring_masks()
+        step, patch = now.micro_step
+        if mask is not None and joined is not None and not mask.covers_sequence:
+            kept = store.write_mask(joined, runs, now.batch_range, now.batch)
+            joined = joined if patch is None else kept
+        store.mark_written(step, patch if tokens.image else None)
+        return joined
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ the last stage to the first on a group of their own, and nothing blocks but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -250,26 +250,40 @@ class PipeFusion:
             self._send_activations(state)
         return block(state) if index in self.owned else state
 
-    def leave_blocks(self, state: TokenState) -> Tensor | None:
-        """All image tokens: those of this patch fresh, the others as they were last. None where nobody reads them."""
+    def leave_blocks(self, state: TokenState) -> TokenState | None:
+        """All tokens: those of this patch fresh, the others as they were last. None where nobody reads them."""
         now = self.generation
         if group := self._active_warmup_group:
             tokens = group.gather_image_tokens(state.image, now, self._ops)
             self._record_compute()
-            return tokens if self.is_last_stage else None
+            return TokenState(tokens, None) if self.is_last_stage else None
         if not self.is_last_stage:
             return None
-        fresh = self._streams.gather_stream(state.image, now.get_own_part(now.micro_step.patch).image_tokens)
+        part = now.get_own_part(now.micro_step.patch)
+        image = self._streams.gather_stream(state.image, part.image_tokens)
+        text = state.text if now.form.returns_text else None
+        if text is not None:
+            text = self._streams.gather_stream(text, len(part.text) or DUMMY_TEXT)
         self._record_compute()
         if now.has_all_image_tokens:
-            return fresh
-        shape = (fresh.shape[0], now.branch_layout.image_tokens, fresh.shape[2])
-        whole = now.memory.get_persistent_buffer(("tokens", now.branch, now.micro_batch), shape, fresh)
+            return TokenState(image, text)
         parts = now.list_rank_parts(now.micro_step.patch)
-        shapes = [(fresh.shape[0], part.image_tokens, fresh.shape[2]) for part in parts]
-        gathered = start_gather(fresh, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
-        for part, rank_tokens in zip(parts, gathered, strict=True):
-            write_tokens(whole, rank_tokens, part.image)
+        whole = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
+        if text is not None:
+            text = text if part.text else text[:, :0]
+            text = self._gather_tokens("text", text, now.branch_layout.text, [(part.text,) for part in parts])
+        return TokenState(whole, text)
+
+    def _gather_tokens(self, stream: str, own: Tensor, length: int, runs: Sequence[Sequence[range]]) -> Tensor:
+        """All tokens of a stream, in which those of the ranks are written where `runs` says."""
+        now, (rows, _, width) = self.generation, own.shape
+        whole = now.memory.get_persistent_buffer((stream, now.branch, now.micro_batch), (rows, length, width), own)
+        lengths = [sum(map(len, each)) for each in runs]
+        if any(lengths):
+            shapes = [(rows, count, width) for count in lengths]
+            gathered = start_gather(own, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
+            for each, rank_tokens in zip(runs, gathered, strict=True):
+                write_tokens(whole, rank_tokens, each)
         return whole
 
     def end_transformer_call(self) -> None:

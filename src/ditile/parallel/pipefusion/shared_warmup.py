@@ -145,7 +145,7 @@ class WarmupGroup:
         shape = (own.shape[0], now.branch_layout.image_tokens, own.shape[2])
         parts, whole = now.list_rank_parts(None), own
         if self.stage == self.last:
-            whole = now.memory.get_persistent_buffer(("tokens", now.branch, now.micro_batch), shape, own)
+            whole = now.memory.get_persistent_buffer(("image", now.branch, now.micro_batch), shape, own)
             if self.is_member:
                 write_tokens(whole, own, parts[self.stage].image)
         for op in ops:
@@ -210,7 +210,7 @@ class WarmupGroup:
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
         hook = self._hooks.chain[index]
         for name, attention in hook.list_attentions():
-            tokens = now.get_layer_tokens(joint=hook.sees_text(name))
+            tokens = now.get_layer_tokens("J" if hook.sees_text(name) else "N")
             size = attention.to_k.out_features // attention.heads
             shape = (2, state.image.shape[0], tokens.length, attention.heads, size)
             k, v = self._receive_tensor((0, self.stage, KEYS), shape, state.image)

@@ -137,11 +137,11 @@ class ContextParallelHooks(TransformerHooks):
                 plain = True
                 continue
             mine = copy.copy(stock)
-            mine._parallel_config = core(f"{name}.{path}", stock._attention_backend, joint=False, through_dispatch=True)
+            mine._parallel_config = core(f"{name}.{path}", stock._attention_backend, kind="N", through_dispatch=True)
             mine._attention_backend = dispatch(stock._attention_backend)
             override_attribute(stack, module, "processor", mine)
         if plain:
-            attend = core(name, None, joint=False, through_dispatch=False)
+            attend = core(name, None, kind="N", through_dispatch=False)
             self._redirect(stack, transformer, attend, lambda: self.splits is not None and self.splits.attending)
 
 

@@ -52,6 +52,8 @@ class DistriFusionKeys:
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
         now, own = self.current(), self.axis.index
+        if not tokens.image:  # every rank has all of the text
+            return self.kernel(q, k, v, mask=extra.mask.ring_masks[own] if extra.mask else None, scale=extra.scale)
         step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
         if store.incoming is not None:

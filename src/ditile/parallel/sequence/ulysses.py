@@ -89,13 +89,22 @@ class UlyssesExchange:
         self._index, self._ranks, self._group, self._traffic = axis.index, len(axis.ranks), axis.group, traffic
 
     def exchange_tokens_for_heads(
-        self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens
+        self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens, keys: LayerTokens
     ) -> tuple[Tensor, ...]:
         """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
         num_heads = q_BPNH.shape[2]
         k_BPNH, v_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads), self._repeat_uneven_heads(v_BPNH, num_heads)
-        shares = self._get_shares(tokens, num_heads, k_BPNH.shape[2], v_BPNH.shape[2])
-        return self._receive_heads(self._send_heads((q_BPNH, k_BPNH, v_BPNH), shares), shares, q_BPNH)
+        if keys is tokens:
+            return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
+        return (*self._exchange_tensors((q_BPNH,), tokens), *self._exchange_tensors((k_BPNH, v_BPNH), keys))
+
+    def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """Tensors of the same tokens, which travel together."""
+        shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
+        if tokens.are_none:
+            runs = zip(tensors, shares.heads[self._index], strict=True)
+            return tuple(x_BPNH[:, :, run.start : run.stop] for x_BPNH, run in runs)
+        return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made: here they are made before any travels."""
@@ -105,6 +114,8 @@ class UlyssesExchange:
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
         shares, (batch, _, own_heads, size) = self._get_shares(tokens, heads), out_BSMH.shape
+        if tokens.are_none:
+            return out_BSMH.new_empty((batch, 0, heads, size))
         receives, sends = shares.size_messages(batch * size)
         length = shares.lengths[self._index]
         if shares.is_even:
