@@ -26,7 +26,7 @@ from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import Piece
+from ditile.hooks.pieces import Piece, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
 from ditile.plan.anatomy import ROWS, Anatomy, ListAnatomy, select_word
 from ditile.plan.layout import Grid
@@ -148,8 +148,8 @@ class BlockCalls:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
         now.called_models.add(self._key)
         result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        now.prediction_pieces.setdefault(now.branch, []).append(Piece.from_mask(torch.isnan(leaves[0])))
+        pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
+        now.prediction_pieces.setdefault(now.branch, []).append(pieces)
         now.advance_branch()
         return result
 
@@ -182,11 +182,6 @@ def find_nan_tokens(x: Tensor, dim: int) -> range | None:
         return range(0)
     run = range(bad[0], bad[-1] + 1)
     return run if len(run) == len(bad) else None
-
-
-def list_predictions(result: Any) -> list[Tensor]:
-    """The tensors that a transformer returns."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
@@ -294,6 +289,8 @@ class _RehearsalPass:
             start = tokens.start + (layout.text if anatomy.joint == "text_first" else 0)
             image = torch.nan_to_num(image)
             image.narrow(anatomy.tokens, start, tokens.stop - tokens.start).fill_(float("nan"))
+            if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
+                text = torch.full_like(text, float("nan"))
         return _give_streams(anatomy, image, text)
 
 
@@ -409,7 +406,9 @@ class _DividedPass:
         if fresh is None:
             return image, text
         if now.has_all_image_tokens:
-            return self._join_streams(anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text))
+            return self._join_streams(
+                anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text)
+            )
         if anatomy.joint == "none":
             fresh_text = text if fresh.text is None else _put_tokens_back(fresh.text, anatomy)
             return _put_tokens_back(fresh.image, anatomy), fresh_text

@@ -30,6 +30,7 @@ class LayerTokens:
         image: where the image is in it; empty in a layer of text alone.
         dummies: tokens here that stand for absent text, in front or behind; no other rank sees them.
         dummies_first: whether they are in front.
+        are_none: whether no rank has any: the text is not computed at this micro-step.
     """
 
     runs: tuple[tuple[range, ...], ...]
@@ -38,16 +39,12 @@ class LayerTokens:
     image: range
     dummies: int
     dummies_first: bool
+    are_none: bool = False
 
     @property
     def rank_lengths(self) -> tuple[int, ...]:
         """Tokens of each rank, without dummies."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
-
-    @property
-    def are_none(self) -> bool:
-        """Whether no rank has any: the text is not computed at this micro-step."""
-        return not any(self.runs)
 
     @property
     def real_tokens(self) -> slice:
@@ -76,7 +73,7 @@ class Generation:
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
         called_models: in a rehearsal.
         pieces: of the latents, by patch; none where latents are not cut.
-        prediction_pieces: of the transformer's predictions, by branch and patch.
+        prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
     """
 
@@ -101,7 +98,7 @@ class Generation:
     rehearsed_patch: int | None = None
     called_models: set[object] = field(default_factory=set)
     pieces: list[Piece] = field(default_factory=list)
-    prediction_pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    prediction_pieces: dict[int, list[list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
     _tokens: dict[tuple[int, int | None, str], LayerTokens] = field(default_factory=dict)
     _runs: dict[tuple[int, int | None], Runs] = field(default_factory=dict)
@@ -153,8 +150,10 @@ class Generation:
             dummies = 0 if parts[own_index].text or not sees_text else DUMMY_TEXT
             first = layout.joint == "text_first"
             if kind == "T":
-                runs = tuple((part.text,) if part.text else () for part in parts)
-                self._tokens[key] = LayerTokens(runs, own_index, layout.text, range(0), dummies, first)
+                runs: tuple[tuple[range, ...], ...] = tuple((part.text,) if part.text else () for part in parts)
+                self._tokens[key] = LayerTokens(
+                    runs, own_index, layout.text, range(0), dummies, first, are_none=not any(runs)
+                )
                 return self._tokens[key]
             runs = tuple(layout.locate_in_sequence(part, joint=sees_text) for part in parts)
             length = layout.image_tokens + (layout.text if sees_text else 0)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
+
+
+def list_predictions(result: Any) -> list[Tensor]:
+    """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,13 @@ class HeadExchange(Protocol):
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
     ) -> tuple[Tensor, ...]:
-        """q of `tokens`, k and v of `keys` `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`."""
+        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`.
+
+        Args:
+            q, k, v: as a layer makes them.
+            tokens: of q.
+            keys: the tokens of k and v.
+        """
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made, in this order."""

@@ -225,7 +225,9 @@ class StaleKeys:
         # Keys of the text are those of the patch that it is computed with, which is the first of the step.
         if not tokens.are_none:
             k, v = self.gather(k, v, tokens)
-            mask = self._keep_keys(store, k, v, tokens, extra.mask)
+            store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
+            mask = None if extra.mask is None else self._keep_mask(store, extra.mask, tokens)
+            store.mark_written(step, patch if tokens.image else None)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
             return self.kernel(q, k, v, mask=mask, scale=extra.scale)
@@ -238,19 +240,13 @@ class StaleKeys:
             self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
         return self.kernel(q, *store.buffers, mask=mask, scale=extra.scale)
 
-    def _keep_keys(
-        self, store: KeyStore, k: Tensor, v: Tensor, tokens: LayerTokens, mask: KeyPaddingMask | None
-    ) -> Tensor | None:
-        """Writes fresh keys into the store; returns the mask of the keys that are attended to now."""
-        now, runs = self.current(), merge_rank_runs(tokens)
-        store.write_keys(k, v, runs, now.batch_range, now.batch)
-        joined = None if mask is None else mask.join_ring_masks()
-        step, patch = now.micro_step
-        if mask is not None and joined is not None and not mask.covers_sequence:
-            kept = store.write_mask(joined, runs, now.batch_range, now.batch)
-            joined = joined if patch is None else kept
-        store.mark_written(step, patch if tokens.image else None)
-        return joined
+    def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
+        """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
+        now, joined = self.current(), mask.join_ring_masks()
+        if mask.covers_sequence:
+            return joined
+        kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)
+        return joined if now.micro_step.patch is None else kept
 
 
 @lru_cache(maxsize=4096)

@@ -30,9 +30,9 @@ from ditile.parallel.batch.shares import (
     CfgExchange,
     Receivers,
     ReplicaImages,
-    extract_prediction,
+    extract_predictions,
     fill_piece,
-    replace_prediction,
+    replace_predictions,
 )
 
 
@@ -92,9 +92,9 @@ class DataCfgBatch:
         """A generation begins."""
         self._over = self._announced = self._by_calls = False
         self._hole: Tensor | None = None
-        self._predictions: dict[int, Tensor] = {}
+        self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
-        self._row: tuple[str, list[int]] = ("", [])  # of a prediction, where this rank makes none
+        self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
@@ -130,7 +130,8 @@ class DataCfgBatch:
             raise self._make_calls_error(now, now.branch)
         if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
             # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
-            has_nan = torch.stack([torch.isnan(calls).any() for calls in self._predictions.values()]).any()
+            own = [prediction for calls in self._predictions.values() for prediction in calls]
+            has_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
             self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan
 
     def view_own_images(self, batch: Tensor) -> Tensor:
@@ -193,15 +194,17 @@ class DataCfgBatch:
         if not by_calls:
             self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
-                self._cfg.exchange_branches(self._predictions[branch], batch_slice, self._find_fresh_piece(now, branch))
+                for k, prediction in enumerate(self._predictions[branch]):
+                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(now, branch, k))
         elif self._cfg.is_own_call(branch):
             self._compute_batch_slice(forward, args, kwargs, batch_slice)
         else:
             self._skip_foreign_call(now, batch_slice)
         if by_calls and self._is_last and branch + 1 == now.calls:
-            calls = [self._predictions[call] for call in range(now.calls)]
-            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch))
-        return replace_prediction(self._results[branch], self._predictions[branch])
+            for k in range(len(self._predictions[branch])):
+                calls = [self._predictions[call][k] for call in range(now.calls)]
+                self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch, k))
+        return replace_predictions(self._results[branch], self._predictions[branch])
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
         """The name of the noisy input, which is the first argument, and its value."""
@@ -217,35 +220,38 @@ class DataCfgBatch:
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
-        """Calls the model on some rows, and writes its result into the full-size prediction."""
+        """Calls the model on some rows, and writes its result into the full-size predictions."""
         now = self._current()
         branch, size = now.branch, batch_slice.batch_size
-        cut_positional, cut_named, own = self._slice_arguments(args, kwargs, batch_slice)
+        cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
         result = forward(*cut_positional, **cut_named)
         self._results[branch] = result
-        prediction = own(extract_prediction(result))
-        self._agree_on_row(prediction)
-        shape = (size, *prediction.shape[1:])
-        whole = self._predictions.get(branch)
-        if whole is None or now.micro_step.patch is None or whole.shape != shape:
-            # A new tensor, as the pipeline may have kept the last one.
-            whole = self._predictions[branch] = prediction.new_zeros(shape)
-        batch_slice.write_slice(whole, prediction)
+        predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
+        if not is_cut:
+            predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
+        self._agree_on_rows(predictions)
+        shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
+        wholes = self._predictions.get(branch)
+        if wholes is None or now.micro_step.patch is None or [tuple(whole.shape) for whole in wholes] != shapes:
+            # New tensors, as the pipeline may have kept the last ones.
+            wholes = [prediction.new_zeros(shape) for prediction, shape in zip(predictions, shapes, strict=True)]
+            self._predictions[branch] = wholes
+        for whole, prediction in zip(wholes, predictions, strict=True):
+            batch_slice.write_slice(whole, prediction)
 
     def _slice_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], batch_slice: BatchSlice
-    ) -> tuple[list[Any], dict[str, Any], Callable[[Tensor], Tensor]]:
-        """The arguments of a call on some rows, and what takes these rows of its result: all of it, unless the model
-        can only be called on the whole batch."""
+    ) -> tuple[list[Any], dict[str, Any], bool]:
+        """The arguments of a call on some rows, and whether they were cut: some models can only be called on all."""
         if batch_slice.slice_size == batch_slice.batch_size:
-            return list(args), kwargs, lambda prediction: prediction
+            return list(args), kwargs, False
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
         inputs, noisy = dict(zip(names, args, strict=True)) | kwargs, self._find_noisy_input(args, kwargs)[0]
         dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
         if dims is None:
-            return list(args), kwargs, batch_slice.select_batch
+            return list(args), kwargs, False
         cut = dims.slice_arguments(inputs, batch_slice.select_batch)
-        return [cut.pop(name) for name in names], cut, lambda prediction: prediction
+        return [cut.pop(name) for name in names], cut, True
 
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""
@@ -253,32 +259,40 @@ class DataCfgBatch:
         if now.micro_step.step == 1 and now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
         if now.micro_step.patch is None:
-            self._predictions[branch] = torch.zeros_like(self._predictions[branch])
+            self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]
         if self._is_last:
-            first_branch = batch_slice.view_as_grid(self._predictions[branch])[0]
-            fill_piece(first_branch, self._find_fresh_piece(now, branch), torch.nan)
+            for k, prediction in enumerate(self._predictions[branch]):
+                first_branch = batch_slice.view_as_grid(prediction)[0]
+                fill_piece(first_branch, self._find_fresh_piece(now, branch, k), torch.nan)
         now.advance_branch()
 
     def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
-        self._agree_on_row(None)
+        self._agree_on_rows(None)
         now.advance_branch()
         # The dtype may be another than the latents': under autocast it is that of the last product.
-        dtype, trailing = self._row
-        zeros = batch.new_zeros((batch.shape[0], *trailing), dtype=getattr(torch, dtype))
-        return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
+        rows = batch.shape[0]
+        zeros = [batch.new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
+        if not kwargs.get("return_dict", True):
+            return tuple(zeros)
+        if len(zeros) > 1:
+            raise ModelError(
+                f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images can "
+                "only make a tuple of them; use a lower data degree"
+            )
+        return Transformer2DModelOutput(sample=zeros[0])
 
-    def _agree_on_row(self, prediction: Tensor | None) -> None:
-        """Where some replica is idle, rank 0 sends once the dtype and shape of a prediction's row; all must call it."""
+    def _agree_on_rows(self, predictions: Sequence[Tensor] | None) -> None:
+        """Where some replica is idle, rank 0 sends once the dtypes and shapes of predictions' rows; all call it."""
         if not self._announced and self._data.has_idle_replica:
-            mine = None if prediction is None else [describe_dtype(prediction), list(prediction.shape[1:])]
-            self._row = tuple(gather_json(mine, self._mesh.everyone)[0])
+            mine = None if predictions is None else [[describe_dtype(x), list(x.shape[1:])] for x in predictions]
+            self._rows = gather_json(mine, self._mesh.everyone)[0]
         self._announced = True
 
-    def _find_fresh_piece(self, now: Generation, branch: int) -> Piece | None:
-        """What is fresh of a prediction at the micro-step at hand; None is all of it."""
+    def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
+        """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""
         patch = now.micro_step.patch
-        return None if patch is None else now.prediction_pieces[branch][patch]
+        return None if patch is None else now.prediction_pieces[branch][patch][output]
 
     def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(

@@ -18,20 +18,21 @@ they were made. A replica without images calls no model, and takes part in all m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.hooks.overrides import override_attribute
-from ditile.hooks.pieces import Piece
+from ditile.hooks.pieces import Piece, list_predictions
 from ditile.plan.layout import pick_even_chunk
 
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
@@ -94,29 +95,26 @@ class BatchSlice:
         self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
 
 
-def extract_prediction(result: Any) -> Tensor:
-    """The tensor that a model returns, bare, in a tuple or in one of diffusers' output objects."""
-    prediction: Tensor = result if isinstance(result, Tensor) else result[0]
-    return prediction
-
-
-def replace_prediction(result: Any, prediction: Tensor) -> Any:
-    """A model's result with another tensor in it.
+def extract_predictions(result: Any, rows: int) -> list[Tensor]:
+    """The tensors that a model returns, such as the predictions of a video and its sound.
 
     Raises:
-        ModelError: if the model returns more tensors, whose rows are not known.
+        ModelError: if one of them has not that many rows.
     """
-    if isinstance(result, Tensor):
-        return prediction
-    others = list(result.values())[1:] if isinstance(result, dict) else list(result[1:])
-    if any(isinstance(other, Tensor) for other in others):
-        raise ModelError(
-            f"a model returned {len(others) + 1} values and cfg and data know what to do with one; "
-            "use a plan with data=1 and cfg=1"
-        )
-    if isinstance(result, tuple):
-        return (prediction, *others)
-    return type(result)(**{**result, next(iter(result)): prediction})
+    predictions = list_predictions(result)
+    for prediction in predictions:
+        if not prediction.ndim or prediction.shape[0] != rows:
+            raise ModelError(
+                f"a model returned {len(predictions)} tensors, one of shape {tuple(prediction.shape)}, and was given "
+                f"{rows} row(s), so it is not known whose rows these are; use a plan with data=1 and cfg=1"
+            )
+    return predictions
+
+
+def replace_predictions(result: Any, predictions: Iterable[Tensor]) -> Any:
+    """A model's result with other tensors in it."""
+    others = iter(predictions)
+    return pytree.tree_map_only(Tensor, lambda _: next(others), result)
 
 
 class CfgExchange:
@@ -256,8 +254,9 @@ class ReplicaImages:
                 return decode(z, *args, **kwargs)
             own = slice_batch_arguments({"args": (z, *args), "kwargs": kwargs}, self._all, self._select_decode_inputs)
             result = decode(*own["args"], **own["kwargs"])
-            pictures = extract_prediction(result)[: len(self.images)]
-            return replace_prediction(result, self._gather_images(pictures, PICTURES, to))
+            rows = 1 if self.has_no_images else len(self.images)
+            pictures = [x[: len(self.images)] for x in extract_predictions(result, rows)]
+            return replace_predictions(result, [self._gather_images(x, PICTURES, to) for x in pictures])
 
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
-from ditile.errors import StateError
+from ditile.errors import PlanError, StateError
 from ditile.hooks.block_calls import write_tokens
 from ditile.hooks.block_policy import CallForm, TokenState
 from ditile.hooks.generation import Generation
@@ -193,6 +193,16 @@ class PipeFusion:
         prediction is made of the same patch of each.
         """
         now = self.generation
+        if form.returns_text and (self._patches > 1 or self.stages > 1 or self._plan.data > 1):
+            raise StateError(
+                "the model makes a result of two streams, as of a video and its sound, and patches of both are not "
+                "stepped yet; use a plan of ulysses, ring, distrifusion and cfg"
+            )
+        if form.returns_text and form.text < self._sequence.num_ranks:
+            raise PlanError(
+                f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
+                "them out; use a lower ring or ulysses degree, or a longer video"
+            )
         if now.branch in now.layouts:
             known = now.layouts[now.branch]
             if (known.grid, known.text) == (form.grid, form.text):

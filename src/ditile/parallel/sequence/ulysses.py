@@ -109,7 +109,7 @@ class UlyssesExchange:
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made: here they are made before any travels."""
         q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
-        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens)
+        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
