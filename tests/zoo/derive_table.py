@@ -19,7 +19,8 @@ from torch import nn
 import ditile
 from ditile.errors import ModelError
 from ditile.models.anatomies import write_row
-from ditile.models.derive import capture_call, derive_anatomy, merge_anatomies
+from ditile.models.derive import derive_anatomy, merge_anatomies
+from ditile.models.record import capture_call
 from ditile.plan.anatomy import Anatomy
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from ditile.models.anatomies import find_anatomy
-from ditile.models.derive import list_chain, record_blocks
+from ditile.models.record import list_chain, record_blocks
 from ditile.models.registry import find_model_spec
 from ditile.runner.prove import TOLERANCE, prove_anatomy
 from ditile.runner.runner import _build_single_runner

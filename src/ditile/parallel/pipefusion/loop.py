@@ -477,8 +477,10 @@ class Loop:
         if self._latents is None:
             self._latents = sample.clone(memory_format=torch.contiguous_format)
         self._samples.append(sample)
+        # Each rehearsal is a first step, before which nothing was made besides latents.
+        first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
         result = self._get_patch_schedulers().step_on_corner(
-            torch.zeros_like(prediction), timestep, sample, call, closes=False
+            torch.zeros_like(prediction), timestep, sample, first, closes=False
         )
         if getattr(self._scheduler, "_step_index", 0) is None:
             self._scheduler._step_index = 0  # a pipeline that steps twice counts it back

@@ -82,8 +82,8 @@ class PatchSchedulers:
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
             extras = self._extras.get(-1)
             self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], cut, -1)
-            if not closes and extras is not None:
-                self._extras[-1] = extras
+            if not closes:
+                self._extras[-1] = extras or ()
             rng.restore_generators(generators, saved)
         return self._shadowed
 
