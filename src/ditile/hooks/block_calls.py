@@ -137,9 +137,7 @@ class BlockCalls:
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any]) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last)
-        if self._anatomy.is_one_sequence:
-            inputs = poison_latents(self._names[0], inputs)
-        result = self._run_pass(survey, forward, inputs)
+        result = self._run_pass(survey, forward, poison_latents(self._names[0], inputs))
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         returns_text = survey.poisons_text and any(bool(torch.isnan(x).any()) for x in list_predictions(result))
         return survey.describe_call(grid)._replace(returns_text=returns_text)
@@ -213,18 +211,24 @@ class _SurveyPass:
         self._start = 0
         self._before: tuple[Tensor, Tensor | None, int] | None = None
         self._glued: set[int] = set()
+        self._fed: dict[str, Tensor] = {}
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Notes lengths, checks arguments, and passes on the streams."""
+        """Notes lengths and what is NaN as the latents are, checks arguments, and passes on the streams."""
         anatomy = hook.anatomy
         image, text = _read_streams(anatomy, call)
         self._measure(hook, image, text)
         self._check_arguments(hook, call)
+        if hook.index:
+            given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._fed[hook.name] = torch.stack([torch.isnan(x).any() for x in given]).any()
         if self._before is not None:
             last_image, last_text, version = self._before
             is_same = image is last_image and image._version == version
             if not is_same or (text is not None and last_text is not None and text is not last_text):
                 self._glued.add(hook.index)
+        if not hook.index:
+            image = torch.nan_to_num(image)
         self._before = (image, text, image._version)
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text, text = True, torch.full_like(text, float("nan"))
@@ -237,7 +241,7 @@ class _SurveyPass:
         tokens = self._lengths["N"]
         if grid is None or grid.rows * grid.tokens_per_row != tokens:
             grid = Grid(tokens, 1)
-        return CallForm(grid, self._lengths.get("T", 0), self._start, frozenset(self._glued))
+        return CallForm(grid, self._lengths.get("T", 0), self._start, frozenset(self._glued), fed=self._fed)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -114,4 +115,5 @@ class CallForm(NamedTuple):
     text: int
     start: int
     glued: frozenset[int]
+    fed: Mapping[str, Tensor] = MappingProxyType({})
     returns_text: bool = False

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FluxKontextPipeline, FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
@@ -75,16 +75,6 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     return Grid(ids.shape[0] // columns, columns)
 
 
-def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call of Kontext or with IP-adapters is refused; None for other calls."""
-    if isinstance(pipe, FluxKontextPipeline):
-        return (
-            f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
-            "cut into patches of one; use data or cfg alone"
-        )
-    return explain_ip_adapter_refusal(call)
-
-
 def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
     """True CFG, where it is on, is a second call."""
     embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
@@ -136,5 +126,5 @@ FLUX = ModelSpec(
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
-    refuse=explain_flux_refusal,
+    refuse=lambda pipe, call: explain_ip_adapter_refusal(call),
 )

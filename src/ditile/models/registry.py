@@ -164,14 +164,10 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
         )
-    if getattr(pipe, "controlnet", None) is not None:
+    if getattr(pipe, "controlnet", None) is not None and plan.pipefusion * plan.num_patches > 1:
         raise ModelError(
-            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use data or "
-            "cfg alone"
-        )
-    if "mask_image" in parameters:
-        raise ModelError(
-            f"{name} paints parts of the latents over between steps, behind the scheduler; use data or cfg alone"
+            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan with "
+            "pipefusion=1 and patches=1"
         )
     return find_model_spec(model) or UNKNOWN_MODEL
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
-from ditile.errors import PlanError, StateError
+from ditile.errors import ModelError, PlanError, StateError
 from ditile.hooks.block_calls import write_tokens
 from ditile.hooks.block_policy import CallForm, TokenState
 from ditile.hooks.generation import Generation
@@ -215,6 +215,11 @@ class PipeFusion:
                 )
             now.forget_layout()
         self._plan.check(Facts(rows=form.grid.rows))
+        if self.stages > 1 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
+            raise ModelError(
+                f"{fed[0]} is given what the forward makes of the latents, which only the first stage has; use a plan "
+                "with pipefusion=1"
+            )
         layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         if now.branch and 0 in now.layouts:
             layout = now.layouts[0].cut_alike(form.grid, form.text, form.start - self._start_of_image)

@@ -246,6 +246,7 @@ class Loop:
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
         self._latents = self._copies = None
+        self._held: dict[int, Tensor] = {}  # stepped patches that are not in the latents yet
         self._stop_flags: list[AsyncMax] = []
         self._finite_flags: list[Tensor] = []  # of each step on the device, where they wait to be read
         self._adaptive_warmup = (
@@ -371,6 +372,8 @@ class Loop:
 
         It is not known in advance which micro-step follows where warmup decides by itself.
         """
+        for patch in self._schedule.list_patches(micro):
+            self._release_patch(patch)
         ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
         if not ops:
             return
@@ -512,7 +515,7 @@ class Loop:
                 patch, result = self._get_patch_schedulers().step_patch(
                     op.patch, prediction, timestep, self._latents, piece, call
                 )
-                self._write_patch(patch, piece)
+                self._write_patch(op.patch, patch, piece)
         return result
 
     def _locate_patch(self, patch: int) -> Piece:
@@ -550,7 +553,7 @@ class Loop:
             )
         self._latents = sample.clone(memory_format=torch.contiguous_format)
 
-    def _write_patch(self, patch: Tensor, piece: Piece) -> None:
+    def _write_patch(self, index: int, patch: Tensor, piece: Piece) -> None:
         assert self._latents is not None
         if patch.dtype != self._latents.dtype:
             self._latents = self._latents.to(patch.dtype)
@@ -559,7 +562,18 @@ class Loop:
             self._relative_change.record_change(
                 ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
             )
-        piece.put(self._latents, patch)
+        self._held[index] = patch
+        # The first of several stages gets a stepped patch when its turn comes. One stage holds it back as long, so that
+        # what the forward computes of all latents before its blocks is the same for any number of stages.
+        if self._schedule.stages > 1 or self._schedule.patches == 1:
+            self._release_patch(index)
+
+    def _release_patch(self, index: int) -> None:
+        """Writes a stepped patch that was held back into the latents."""
+        patch = self._held.pop(index, None)
+        if patch is not None:
+            assert self._latents is not None
+            self._locate_patch(index).put(self._latents, patch)
 
     def _end_step(self, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
@@ -567,8 +581,13 @@ class Loop:
         self._get_patch_schedulers().sync_step_index(self._scheduler)
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
-            self._finite_flags.append(torch.isfinite(self._batch.view_own_images(self._latents)).all())
+            fresh = [self._latents, *self._held.values()]
+            finite = [torch.isfinite(self._batch.view_own_images(x)).all() for x in fresh]
+            self._finite_flags.append(torch.stack(finite).all())
         wanted = self._callbacks.wants_latents(step)
+        if last or wanted:
+            for patch in list(self._held):
+                self._release_patch(patch)
         self._synced = step if wanted else self._synced
         # Over the replicas first, so that the broadcast along the stages carries all images.
         if (last or wanted) and self._pipefusion.is_last_stage:
