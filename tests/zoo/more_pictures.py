@@ -447,8 +447,10 @@ ENTRIES = [
     ),
     entry(
         "nucleus-moe", 14, lambda: diffusers.NucleusMoEImagePipeline(
-            transformer=transformer("NucleusMoEImageTransformer2DModel"), scheduler=flow(),
-            vae=encoders.qwen_image_vae(), text_encoder=None, processor=None,
+            transformer=transformer(
+                "NucleusMoEImageTransformer2DModel", moe_enabled=True, dense_moe_strategy="all_moe", num_experts=4,
+                moe_intermediate_dim=16, capacity_factors=[1.0] * 4,
+            ), scheduler=flow(), vae=encoders.qwen_image_vae(), text_encoder=None, processor=None,
         ), lambda: qwen_image_call() | {"guidance_scale": 3.0, "true_cfg_scale": REMOVED}, larger=size(5, 7, 8),
         other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
     ),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -21,7 +22,7 @@ from ditile.errors import ModelError
 from ditile.hooks.attention_processors import uses_dispatch
 from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.overrides import override_attribute
-from ditile.plan.anatomy import LOCAL, REAL_PAIRS
+from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.spec import ModelSpec
 
 BuildAttention = Callable[..., LayerAttention]
@@ -45,6 +46,8 @@ def install_attention(
         stock: Any = getattr(module, "processor", None)
         through_dispatch = uses_dispatch(stock)
         backend = stock._attention_backend if through_dispatch else None
+        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
+        redirects = not through_dispatch or any(FURTHER in kind for kind in kinds)
         cores: list[LayerAttention | None] = []
         for turn, kind in enumerate(kinds):
             name = layer if len(kinds) == 1 else f"{layer}.{turn}"
@@ -54,7 +57,7 @@ def install_attention(
             cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
         attend = cores[0] if len(cores) == 1 else CallsInTurn(cores)
         assert attend is not None
-        if through_dispatch:
+        if not redirects:
             processor = spec.overlapped(attend) if spec.overlapped is not None and attend.overlaps else copy.copy(stock)
             if spec.overlapped is None or not attend.overlaps:
                 processor._parallel_config = attend
@@ -63,6 +66,10 @@ def install_attention(
         elif spec.processor is not None:
             override_attribute(stack, module, "processor", spec.processor(attend))
         else:
+            if backend is not None:
+                processor = copy.copy(stock)
+                processor._attention_backend = AttentionBackendName.NATIVE
+                override_attribute(stack, module, "processor", processor)
             redirect = AttentionRedirect(attend)
             override_attribute(
                 stack, module, "forward", functools.partial(_forward_redirected, redirect, layer, module.forward)

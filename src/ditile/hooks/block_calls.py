@@ -91,7 +91,7 @@ class BlockCalls:
             self._policy.begin_branch(form)
             if now.rehearsed_patch is not None:
                 return self._rehearse_call(now, forward, inputs)
-            micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs))
+            micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
             if len(micro_batches) == 1:
                 result = forward(*args, **kwargs)
             else:
@@ -116,6 +116,11 @@ class BlockCalls:
         return forward_at_hook
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
+        if not any("B" in word or word == ROWS for kinds in self._anatomy.inputs.values() for word in kinds):
+            raise ModelError(
+                f"which arguments of {type(self._transformer).__name__} have a row for each picture is not known, so "
+                "warmup_mode=pipelined cannot split them; use serial"
+            )
         results = []
         for index, rows in enumerate(micro_batches):
             self._policy.begin_micro_batch(index)
@@ -123,8 +128,8 @@ class BlockCalls:
             results.append(forward(**slice_rows(inputs, self._anatomy.inputs, select)))
         return join_batch_results(results)
 
-    def _count_rows(self, inputs: Mapping[str, Any]) -> int:
-        """Rows of the batch of a call."""
+    def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
+        """Rows of the batch of a call: those of its arguments, or where none is known to have any those in blocks."""
         for name, kinds in self._anatomy.inputs.items():
             value: Any = inputs.get(name)
             if kinds == (ROWS,) and isinstance(value, list):
@@ -132,7 +137,7 @@ class BlockCalls:
             word = select_word(kinds[0], value.ndim) if isinstance(value, Tensor) else None
             if word is not None and "B" in word:
                 return int(value.shape[word.index("B")])
-        return 1
+        return form.rows
 
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any]) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
@@ -175,11 +180,16 @@ def poison_latents(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:
     """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
-    bad = torch.isnan(x).movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
-    if not bad:
+    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
+
+
+def find_run(flags: Tensor) -> range | None:
+    """The run of places where flags are set; None if they are not one run. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    if not places:
         return range(0)
-    run = range(bad[0], bad[-1] + 1)
-    return run if len(run) == len(bad) else None
+    run = range(places[0], places[-1] + 1)
+    return run if len(run) == len(places) else None
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
@@ -208,7 +218,7 @@ class _SurveyPass:
         self._model, self._anatomy, self._last = model, anatomy, last
         self.poisons_text = False
         self._lengths: dict[str, int] = {}
-        self._start = 0
+        self._start, self._rows = 0, 1
         self._before: tuple[Tensor, Tensor | None, int] | None = None
         self._glued: set[int] = set()
         self._fed: dict[str, Tensor] = {}
@@ -241,12 +251,12 @@ class _SurveyPass:
         tokens = self._lengths["N"]
         if grid is None or grid.rows * grid.tokens_per_row != tokens:
             grid = Grid(tokens, 1)
-        return CallForm(grid, self._lengths.get("T", 0), self._start, frozenset(self._glued), fed=self._fed)
+        return CallForm(grid, self._lengths.get("T", 0), self._start, frozenset(self._glued), fed=self._fed, rows=self._rows)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy
         if hook.index == 0:
-            self._lengths["N"] = image.shape[anatomy.tokens]
+            self._lengths["N"], self._rows = image.shape[anatomy.tokens], _put_tokens_second(image, anatomy).shape[0]
             if self._anatomy.is_one_sequence:
                 run = find_nan_tokens(image, anatomy.tokens)
                 self._start = 0 if run is None else run.start

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from ditile.plan.anatomy import LOCAL, ListAnatomy
+from ditile.plan.anatomy import LOCAL, ListAnatomy, sees_text
 from ditile.plan.layout import Grid
 
 
@@ -66,7 +66,7 @@ class BlockHook:
 
     def sees_text(self, path: str) -> bool:
         """Whether a module attends to image and text in one sequence."""
-        return any(kind.startswith("J") for kind in self.anatomy.attention[path])
+        return any(sees_text(kind) for kind in self.anatomy.attention[path])
 
 
 class BlockPolicy(Protocol):
@@ -109,6 +109,7 @@ class CallForm(NamedTuple):
         start: where the image begins in a sequence that counts as the image as a whole.
         glued: the blocks before which the forward makes the tokens anew.
         returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
+        rows: of the batch.
     """
 
     grid: Grid
@@ -117,3 +118,4 @@ class CallForm(NamedTuple):
     glued: frozenset[int]
     fed: Mapping[str, Tensor] = MappingProxyType({})
     returns_text: bool = False
+    rows: int = 1

@@ -15,6 +15,7 @@ from ditile.hooks.block_policy import CallForm
 from ditile.hooks.kv_store import GenerationMemory
 from ditile.hooks.pieces import Piece
 from ditile.hooks.token_arguments import Runs
+from ditile.plan.anatomy import FURTHER
 from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
 from ditile.plan.schedule import MicroStep
 
@@ -45,6 +46,23 @@ class LayerTokens:
     def rank_lengths(self) -> tuple[int, ...]:
         """Tokens of each rank, without dummies."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
+
+    def locate_further_keys(self, kind: str, own: int | None) -> int:
+        """How many keys of tokens are in front of further ones, see `FURTHER` of `plan/anatomy.py`.
+
+        Args:
+            kind: of the attention call.
+            own: keys of this rank's tokens, dummies among them; None for those of the whole sequence.
+        """
+        length = self.length if own is None else own
+        if kind[0] == FURTHER:
+            return 0
+        if kind[1:] == FURTHER:
+            return length
+        image = len(self.image)
+        if own is not None:
+            image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
+        return image if kind[0] == "N" else length - image
 
     @property
     def real_tokens(self) -> slice:

@@ -27,16 +27,48 @@ class KeyPaddingMask(NamedTuple):
         return self.ring_masks[0] if len(self.ring_masks) == 1 else torch.cat(self.ring_masks, dim=-1)
 
 
+class FurtherKeys(NamedTuple):
+    """Keys and values that no token at hand is the source of, such as those of a prompt: every rank has them whole.
+
+    Attributes:
+        keys, values: `[B, n, own heads, H]`.
+        mask: which of them are attended to, `[B or 1, own heads or 1, 1, n]`; None is all.
+        at: how many keys of this rank's tokens are in front of them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    at: int
+
+    def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """These among others `[B, S, N, H]`; `mask` is of the others, and is given where these have one."""
+        at, joined = self.at, list[Tensor]()
+        for others, own in ((k, self.keys), (v, self.values)):
+            joined.append(torch.cat([others[:, :at], own, others[:, at:]], dim=1))
+        if mask is not None and self.mask is not None:
+            shape = torch.broadcast_shapes(mask.shape[:3], self.mask.shape[:3])
+            whole, own = (x.expand(*shape, x.shape[3]) for x in (mask, self.mask))
+            mask = torch.cat([whole[..., :at], own, whole[..., at:]], dim=3)
+        return joined[0], joined[1], mask
+
+
 class AttentionOptions(NamedTuple):
     """What goes with q, k and v.
 
     Attributes:
         mask: which keys are attended to; None is all.
         scale: of the scores; None is 1 / sqrt(head size).
+        further: keys that are attended to beside those of tokens.
     """
 
     mask: KeyPaddingMask | None = None
     scale: float | None = None
+    further: FurtherKeys | None = None
+
+    def join_further_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and their mask, with the further ones among them."""
+        return (k, v, mask) if self.further is None else self.further.join_keys(k, v, mask)
 
 
 def expand_mask(mask: Tensor, batch: int) -> Tensor:

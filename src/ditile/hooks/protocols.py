@@ -45,6 +45,9 @@ class HeadExchange(Protocol):
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
 
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+
 
 class KeySource(Protocol):
     """Which keys and values the queries attend to."""

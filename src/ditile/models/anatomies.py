@@ -63,11 +63,26 @@ def load_table() -> Mapping[str, list[Row]]:
 
 
 def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
-    """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read."""
-    blocks = {type(block) for name in lists for block in get_module_list(transformer, name)}
-    classes = [type(transformer), *sorted(blocks, key=lambda cls: cls.__qualname__)]
+    """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read.
+
+    What a config may bring into a block and what says how tokens depend on each other counts too: modules that choose
+    among tokens, as experts do, and attention processors that are not those of the class.
+    """
+    blocks = [block for name in lists for block in get_module_list(transformer, name)]
+    classes = [type(transformer), *sorted({type(block) for block in blocks}, key=lambda cls: cls.__qualname__)]
+    inside = {type(module) for block in blocks for module in block.modules()} - set(classes)
+    processors = {
+        type(module.processor).__call__
+        for block in blocks
+        for module in block.modules()
+        if type(getattr(module, "processor", None)) is not getattr(module, "_default_processor_cls", None)
+        and hasattr(module, "_default_processor_cls")
+    }
     try:
         text = "".join(inspect.getsource(inspect.unwrap(cls.forward)) for cls in classes)
+        others = [inspect.getsource(inspect.unwrap(cls.forward)) for cls in inside]
+        text += "".join(sorted(source for source in others if ".topk(" in source))
+        text += "".join(sorted(inspect.getsource(call) for call in processors))
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

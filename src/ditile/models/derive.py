@@ -8,7 +8,6 @@ latents of NaN and blocks that pass on what they are given, says where the image
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,8 +30,9 @@ from ditile.models.record import (
     has_real_pairs,
     list_chain,
     record_blocks,
+    spread_arguments,
 )
-from ditile.plan.anatomy import LOCAL, REAL_PAIRS, TOKENS, Anatomy, Kinds, ListAnatomy
+from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS, TOKENS, Anatomy, Kinds, ListAnatomy, drop_further_keys
 from ditile.plan.layout import DUMMY_TEXT, Joint
 
 
@@ -216,7 +216,9 @@ class _Derivation:
             arguments={name: kinds for name, kinds in arguments.items() if any(kinds)},
             attention=attention,
         )
-        return self._mark_keys(index, block, anatomy), order
+        anatomy = self._mark_keys(index, block, anatomy)
+        self._refuse_mixing(index, block, anatomy)
+        return anatomy, order
 
     def _find_text_in_sequence(self, index: int, block: ChainBlock, text: str | None) -> Joint:
         """Where the text is within the parameter of the image."""
@@ -249,6 +251,9 @@ class _Derivation:
                 raise ModelError(f"{where} is causal")
             every = range(len(calls))
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
+            if queries in "NJ" and (further := self._find_further_keys(index, path, turn)):
+                kinds.append(further)
+                continue
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
             is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(index, path, turn))
             if queries in TOKENS and is_shared:
@@ -271,6 +276,31 @@ class _Derivation:
                 raise ModelError(f"{where} has queries and keys of lengths {pairs}, and no kind of them is known")
         return tuple(kinds), order
 
+    def _find_further_keys(self, index: int, path: str, turn: int) -> str:
+        """The kind of an attention call whose keys are those of its own tokens and others; empty if it is none."""
+        calls = [record[index].attention[path][turn] for record in self._records]
+        kinds = set[str]()
+        if all(call.keys <= call.queries for call in calls):
+            return ""
+        for number, call in enumerate(calls):
+            finite = self._without_streams[number][index].attention[path][turn].finite
+            if finite is None or len(finite) != call.keys - call.queries:
+                return ""
+            whole = "J" if "J" in self._lengths and self._lengths["J"][number] == call.queries else "N"
+            places = {call.queries: whole + FURTHER, 0: FURTHER + whole}
+            if whole == "J":
+                image = self._poisoned[number][index].attention[path][turn].poisoned
+                is_last = image is not None and image.stop == call.keys
+                places[self._lengths["T" if is_last else "N"][number]] = "T+N" if is_last else "N+T"
+            if finite:
+                kinds.add(places.get(finite.start, ""))
+        return kinds.pop() if len(kinds) == 1 else ""
+
+    @functools.cached_property
+    def _without_streams(self) -> list[list[BlockRecord]]:
+        """The blocks of each call, which run on NaN in place of their streams."""
+        return [record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text")) for call in self._calls]
+
     def _has_image_keys(self, index: int, path: str, turn: int) -> bool:
         """Whether tokens of the image are among the keys of an attention call."""
         poisoned = self._poisoned[0][index].attention[path][turn].poisoned
@@ -284,7 +314,7 @@ class _Derivation:
     @functools.cached_property
     def _text_poisoned(self) -> list[BlockRecord]:
         """The first call, in which the text tokens in front of each block are NaN."""
-        return record_blocks(self._transformer, self._chain, self._calls[0], bypass=True, poisons_text=True)
+        return record_blocks(self._transformer, self._chain, self._calls[0], bypass=True, poisons=("text",))
 
     def _mark_keys(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> ListAnatomy:
         """Finds the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""
@@ -295,20 +325,50 @@ class _Derivation:
         has_mask = any(call.mask is not None for calls in record.attention.values() for call in calls)
         for name in [name for name, kinds in arguments.items() if is_cut(kinds) and has_mask]:
             whole = tuple(_leave_whole(word) for word in arguments[name])
-            if not self._runs_on_part(index, block, anatomy, arguments) and self._runs_on_part(
-                index, block, anatomy, {**arguments, name: whole}
+            if self._run_on_part(index, block, anatomy, arguments) is None and (
+                self._run_on_part(index, block, anatomy, {**arguments, name: whole}) is not None
             ):
                 arguments[name] = whole
         return replace(anatomy, arguments=arguments)
 
-    def _runs_on_part(
-        self, index: int, block: ChainBlock, anatomy: ListAnatomy, arguments: Mapping[str, Kinds]
-    ) -> bool:
-        """Whether a block runs on a part of its tokens with arguments that are cut so."""
-        n = self._lengths["N"][0]
-        t = self._lengths["T"][0] if "T" in self._lengths else 0
-        text = range(min(DUMMY_TEXT, t))
-        runs = list_runs(range(n // 3, n // 3 * 2), text, n, t, self._order_hint(anatomy))
+    def _refuse_mixing(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> None:
+        """Raises `ModelError` if a token depends on others beside attention, as where experts choose their tokens."""
+        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
+        part = self._run_on_part(index, block, anatomy, anatomy.arguments)
+        if part is None:
+            return
+        whole = self._run_on_part(index, block, anatomy, anatomy.arguments, range(n), range(t))
+        runs = list_runs(*self._choose_part(), n, t, self._order_hint(anatomy))
+        want = None if whole is None else take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
+        if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+            raise ModelError(
+                f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that choose "
+                "among all tokens; use a plan of data, cfg or tensor"
+            )
+
+    def _choose_part(self) -> tuple[range, range]:
+        """Some tokens of the image, and some of the text."""
+        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
+        return range(n // 3, n // 3 * 2), range(min(DUMMY_TEXT, t))
+
+    def _run_on_part(
+        self,
+        index: int,
+        block: ChainBlock,
+        anatomy: ListAnatomy,
+        arguments: Mapping[str, Kinds],
+        image: range | None = None,
+        text: range | None = None,
+    ) -> Tensor | None:
+        """What a block makes of a part of its tokens with arguments that are cut so, and attention that gives zeros.
+
+        Returns:
+            The image; None if the block does not run so.
+        """
+        if image is None or text is None:
+            image, text = self._choose_part()
+        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
+        runs = list_runs(image, text, n, t, self._order_hint(anatomy))
         call = dict(self._records[0][index].arguments)
         for name, kinds in arguments.items():
             if call.get(name) is not None:
@@ -320,16 +380,17 @@ class _Derivation:
         fits, sequence = list[bool](), self._lengths["J" if "J" in self._lengths else "N"][0]
 
         def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-            fits.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence))
+            further = max(0, key.shape[-2] - query.shape[-2])
+            fits.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence + further))
             return torch.zeros_like(query)
 
         try:
             with torch.no_grad(), attention_backend(AttentionBackendName.NATIVE), AttentionWatch(note):
-                args, kwargs = _spread(block.block, call)
-                type(block.block).forward(block.block, *args, **kwargs)
+                args, kwargs = spread_arguments(block.block, call)
+                out = type(block.block).forward(block.block, *args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
-            return False
-        return all(fits)
+            return None
+        return _select_stream(out, anatomy) if all(fits) else None
 
     def _order_hint(self, anatomy: ListAnatomy) -> Joint:
         return anatomy.joint if anatomy.joint != "none" else "text_first"
@@ -365,9 +426,9 @@ def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy
     for what in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
         if getattr(one, what) != getattr(other, what):
             raise ModelError(f"{where} has {what}={getattr(one, what)!r} and {getattr(other, what)!r}")
+    attention = {**one.attention, **other.attention}
     for path in one.attention.keys() & other.attention.keys():
-        if one.attention[path] != other.attention[path]:
-            raise ModelError(f"{where}.{path} attends to {one.attention[path]} and to {other.attention[path]}")
+        attention[path] = _merge_attention(f"{where}.{path}", one.attention[path], other.attention[path])
     arguments = {
         name: _merge_kinds(f"{where}.{name}", one.arguments.get(name), other.arguments.get(name))
         for name in {**one.arguments, **other.arguments}
@@ -378,8 +439,16 @@ def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy
         text=one.text or other.text,
         returns=richer.returns,
         arguments=arguments,
-        attention={**one.attention, **other.attention},
+        attention=attention,
     )
+
+
+def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
+    """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
+    pairs = list(zip(one, other, strict=False))
+    if len(one) != len(other) or any(a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs):
+        raise ModelError(f"{where} attends to {one} and to {other}")
+    return tuple(b if a == drop_further_keys(b) else a for a, b in pairs)
 
 
 def _merge_kinds(where: str, one: Kinds | None, other: Kinds | None) -> Kinds:
@@ -424,13 +493,19 @@ def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
 
     Args:
         mask: `[B, keys]` or `[..., queries, keys]`.
-        keys: of the part.
-        sequence: of all.
+        keys: of the part, and further ones.
+        sequence: keys of all tokens, and further ones.
     """
     rows = mask.shape[-2] if mask.ndim > 2 else 1
     if rows == 1 or has_real_pairs(mask):
         return mask.shape[-1] in (keys, sequence)
     return rows == mask.shape[-1] == sequence
+
+
+def _select_stream(out: Any, anatomy: ListAnatomy) -> Tensor:
+    """The image of what a block returned."""
+    image: Tensor = out[anatomy.returns.index("image")] if anatomy.is_tuple else out
+    return image
 
 
 def _leave_pairs_whole(word: str) -> str:
@@ -441,10 +516,3 @@ def _leave_pairs_whole(word: str) -> str:
 def _leave_whole(word: str) -> str:
     """A word whose token dimensions are left as they are."""
     return word if word.startswith("#") else "".join("K" if letter in TOKENS else letter for letter in word)
-
-
-def _spread(block: nn.Module, call: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Bound arguments as a call."""
-    signature = inspect.signature(type(block).forward)
-    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **call})
-    return bound.args[1:], bound.kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.block_calls import find_nan_tokens
+from ditile.hooks.block_calls import find_run
 from ditile.hooks.overrides import override_attribute
 from ditile.models.block_lists import find_block_lists
 from ditile.plan.spec import BlockList, Flow
@@ -26,8 +26,9 @@ Call = Mapping[str, Any]
 """The arguments of a call of the transformer, by parameter."""
 
 
+
 class AttentionCall(NamedTuple):
-    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN.
+    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN and which are not.
 
     `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
     """
@@ -37,7 +38,8 @@ class AttentionCall(NamedTuple):
     mask: tuple[int, ...] | None
     real_pairs: bool
     causal: bool
-    poisoned: range | None
+    poisoned: range | None = None
+    finite: range | None = None
 
 
 @dataclass(slots=True)
@@ -102,14 +104,14 @@ def record_blocks(
     call: Call,
     *,
     bypass: bool = False,
-    poisons_text: bool = False,
+    poisons: Collection[str] = (),
 ) -> list[BlockRecord]:
     """The arguments and attention calls of every block in one call of a transformer.
 
     Args:
         transformer, chain, call: the model, its blocks, the arguments.
         bypass: whether blocks pass on what they are given, though they run.
-        poisons_text: whether the text tokens that a block is given are NaN.
+        poisons: the streams, `image` and `text`, that are NaN as blocks are given them.
 
     Raises:
         ModelError: if a block is called twice, or not at all.
@@ -121,8 +123,10 @@ def record_blocks(
         if path:
             record, name = path[-1]
             shape = None if mask is None else tuple(mask.shape)
-            poisoned = find_nan_tokens(key, key.ndim - 2) if bypass else None
-            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal, poisoned)
+            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal)
+            if bypass:
+                bad = torch.isnan(key).movedim(-2, 0).flatten(1).any(1)
+                attention = attention._replace(poisoned=find_run(bad), finite=find_run(~bad))
             record.attention.setdefault(name, []).append(attention)
 
     with ExitStack() as stack:
@@ -133,7 +137,7 @@ def record_blocks(
                 if getattr(processor, "_attention_backend", None) is not None:
                     override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
                 track_path(stack, path, (record, module_path), module)
-            _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons_text=poisons_text)
+            _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons=poisons)
         stack.enter_context(AttentionWatch(note))
         transformer(**call)
     for record, (_, name, _, _) in zip(records, chain, strict=True):
@@ -172,7 +176,7 @@ def _record_block(
     flow: Flow,
     *,
     bypass: bool,
-    poisons_text: bool,
+    poisons: Collection[str],
 ) -> None:
     track_path(stack, path, (record, ""), block)
     forward, signature = block.forward, inspect.signature(type(block).forward)
@@ -181,17 +185,28 @@ def _record_block(
     def forward_and_record(*args: Any, **kwargs: Any) -> Any:
         if record.arguments:
             raise ModelError(f"block {name} is called more than once in a call of the transformer")
-        bound = signature.bind(block, *args, **kwargs)
-        record.arguments.update(bound.arguments)
+        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
         del record.arguments[next(iter(signature.parameters))]
-        if poisons_text and isinstance(text := bound.arguments.get(flow.text or ""), Tensor):
-            bound.arguments[flow.text or ""] = torch.full_like(text, float("nan"))
-            args, kwargs = bound.args[1:], bound.kwargs
+        if poisons:
+            args, kwargs = spread_arguments(block, _poison_streams(record.arguments, flow, poisons))
         out = forward(*args, **kwargs)
         record.outputs = out if isinstance(out, tuple) else None
         return _pass_on(record.arguments, flow, out) if bypass else out
 
     override_attribute(stack, block, "forward", forward_and_record)
+
+
+def spread_arguments(block: nn.Module, arguments: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by parameter, as a call."""
+    signature = inspect.signature(type(block).forward)
+    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **arguments})  # type: ignore[arg-type]
+    return bound.args[1:], bound.kwargs
+
+
+def _poison_streams(arguments: Call, flow: Flow, poisons: Collection[str]) -> dict[str, Any]:
+    names = {"image": flow.image, "text": flow.text if "text" in flow.returns else None}
+    given = {name: x for kind in poisons if isinstance(x := arguments.get(name := names[kind] or ""), Tensor)}
+    return {**arguments, **{name: torch.full_like(x, float("nan")) for name, x in given.items()}}
 
 
 def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:

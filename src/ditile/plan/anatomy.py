@@ -31,6 +31,13 @@ ROWS = "*"
 LOCAL = "-"
 """The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
 
+FURTHER = "+"
+"""In the kind of an attention call: where further keys are among its own, which every rank has whole.
+
+`+N` and `N+` are in front of the image and behind it, `+J` and `J+` so with image and text; `T+N` and `N+T` are between.
+Some calls may have none.
+"""
+
 REAL_PAIRS = "&"
 """Behind the kind of an attention call: its mask has a pair for each query and key that are both real."""
 
@@ -42,6 +49,18 @@ Kinds = tuple[str, ...]
 def select_word(words: str, num_dims: int) -> str | None:
     """The word for a tensor of so many dimensions; None if none is known."""
     return next((word for word in words.split("|") if len(word) == num_dims and not word.startswith("#")), None)
+
+
+def drop_further_keys(kind: str) -> str:
+    """The kind of an attention call without its further keys."""
+    if FURTHER not in kind:
+        return kind
+    return "J" if sees_text(kind) else "N"
+
+
+def sees_text(kind: str) -> bool:
+    """Whether the tokens of an attention call of this kind are image and text in one sequence."""
+    return kind.strip(FURTHER)[0] == "J" or (FURTHER in kind and "T" in kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,8 @@ class ListAnatomy:
         joint: where the text is within the parameter `image`.
         arguments: each other parameter -> the kinds of its leaves.
         attention: path of a module within a block -> the kind of each of its calls: the letter of its tokens, as `N` or
-            `J`; of its queries and its keys where these are not the same, as `NT`; or `-`. See `REAL_PAIRS`.
+            `J`; of its queries and its keys where these are not the same, as `NT`; or `-`. See `FURTHER` and
+            `REAL_PAIRS`.
     """
 
     image: str

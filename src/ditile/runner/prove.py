@@ -134,13 +134,16 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
 
 
 def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
-    """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed."""
+    """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed.
+
+    Of each list it has the first blocks, and one of each other kind, such as those that have experts.
+    """
     with ExitStack() as stack:
         for each in find_block_lists(transformer):
             path, _, name = each.name.rpartition(".")
             owner = transformer.get_submodule(path)
             stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, nn.ModuleList(each.blocks[:blocks]))
+            setattr(owner, name, nn.ModuleList(_select_unlike_blocks(each.blocks, blocks)))
         twin = copy.deepcopy(transformer).float().cpu().eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in twin.named_parameters():
@@ -151,6 +154,17 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
         )
         parameter.data = noise
     return twin
+
+
+def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.Module]:
+    selected = list(blocks[:number])
+    kinds = [[type(module) for module in block.modules()] for block in selected]
+    for block in blocks[number:]:
+        kind = [type(module) for module in block.modules()]
+        if kind not in kinds:
+            selected.append(block)
+            kinds.append(kind)
+    return selected
 
 
 def _list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.errors import ModelError
+from ditile.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
 from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
 from ditile.hooks.token_arguments import take_runs
+from ditile.plan.anatomy import FURTHER, drop_further_keys
 from ditile.plan.layout import merge_ranges
 
 
@@ -29,7 +31,8 @@ class AttentionCore:
     Args:
         current: the generation under way.
         exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
-        kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys.
+        kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys; or
+            with further keys.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
@@ -47,7 +50,8 @@ class AttentionCore:
         turn: Tensor,
     ) -> None:
         self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._kind, self._custom_op = kind, CustomOp(self._attend_to_current_tokens, turn)
+        self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
+        self._custom_op = CustomOp(self._attend_to_current_tokens, turn)
         self.overlaps = exchange.overlaps
 
     def attend(
@@ -93,7 +97,9 @@ class AttentionCore:
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        heads, keys = q.shape[2], tokens if keys is None else keys
+        heads, keys, further = q.shape[2], tokens if keys is None else keys, None
+        if self._further and k.shape[1] > q.shape[1]:
+            k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
         if tokens.dummies:
             q = q[:, tokens.real_tokens]
         if keys.dummies:
@@ -101,7 +107,7 @@ class AttentionCore:
         if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             raise make_pairs_error(mask)
         q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
-        return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale)
+        return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale, further)
 
     def _attend_to_current_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
@@ -110,6 +116,36 @@ class AttentionCore:
         tokens = now.get_layer_tokens(kind[0])
         keys = tokens if len(kind) == 1 else now.get_layer_tokens(kind[1])
         return self.attend_to_tokens(tokens, q, k, v, keys=keys, mask=mask, scale=scale)
+
+    def _take_further_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens
+    ) -> tuple[Tensor, Tensor, Tensor | None, FurtherKeys]:
+        """The keys and values of tokens, the mask of these alone, and the further keys with theirs.
+
+        Raises:
+            ModelError: if a mask tells queries apart, or is of another number of keys.
+        """
+        own, count, heads = q.shape[1], k.shape[1] - q.shape[1], q.shape[2]
+        at = tokens.locate_further_keys(self._further, own)
+        (k, more_k), (v, more_v) = (_take_apart(x, at, count, 1) for x in (k, v))
+        more_mask = None
+        if mask is not None:
+            whole = mask.shape[-1] == tokens.length + count
+            if not whole and mask.shape[-1] != own + count:
+                raise ModelError(
+                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; give "
+                    f"one of {own + count} or {tokens.length + count} keys, or use a plan of data, cfg or tensor"
+                )
+            places = tokens.locate_further_keys(self._further, None if whole else own)
+            mask, more_mask = _take_apart(mask, places, count, mask.ndim - 1)
+            more_mask = expand_mask(more_mask, q.shape[0])
+            if more_mask.shape[2] > 1:
+                raise make_pairs_error(more_mask)
+            if more_mask.shape[1] > 1:
+                more_mask = self._exchange.select_own_heads(more_mask.transpose(1, 2), heads).transpose(1, 2)
+        more_k, more_v = (self._exchange.select_own_heads(x, heads) for x in (more_k, more_v))
+        at = max(0, at - tokens.dummies) if tokens.dummies_first else min(at, own - tokens.dummies)
+        return k, v, mask, FurtherKeys(more_k, more_v, more_mask, at)
 
     def _attend_to_heads(
         self,
@@ -121,6 +157,7 @@ class AttentionCore:
         heads: int,
         mask: Tensor | None,
         scale: float | None,
+        further: FurtherKeys | None = None,
     ) -> Tensor:
         """Attends to this rank's heads of `heads` in all, and trades them for its tokens."""
         key_padding_mask = None
@@ -128,7 +165,7 @@ class AttentionCore:
             key_padding_mask = self._masks.gather_key_mask(mask, q.shape[0], keys, heads)
         out = q
         if q.shape[2]:  # there may be more ranks than heads
-            out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale))
+            out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale, further))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
@@ -154,6 +191,10 @@ class NoExchange:
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """Returns the output as it is."""
         return out
+
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Returns keys or values as they are."""
+        return x
 
 
 class LocalKeyMaskSource:
@@ -188,7 +229,8 @@ class FreshKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        return self._kernel(q, k, v, mask=extra.mask.ring_masks[0] if extra.mask else None, scale=extra.scale)
+        k, v, mask = extra.join_further_keys(k, v, extra.mask.ring_masks[0] if extra.mask else None)
+        return self._kernel(q, k, v, mask=mask, scale=extra.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +272,7 @@ class StaleKeys:
             store.mark_written(step, patch if tokens.image else None)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
+            k, v, mask = extra.join_further_keys(k, v, mask)
             return self.kernel(q, k, v, mask=mask, scale=extra.scale)
         if not q.shape[1]:  # queries of a text that is not computed with this patch
             return q
@@ -238,7 +281,8 @@ class StaleKeys:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
             ages = now.ages(now.micro_step)
             self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
-        return self.kernel(q, *store.buffers, mask=mask, scale=extra.scale)
+        k, v, mask = extra.join_further_keys(*store.buffers, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
         """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
@@ -247,6 +291,12 @@ class StaleKeys:
             return joined
         kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)
         return joined if now.micro_step.patch is None else kept
+
+
+def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
+    """What is around `count` places from `at` on along a dimension, and what is in them."""
+    before, taken, behind = x.split([at, count, x.shape[dim] - at - count], dim)
+    return (torch.cat([before, behind], dim) if at and behind.shape[dim] else behind if not at else before), taken
 
 
 @lru_cache(maxsize=4096)

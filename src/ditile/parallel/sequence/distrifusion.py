@@ -69,7 +69,8 @@ class DistriFusionKeys:
                 store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
             )
         mask = None if extra.mask is None else self._join_masks(extra.mask, tokens)
-        return self.kernel(q, *whole, mask=mask, scale=extra.scale)
+        k, v, mask = extra.join_further_keys(*whole, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
         """The mask of all keys in the order of the sequence, from those of every rank."""

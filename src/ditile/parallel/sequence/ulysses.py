@@ -127,6 +127,12 @@ class UlyssesExchange:
         messages = zip(received.split(receives), shares.num_heads, strict=True)
         return torch.cat([message.view(batch, length, count, size) for message, count in messages], dim=2)
 
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+        x = self._repeat_uneven_heads(x, heads)
+        own = pick_even_chunk(range(x.shape[2]), self._ranks, self._index)
+        return x[:, :, own.start : own.stop]
+
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
         """Starts to send each rank its heads of some tensors `[B, P, N, H]`, and to receive this rank's."""
         batch, length, _, size = tensors[0].shape
