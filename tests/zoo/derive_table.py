@@ -1,7 +1,7 @@
 """Derives the anatomies that ship with ditile, from the calls of all tiny pipelines:
 
-    python -m tests.zoo.derive_table              # the table anew
-    python -m tests.zoo.derive_table flux sana    # the rows of the classes of these entries
+python -m tests.zoo.derive_table              # the table anew
+python -m tests.zoo.derive_table flux sana    # the rows of the classes of these entries
 """
 
 from __future__ import annotations

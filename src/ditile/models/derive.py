@@ -299,7 +299,10 @@ class _Derivation:
     @functools.cached_property
     def _without_streams(self) -> list[list[BlockRecord]]:
         """The blocks of each call, which run on NaN in place of their streams."""
-        return [record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text")) for call in self._calls]
+        return [
+            record_blocks(self._transformer, self._chain, call, bypass=True, poisons=("image", "text"))
+            for call in self._calls
+        ]
 
     def _has_image_keys(self, index: int, path: str, turn: int) -> bool:
         """Whether tokens of the image are among the keys of an attention call."""
@@ -339,7 +342,9 @@ class _Derivation:
             return
         whole = self._run_on_part(index, block, anatomy, anatomy.arguments, range(n), range(t))
         runs = list_runs(*self._choose_part(), n, t, self._order_hint(anatomy))
-        want = None if whole is None else take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
+        want = (
+            None if whole is None else take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
+        )
         if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
             raise ModelError(
                 f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that choose "
@@ -446,7 +451,9 @@ def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy
 def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
     """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
     pairs = list(zip(one, other, strict=False))
-    if len(one) != len(other) or any(a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs):
+    if len(one) != len(other) or any(
+        a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs
+    ):
         raise ModelError(f"{where} attends to {one} and to {other}")
     return tuple(b if a == drop_further_keys(b) else a for a, b in pairs)
 

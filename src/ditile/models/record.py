@@ -26,7 +26,6 @@ Call = Mapping[str, Any]
 """The arguments of a call of the transformer, by parameter."""
 
 
-
 class AttentionCall(NamedTuple):
     """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN and which are not.
 
