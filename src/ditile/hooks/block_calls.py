@@ -251,7 +251,8 @@ class _SurveyPass:
         tokens = self._lengths["N"]
         if grid is None or grid.rows * grid.tokens_per_row != tokens:
             grid = Grid(tokens, 1)
-        return CallForm(grid, self._lengths.get("T", 0), self._start, frozenset(self._glued), fed=self._fed, rows=self._rows)
+        lengths, glued = self._lengths, frozenset(self._glued)
+        return CallForm(grid, lengths.get("T", 0), self._start, glued, fed=self._fed, rows=self._rows)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy

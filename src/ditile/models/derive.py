@@ -347,8 +347,8 @@ class _Derivation:
         )
         if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
             raise ModelError(
-                f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that choose "
-                "among all tokens; use a plan of data, cfg or tensor"
+                f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that "
+                "choose among all tokens; use a plan of data, cfg or tensor"
             )
 
     def _choose_part(self) -> tuple[range, range]:

@@ -198,7 +198,7 @@ def _record_block(
 def spread_arguments(block: nn.Module, arguments: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by parameter, as a call."""
     signature = inspect.signature(type(block).forward)
-    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **arguments})  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **arguments})
     return bound.args[1:], bound.kwargs
 
 

@@ -34,8 +34,8 @@ LOCAL = "-"
 FURTHER = "+"
 """In the kind of an attention call: where further keys are among its own, which every rank has whole.
 
-`+N` and `N+` are in front of the image and behind it, `+J` and `J+` so with image and text; `T+N` and `N+T` are between.
-Some calls may have none.
+`+N` and `N+` are in front of the image and behind it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
+between. Some calls may have none.
 """
 
 REAL_PAIRS = "&"

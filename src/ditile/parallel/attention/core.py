@@ -14,9 +14,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ditile.errors import ModelError
 from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.errors import ModelError
 from ditile.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
 from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
@@ -133,8 +133,8 @@ class AttentionCore:
             whole = mask.shape[-1] == tokens.length + count
             if not whole and mask.shape[-1] != own + count:
                 raise ModelError(
-                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; give "
-                    f"one of {own + count} or {tokens.length + count} keys, or use a plan of data, cfg or tensor"
+                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
+                    f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data, cfg or tensor"
                 )
             places = tokens.locate_further_keys(self._further, None if whole else own)
             mask, more_mask = _take_apart(mask, places, count, mask.ndim - 1)
