@@ -13,8 +13,12 @@ from ditile.errors import ModelError
 
 
 def list_predictions(result: Any) -> list[Tensor]:
-    """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects.
+
+    A list has a prediction for each row of the batch, which are stacked.
+    """
+    leaves = pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list))
+    return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
 
 
 @dataclass(frozen=True, slots=True)

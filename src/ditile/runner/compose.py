@@ -151,7 +151,9 @@ class Composition:
         """
         images = count_images(call)
         models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
-        batch = DataCfgBatch(self.mesh, models, images=images, batch_dims=dims)
+        batch = DataCfgBatch(
+            self.mesh, models, images=images, batch_dims=dims, inputs=self.block_hooks.anatomy.inputs or None
+        )
         # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
             cache.renew_hooks()

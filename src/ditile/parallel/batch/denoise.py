@@ -7,14 +7,15 @@ rows of this replica's images and of this half's guidance branches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import AsyncMax, describe_dtype, gather_json
@@ -25,6 +26,7 @@ from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.step_memory import explain_branch_refusal
+from ditile.hooks.token_arguments import slice_rows
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -34,6 +36,7 @@ from ditile.parallel.batch.shares import (
     fill_piece,
     replace_predictions,
 )
+from ditile.plan.anatomy import ROWS, Kinds
 
 
 class DataCfgBatch:
@@ -44,15 +47,24 @@ class DataCfgBatch:
         models: what the pipeline calls, one or the other.
         images: how many the pipeline makes.
         batch_dims: finds which dimension of each argument of the models is the batch.
+        inputs: the kinds of their arguments, where these are known.
     """
 
-    def __init__(self, mesh: Mesh, models: Sequence[nn.Module], *, images: int, batch_dims: BatchDimFinder) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        models: Sequence[nn.Module],
+        *,
+        images: int,
+        batch_dims: BatchDimFinder,
+        inputs: Mapping[str, Kinds] | None = None,
+    ) -> None:
         self._mesh, self._models, self._model, self._images = mesh, models, models[0], images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
-        self._names = list_parameter_names(self._model)
+        self._names, self._inputs, self._returns_list = list_parameter_names(self._model), inputs, False
         self.begin_generation()
 
     @property
@@ -170,8 +182,8 @@ class DataCfgBatch:
         if now.rehearsed_patch is not None:
             return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
-        batch = self._find_noisy_input(args, kwargs)[1]
-        every = BatchSlice.from_batch_size(batch.shape[0], self._images)
+        name, batch = self._find_noisy_input(args, kwargs)
+        every = BatchSlice.from_batch_size(len(batch), self._images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
             if self._by_calls and (reason := explain_branch_refusal(self._model)):
@@ -204,18 +216,27 @@ class DataCfgBatch:
             for k in range(len(self._predictions[branch])):
                 calls = [self._predictions[call][k] for call in range(now.calls)]
                 self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch, k))
-        return replace_predictions(self._results[branch], self._predictions[branch])
+        return self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
 
-    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
-        """The name of the noisy input, which is the first argument, and its value."""
+    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
+        """The name of the noisy input, which is the first argument, and its value: a tensor, or a list of its rows."""
         name = next((name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs), "")
         name, batch = (self._names[0], args[0]) if args else (name, kwargs.get(name))
-        if not isinstance(batch, Tensor):
+        is_list = self._find_kinds(name) == (ROWS,) and isinstance(batch, list)
+        if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "
                 "use a plan with data=1 and cfg=1"
             )
-        return name, batch
+        return name, cast(Sequence[Tensor], batch)
+
+    def _find_kinds(self, name: str) -> Kinds:
+        """What is known of an argument of the model."""
+        return () if self._inputs is None else self._inputs.get(name, ())
+
+    def _hand_on(self, result: Any) -> Any:
+        """A result as the model returns it: where it takes a list of rows, it returns one."""
+        return _map_rows(result, Tensor, lambda rows: list(rows.unbind())) if self._returns_list else result
 
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
@@ -225,6 +246,8 @@ class DataCfgBatch:
         branch, size = now.branch, batch_slice.batch_size
         cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
         result = forward(*cut_positional, **cut_named)
+        if not isinstance(self._find_noisy_input(args, kwargs)[1], Tensor):
+            result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
         if not is_cut:
@@ -246,7 +269,11 @@ class DataCfgBatch:
         if batch_slice.slice_size == batch_slice.batch_size:
             return list(args), kwargs, False
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
-        inputs, noisy = dict(zip(names, args, strict=True)) | kwargs, self._find_noisy_input(args, kwargs)[0]
+        inputs = dict(zip(names, args, strict=True)) | kwargs
+        noisy, batch = self._find_noisy_input(args, kwargs)
+        if self._inputs is not None and not isinstance(batch, Tensor):
+            cut = slice_rows(inputs, self._inputs, functools.partial(_select_rows, batch_slice))
+            return [cut.pop(name) for name in names], cut, True
         dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
         if dims is None:
             return list(args), kwargs, False
@@ -266,21 +293,21 @@ class DataCfgBatch:
                 fill_piece(first_branch, self._find_fresh_piece(now, branch, k), torch.nan)
         now.advance_branch()
 
-    def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
+    def _make_idle_result(self, now: Generation, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
         self._agree_on_rows(None)
         now.advance_branch()
         # The dtype may be another than the latents': under autocast it is that of the last product.
-        rows = batch.shape[0]
-        zeros = [batch.new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
+        rows = len(batch)
+        zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
         if not kwargs.get("return_dict", True):
-            return tuple(zeros)
+            return self._hand_on(tuple(zeros))
         if len(zeros) > 1:
             raise ModelError(
                 f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images can "
                 "only make a tuple of them; use a lower data degree"
             )
-        return Transformer2DModelOutput(sample=zeros[0])
+        return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
     def _agree_on_rows(self, predictions: Sequence[Tensor] | None) -> None:
         """Where some replica is idle, rank 0 sends once the dtypes and shapes of predictions' rows; all call it."""
@@ -299,3 +326,15 @@ class DataCfgBatch:
             f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and "
             f"{now.calls} times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
         )
+
+
+def _select_rows(batch_slice: BatchSlice, rows: Any) -> Any:
+    """The rows of a slice, of a tensor or a list with an item for each row of the batch."""
+    if isinstance(rows, Tensor):
+        return batch_slice.select_batch(rows)
+    return [rows[k] for k in batch_slice.select_batch(torch.arange(len(rows))).tolist()]
+
+
+def _map_rows(result: Any, kind: type, make: Callable[[Any], Any]) -> Any:
+    """A model's result with something else in place of what is of a type."""
+    return pytree.tree_map_only(kind, make, result, is_leaf=lambda value: isinstance(value, kind))
