@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 import ditile
-from ditile.errors import ModelError
-from ditile.models.anatomies import write_row
+from ditile.errors import DitileError, ModelError
+from ditile.models.anatomies import forget_anatomy, remember_anatomy, write_row
 from ditile.models.derive import derive_anatomy, merge_anatomies
 from ditile.models.record import capture_call
 from ditile.plan.anatomy import Anatomy
+from ditile.runner.prove import TOLERANCE, list_proofs, prove_anatomy
+from ditile.runner.runner import _build_single_runner
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO
 from tests.zoo.entry import Entry, entry
@@ -51,9 +53,11 @@ OTHERS = {
 
 
 class Derived(NamedTuple):
-    """The anatomy of a transformer as an entry calls it."""
+    """The anatomy of a transformer as an entry calls it, and the calls that it was derived from."""
 
+    name: str
     transformer: nn.Module
+    calls: Mapping[str, dict[str, Any]]
     anatomy: Anatomy
 
 
@@ -71,7 +75,7 @@ def derive_entry(one: Entry) -> Derived:
         ModelError: if it cannot be divided.
     """
     transformer, calls = record_calls(one.make(), one)
-    return Derived(transformer, derive_anatomy(transformer, list(calls.values())))
+    return Derived(one.name, transformer, calls, derive_anatomy(transformer, list(calls.values())))
 
 
 def derive_rows(derived: Iterable[Derived]) -> dict[str, list[dict[str, Any]]]:
@@ -105,6 +109,32 @@ def format_table(value: Any, indent: int = 0, before: int = 0) -> str:
     return opening + pad + f",{pad}".join(parts) + "\n" + " " * indent + closing
 
 
+def prove_rows(derived: Iterable[Derived]) -> Iterator[Derived]:
+    """Those that no proof finds wrong; what the engine itself refuses to compute in patches is not wrong."""
+    for each in derived:
+        remember_anatomy(each.transformer, each.anatomy)
+        try:
+            difference = prove_calls(each.transformer, each.calls)
+        except DitileError:
+            difference = 0.0
+        except Exception as error:  # what a wrong anatomy runs into
+            print(f"{each.name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+            continue
+        finally:
+            forget_anatomy(each.transformer)
+        if difference <= TOLERANCE:
+            yield each
+        else:
+            print(f"{each.name}: differs by {difference:.1e}", file=sys.stderr)
+
+
+def prove_calls(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: int = 3) -> float:
+    """The largest difference that the proof finds: of each variant, and of two prompts as branches of guidance."""
+    order = ("call", "other_prompt", "two_images", "padded_prompt")
+    proofs = list_proofs([calls[variant] for variant in order if variant in calls])
+    return max(prove_anatomy(transformer, proof, _build_single_runner, patches=patches) for proof in proofs)
+
+
 def group_by_class(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
     """Transformer class -> the entries that call it."""
     groups: dict[str, list[str]] = {}
@@ -132,7 +162,7 @@ def main(names: Sequence[str]) -> None:
         wanted = {type(getattr(entries[name].make(), entries[name].transformers[0])).__name__ for name in names}
         groups = group_by_class(entries)
         entries = {name: entries[name] for cls in wanted for name in groups[cls]}
-    rows = derive_rows(derive_all(entries))
+    rows = derive_rows(prove_rows(derive_all(entries)))
     table = (json.loads(TABLE.read_text("utf-8")) if names else {}) | rows
     TABLE.write_text(format_table(dict(sorted(table.items()))) + "\n", "utf-8")
 

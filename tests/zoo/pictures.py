@@ -198,15 +198,20 @@ ENTRIES = [
         "krea-2", 6, krea_2,
         lambda: {
             "prompt_embeds": embeds(11, 32).view(1, 11, 2, 16), "prompt_embeds_mask": torch.ones(1, 11).bool(),
-            "guidance_scale": 0.0, **size(3, 5, 8),
+            "negative_prompt_embeds": embeds(11, 32, seed=5).view(1, 11, 2, 16),
+            "negative_prompt_embeds_mask": torch.ones(1, 11).bool(), "guidance_scale": 3.0, **size(3, 5, 8),
         },
         larger=size(5, 7, 8),
         other_prompt={
             "prompt_embeds": embeds(13, 32).view(1, 13, 2, 16), "prompt_embeds_mask": torch.ones(1, 13).bool(),
+            "negative_prompt_embeds": embeds(13, 32, seed=5).view(1, 13, 2, 16),
+            "negative_prompt_embeds_mask": torch.ones(1, 13).bool(),
         },
         two_images=TWO,
         padded_prompt={
             "prompt_embeds": padded_embeds(32)[0].view(2, 11, 2, 16), "prompt_embeds_mask": padded_embeds()[1],
+            "negative_prompt_embeds": padded_embeds(32, short=5)[0].view(2, 11, 2, 16),
+            "negative_prompt_embeds_mask": padded_embeds(32, short=5)[1],
         },
     ),
     entry(
@@ -249,7 +254,8 @@ ENTRIES = [
         padded_prompt="the pipeline pads every prompt to one length and gives no mask",
     ),
     entry(
-        "flux", 12, flux, lambda: arguments("flux") | TINY, larger=TINY_LARGER,
+        "flux", 12, flux,
+        lambda: arguments("flux") | TINY | {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}, larger=TINY_LARGER,
         other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(

@@ -17,7 +17,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.errors import ModelError
+from ditile.errors import DitileError, ModelError
 from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
@@ -126,8 +126,8 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
         anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
         remember_anatomy(transformer, anatomy)
         try:
-            for branches in _list_proofs(calls):
-                _check_proof(transformer, prove_anatomy(twin, branches, build))
+            for branches in list_proofs(calls):
+                _check_proof(transformer, twin, branches, build)
         except BaseException:
             forget_anatomy(transformer)
             raise
@@ -167,24 +167,35 @@ def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.M
     return selected
 
 
-def _list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The branches of guidance of each proof: one call alone, and two of unlike texts."""
-    first = calls[0]
-    alike = [
-        other
-        for other in calls[1:]
-        if all(
-            getattr(first[name], "shape", None) == getattr(other.get(name), "shape", None) for name in list(first)[:1]
-        )
-    ]
-    return [[first], *([first, other] for other in alike[:1])]
+def list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The branches of guidance of each proof: each call alone, and the first with the next one that has such latents."""
+
+    def describe_latents(call: Mapping[str, Any]) -> list[Any]:
+        return [getattr(x, "shape", None) for x in pytree.tree_leaves(next(iter(call.values())))]
+
+    first, *others = calls
+    alike = [other for other in others if describe_latents(other) == describe_latents(first)]
+    return [*([call] for call in calls), *([first, other] for other in alike[:1])]
 
 
-def _check_proof(transformer: nn.Module, error: float) -> None:
+def _check_proof(
+    transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
+) -> None:
+    """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
+    remedy = "use a plan of data, cfg or tensor"
+    try:
+        error = prove_anatomy(twin, branches, build)
+    except DitileError:
+        raise
+    except Exception as error:  # whatever the model runs into where it is given too much or too little
+        raise ModelError(
+            f"{type(transformer).__name__} cannot be computed patch by patch: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}; {remedy}"
+        ) from error
     if not error <= TOLERANCE:
         raise ModelError(
             f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {error:.1e} of "
-            f"its largest value, and up to {TOLERANCE:.0e} is rounding; use a plan of data, cfg or tensor"
+            f"its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
         )
 
 
