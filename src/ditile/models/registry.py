@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
-from diffusers.models._modeling_parallel import ContextParallelInput
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
@@ -35,9 +32,6 @@ UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
 )
 """Nothing is known, so nothing is cut but the batch."""
-
-_TIMESTEP_TABLES = ("ChronoEditTransformer3DModel", "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel")
-"""Models that take a timestep for each token where the first frames are given, which diffusers' tables leave whole."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
@@ -170,24 +164,3 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
             "pipefusion=1 and patches=1"
         )
     return find_model_spec(model) or UNKNOWN_MODEL
-
-
-def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """The table of splits of each transformer of a pipeline; none where it has a `ModelSpec`, or no table.
-
-    Args:
-        pipe: the pipeline.
-        cp_plan: the table to use; None is that of the transformer's own class.
-    """
-    cp_plans = {}
-    for name in ("transformer", "transformer_2"):
-        if isinstance(transformer := getattr(pipe, name, None), nn.Module):
-            transformer, table = unwrap_compiled(transformer), cp_plan
-            if table is None and find_model_spec(transformer) is None:
-                table = getattr(type(transformer), "_cp_plan", None)
-                if table is not None and type(transformer).__name__ in _TIMESTEP_TABLES:
-                    timestep = ContextParallelInput(split_dim=1, expected_dims=2)
-                    table = table | {"": {"timestep": timestep} | table.get("", {})}
-            if table is not None:
-                cp_plans[name] = table
-    return cp_plans

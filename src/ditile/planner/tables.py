@@ -86,7 +86,6 @@ def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
         kind: the transformer's class.
         in_turns: whether the pipeline has two transformers.
     """
-    plan.check_planned(kind)
     if in_turns and not splits_only_tokens(plan):
         raise PlanError(
             f"cfg={plan.cfg} data={plan.data}: the pipeline calls two models in turns, and one is known; "

@@ -43,8 +43,6 @@ from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
-from ditile.parallel.sequence.cp_hooks import ContextParallelAttention, ContextParallelHooks, MaskOrigins
-from ditile.parallel.sequence.cp_plan import ContextParallelSplits
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingGather, RingKeys
@@ -231,7 +229,6 @@ class LayerAttentionBuilder:
         loop: knows the generation under way.
         kernel: the attention kernel; None is that of each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
-        splits: what is split in the current call, if the model has a table of splits.
         checks: asserts the ages of keys, if given.
 
     Attributes:
@@ -248,11 +245,10 @@ class LayerAttentionBuilder:
         loop: Loop,
         kernel: DiffusersKernel | None,
         warmup_group: WarmupGroup | None,
-        splits: ContextParallelSplits | None,
         checks: AgeChecks | None,
     ) -> None:
         self._pipe, self._plan, self._mesh, self._current = pipe, plan, mesh, loop.get_generation
-        self._kernel, self._warmup_group, self._splits, self._checks = kernel, warmup_group, splits, checks
+        self._kernel, self._warmup_group, self._checks = kernel, warmup_group, checks
         self._exchange = self._build_exchange()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
         self._turn = torch.tensor(0)
@@ -274,11 +270,6 @@ class LayerAttentionBuilder:
         sequence, ulysses, traffic = self._mesh.sequence, self._mesh["ulysses"], self._mesh.traffic
         current, exchange, turn = self._current, self._exchange, self._turn
         keys = self._build_layer_keys(layer, kernel)
-        if self._splits is not None:
-            source = MaskOrigins(self._splits, cached=bool(find_model_caches(self._pipe)))
-            gathered = GatheredKeyMaskSource(sequence, ulysses, traffic, source)
-            core = AttentionCore(current, exchange, keys, gathered, kind=kind, turn=turn)
-            return ContextParallelAttention(self._splits, core.attend_to_tokens, kernel, gathered, source)
         alone = sequence.num_ranks == 1
         masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
         return AttentionCore(current, exchange, keys, masks, kind=kind, turn=turn)
@@ -314,7 +305,6 @@ class CompositionOptions(NamedTuple):
     keep_weights: bool
     text_after: After = "keep"
     attention: str | None = None
-    cp_plan: Mapping[str, Any] | None = None
     compile: bool = False
     checks: AgeChecks | None = None
 
@@ -331,7 +321,7 @@ def compose_strategies(
     """
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
-    block_hooks, splits = _build_block_hooks(pipe, plan, mesh, options)
+    block_hooks = _build_block_hooks(pipe, plan, options)
     model, spec = block_hooks.transformer, block_hooks.spec
     stages = divide_into_stages(block_hooks, plan)
     kernel = _find_kernel(options.attention, model, device, plan)
@@ -357,7 +347,7 @@ def compose_strategies(
     pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
     loop = Loop(pipefusion, mesh, plan, token_split, trace, has_two_models=block_hooks.other is not None)
-    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, options.checks)
+    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
     return Composition(pipe, plan, mesh, device, *built, options.compile)
 
@@ -414,14 +404,9 @@ def check_pipeline(pipe: Any) -> None:
         )
 
 
-def _build_block_hooks(
-    pipe: Any, plan: Plan, mesh: Mesh, options: CompositionOptions
-) -> tuple[TransformerHooks, ContextParallelSplits | None]:
-    """The hooks for a model, by its spec or its table of splits, and what that table splits in its calls."""
+def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
+    """The hooks for the models of a pipeline."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
-    if options.cp_plan is not None and not calls_whole_model:
-        tables = registry.find_cp_plans(pipe, options.cp_plan)
-        return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=options.compile)
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks: TransformerHooks | None = None
     models = registry.find_denoisers(pipe)
@@ -434,28 +419,7 @@ def _build_block_hooks(
             block_hooks = build_block_hooks(model, spec, block_hooks, label)
     assert block_hooks is not None
     _check_model_divisible(pipe, plan, block_hooks, options.attention, options.compile)
-    return block_hooks, None
-
-
-def _build_context_parallel_hooks(
-    pipe: Any, plan: Plan, mesh: Mesh, tables: Mapping[str, Mapping[str, Any]], *, compile: bool
-) -> tuple[ContextParallelHooks, ContextParallelSplits | None]:
-    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
-    transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in tables}
-    kind = type(next(iter(transformers.values()))).__name__
-    # It raises for two models that are called in turns: their branches of guidance cannot be shared out.
-    if plan.cfg * plan.data > 1:
-        registry.find_loop_model(pipe)
-    if compile:
-        raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
-    plan.check_planned(kind)
-    splits = None
-    if mesh.sequence.num_ranks > 1:
-        splits = ContextParallelSplits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
-    block_hooks = ContextParallelHooks(transformers, list(tables.values()), splits, intercept.install_redirect)
-    for heads in block_hooks.head_counts:
-        plan.check(Facts(model=kind, heads=heads))
-    return block_hooks, splits
+    return block_hooks
 
 
 def _check_model_divisible(

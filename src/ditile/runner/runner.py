@@ -329,8 +329,8 @@ def parallelize(
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
         attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
-        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
-            class, where it has no `ModelSpec`.
+        cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
+            derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
@@ -348,9 +348,11 @@ def parallelize(
     mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
-    if cp_plan is None and (attention is not None or not plan.divides_the_batch_alone):
+    if cp_plan is not None:
+        LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
+    if attention is not None or not plan.divides_the_batch_alone:
         ensure_anatomies(pipe, _build_single_runner)
-    options = CompositionOptions(keep_weights, text_after, attention, cp_plan, compile, checks)
+    options = CompositionOptions(keep_weights, text_after, attention, compile, checks)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
     mesh.connect_groups(plan, chosen)

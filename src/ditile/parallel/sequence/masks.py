@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -23,13 +23,8 @@ MAX_CACHED_MASKS = 1024  # guidance branches x the layers that share one core
 class CachedMask(NamedTuple):
     """A gathered mask, and what it was made from, kept so that no other object gets its identity."""
 
-    source: tuple[object, ...]
+    source: Tensor
     mask: KeyPaddingMask
-
-
-def identify_mask(mask: Tensor) -> tuple[object, ...]:
-    """The mask itself: it is remembered as long as the layer is given the same tensor."""
-    return (mask,)
 
 
 class GatheredKeyMaskSource:
@@ -39,19 +34,11 @@ class GatheredKeyMaskSource:
         axis: all ranks that share out the tokens, those along ulysses inside.
         ulysses: those that share out the heads too.
         traffic: counts bytes.
-        source: the objects that a mask follows from: while they are the same, so is the mask. None if that is unknown.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        ulysses: Axis,
-        traffic: Traffic,
-        source: Callable[[Tensor], tuple[object, ...] | None] = identify_mask,
-    ) -> None:
+    def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
         self._axis, self._group, self._ulysses, self._traffic = axis, axis.group, ulysses, traffic
-        self._source = source
         self._cached_masks: dict[Hashable, CachedMask] = {}
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
@@ -74,14 +61,11 @@ class GatheredKeyMaskSource:
                 f"an attention mask of {flat.shape[-1]} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
-        source = self._source(mask)
-        if source is None:
-            return self._assemble_mask(flat, tokens, heads)
-        key = (tokens.runs, flat.shape, heads, *map(id, source))
+        key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:
             if len(self._cached_masks) >= MAX_CACHED_MASKS:
                 self._cached_masks.clear()
-            self._cached_masks[key] = CachedMask(source, self._assemble_mask(flat, tokens, heads))
+            self._cached_masks[key] = CachedMask(mask, self._assemble_mask(flat, tokens, heads))
         return self._cached_masks[key].mask
 
     def _assemble_mask(self, mask: Tensor, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
