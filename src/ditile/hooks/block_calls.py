@@ -333,7 +333,7 @@ class _DividedPass:
         )
         if hook.index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
-        elif now.has_all_image_tokens:
+        elif now.has_all_image_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif hook.index + 1 in now.form.glued:
             image, text = self._place_tokens(now, hook, state, image, text)

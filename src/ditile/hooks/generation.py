@@ -185,9 +185,13 @@ class Generation:
         key = (self.branch, patch)
         if key not in self._runs:
             layout, part = self.branch_layout, self.get_own_part(patch)
-            text = part.text or range(min(DUMMY_TEXT, layout.text))
-            runs = layout.locate_in_sequence(TokenShard(text, part.image), joint=True)
-            self._runs[key] = {"N": part.image, "T": (text,), "J": runs}
+            # What belongs to a dummy is that of any token of the text, which may be of one token.
+            text = (part.text,) if part.text else (range(min(1, layout.text)),) * DUMMY_TEXT
+            first = layout.joint == "text_first"
+            start = 0 if first else layout.image_tokens
+            words = tuple(range(start + run.start, start + run.stop) for run in text)
+            pixels = layout.locate_in_sequence(TokenShard(range(0), part.image), joint=True)
+            self._runs[key] = {"N": part.image, "T": text, "J": words + pixels if first else pixels + words}
         return self._runs[key]
 
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -279,8 +279,8 @@ class LayerAttentionBuilder:
         if axis.num_ranks == 1:
             return NoExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._current)
-        return UlyssesExchange(axis, traffic)
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._current, uneven=self._plan.uaa is not False)
+        return UlyssesExchange(axis, traffic, uneven=self._plan.uaa is not False)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
+from ditile.models.anatomies import find_anatomy
 from ditile.models.registry import require_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
@@ -115,7 +116,9 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut
             for micro_batch in part.pieces:
                 seen.movedim(part.dim, 0)[micro_batch] += 1
         assert torch.all(seen == (3 if part is None else 1)), name
-    lists = tuple(require_model_spec(model).blocks)
+    anatomy = find_anatomy(model)
+    assert anatomy is not None
+    lists = tuple(anatomy.lists)
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
     assert all(path.endswith((".norm.linear", ".norm1.linear", ".norm1_context.linear")) for path in uncut), uncut

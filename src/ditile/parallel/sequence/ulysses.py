@@ -25,9 +25,11 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
+from ditile.errors import PlanError
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.protocols import DeferredTensor
 from ditile.plan.layout import pick_even_chunk
+from ditile.plan.plan import format_divisors
 
 KIND = "ulysses"
 
@@ -80,12 +82,14 @@ class UlyssesExchange:
     Args:
         axis: the ranks that share out the tokens and the heads.
         traffic: counts bytes.
+        uneven: whether one rank may have a head more than another.
     """
 
     overlaps = False
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
         assert axis.group is not None
+        self._uneven = uneven
         self._index, self._ranks, self._group, self._traffic = axis.index, len(axis.ranks), axis.group, traffic
 
     def exchange_tokens_for_heads(
@@ -93,6 +97,7 @@ class UlyssesExchange:
     ) -> tuple[Tensor, ...]:
         """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
         num_heads = q_BPNH.shape[2]
+        self._check_heads(num_heads)
         k_BPNH, v_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads), self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
             return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
@@ -170,6 +175,13 @@ class UlyssesExchange:
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
         return share_heads_and_tokens(tokens, heads, self._index, self._ranks)
 
+    def _check_heads(self, heads: int) -> None:
+        if heads % self._ranks and not self._uneven:
+            raise PlanError(
+                f"ulysses={self._ranks} does not divide the {heads} heads of a layer and uaa is off; try "
+                f"{format_divisors(heads)}, or leave uaa out"
+            )
+
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
         """Grouped-query heads are repeated where a rank's queries would need half a group."""
         groups = x_BPNH.shape[2]
@@ -180,14 +192,22 @@ class OverlappedUlysses(UlyssesExchange):
     """Each projection travels while the next one is computed.
 
     Args:
-        axis, traffic: as above.
+        axis, traffic, uneven: as above.
         trace, current: record when each exchange began and ended.
     """
 
     overlaps = True
 
-    def __init__(self, axis: Axis, traffic: Traffic, trace: GenerationTrace, current: Callable[[], Generation]) -> None:
-        super().__init__(axis, traffic)
+    def __init__(
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        trace: GenerationTrace,
+        current: Callable[[], Generation],
+        *,
+        uneven: bool = True,
+    ) -> None:
+        super().__init__(axis, traffic, uneven=uneven)
         self._trace, self._current = trace, current
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
@@ -197,6 +217,7 @@ class OverlappedUlysses(UlyssesExchange):
         for name, make in zip("qkv", makers, strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
                 x_BPNH = make()
+            self._check_heads(under_way[0][0].shape[2] if under_way else x_BPNH.shape[2])
             x_BPNH = self._repeat_uneven_heads(x_BPNH, (under_way[0][0] if under_way else x_BPNH).shape[2])
             shares = self._get_shares(tokens, x_BPNH.shape[2])
             under_way.append((x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
