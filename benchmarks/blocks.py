@@ -52,7 +52,7 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
         patches: M.
         call: arguments of the pipeline, at the real size; of `num_inference_steps` at least 2.
     """
-    hooks = build_block_hooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
+    hooks = build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer))
     ends = [pipe.transformer.get_submodule(name) for name in (hooks.spec.image_tokens, hooks.spec.out)]
     modules = [*(hook.block for hook in hooks.chain), *ends]
     runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True)

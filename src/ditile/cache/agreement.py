@@ -50,9 +50,11 @@ class LoopClock:
         self._seen: Generation | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
-        """The place of this call. None, and no block is left out, in three cases: the stages share a synchronous step,
-        a batch comes in micro-batches, or tokens of several patches lie interleaved."""
+        """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
+        a batch comes in micro-batches, tokens of several patches lie interleaved, or the call does not count."""
         now = self._current()
+        if now.is_surveyed:
+            return None
         if now is not self._seen:
             self._seen = now
             self._begin(self._steps())

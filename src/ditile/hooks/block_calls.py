@@ -157,12 +157,13 @@ class BlockCalls:
         return result
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        self._pass = block_pass
+        now, self._pass = self._current(), block_pass
+        now.is_surveyed = True
         try:
             with torch.no_grad():
                 return forward(**inputs)
         finally:
-            self._pass = self._divided
+            now.is_surveyed, self._pass = False, self._divided
 
 
 def _describe_input(latents: Any) -> tuple[torch.Size, ...]:

@@ -88,6 +88,7 @@ class Generation:
         layouts: of each branch, known once its first call has been surveyed.
         forms: of each call that was surveyed, by its branch, model, and the shapes and names of its arguments.
         form: of the call at hand.
+        is_surveyed: whether blocks are passed by in the call at hand, which does not count.
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
         called_models: in a rehearsal.
         pieces: of the latents, by patch; none where latents are not cut.
@@ -113,6 +114,7 @@ class Generation:
     layouts: dict[int, Layout] = field(default_factory=dict)
     forms: dict[tuple[object, ...], CallForm] = field(default_factory=dict)
     form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
+    is_surveyed: bool = False
     rehearsed_patch: int | None = None
     called_models: set[object] = field(default_factory=set)
     pieces: list[Piece] = field(default_factory=list)

@@ -63,27 +63,9 @@ def find_model_spec(transformer: object) -> ModelSpec | None:
     return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
 
 
-def require_model_spec(transformer: nn.Module) -> ModelSpec:
-    """The `ModelSpec` of a transformer.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    spec = find_model_spec(transformer)
-    if spec is not None:
-        return spec
-    name = type(transformer).__name__
-    inside = [type(module).__name__ for module in transformer.modules() if type(module) in _SPECS]
-    if inside:
-        raise ModelError(
-            f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
-            "(peft: get_base_model(), which keeps its LoRAs)"
-        )
-    known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
-    raise ModelError(
-        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one, and ulysses and ring with "
-        f"parallelize(..., cp_plan={{...}}); known are {known}; ditile.register(cls, ModelSpec(...)) adds one"
-    )
+def choose_model_spec(transformer: object) -> ModelSpec:
+    """The `ModelSpec` of a transformer; where there is none, one that says nothing."""
+    return find_model_spec(transformer) or UNKNOWN_MODEL
 
 
 def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
@@ -152,7 +134,7 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
     if plan.cfg > 1 and "pag_scale" in parameters:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     if plan.divides_the_batch_alone:
-        return find_model_spec(model) or UNKNOWN_MODEL
+        return choose_model_spec(model)
     if "pag_scale" in parameters and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
@@ -163,4 +145,4 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
             f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan with "
             "pipefusion=1 and patches=1"
         )
-    return find_model_spec(model) or UNKNOWN_MODEL
+    return choose_model_spec(model)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Grid, Joint
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ModelSpec:
             split_scheme=sequence gathers and scatters tokens.
         batch: arguments of the transformer that have no rows, whatever their length.
         text_modules: patterns of sub-modules of blocks that see the text alone.
+        anatomy: what its dimensions count, where that cannot be derived.
         refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
     """
 
@@ -113,4 +115,5 @@ class ModelSpec:
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     text_modules: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    anatomy: Anatomy | None = None
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

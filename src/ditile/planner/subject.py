@@ -16,7 +16,7 @@ from ditile.errors import LoadError, ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.anatomies import build_block_hooks
-from ditile.models.registry import require_model_spec
+from ditile.models.registry import choose_model_spec
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
@@ -128,8 +128,8 @@ class PlanSubject:
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The spec of its family. Raises `ModelError` if there is none."""
-        return self.family or (require_model_spec(self.transformer) if self.table is None else self.table.spec)
+        """The spec of its family."""
+        return self.family or (choose_model_spec(self.transformer) if self.table is None else self.table.spec)
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import DitileError, ModelError
-from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
+from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
-from ditile.models.registry import find_denoisers
+from ditile.models.registry import find_denoisers, find_model_spec
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4
@@ -120,9 +120,13 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
         ModelError: if one cannot be derived, or does not hold.
     """
     for transformer in find_denoisers(pipe).values():
-        if find_anatomy(transformer) is not None:
+        spec = find_model_spec(transformer)
+        if find_anatomy(transformer) is not None or (spec is not None and spec.anatomy is not None):
             continue
-        twin = make_twin(transformer)
+        try:
+            twin = make_twin(transformer)
+        except ModelError as error:
+            raise make_unknown_error(transformer, str(error)) from error
         anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
         remember_anatomy(transformer, anatomy)
         try:

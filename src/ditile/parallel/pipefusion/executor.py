@@ -139,7 +139,8 @@ class PipeFusion:
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
-        # This object outlives the picture: without this the keys would stay in memory.
+        # This object outlives the picture: without this its keys and latents would stay in memory.
+        self._latents = None
         del self.generation
 
     # The loop

@@ -323,7 +323,7 @@ class Loop:
                 f"{name} changes the latents between steps, behind the scheduler; such a pipeline cannot be divided "
                 "into patches"
             )
-        self._hands_on_copies = any(sample is not first for sample in self._samples[1:])
+        self._hands_on_copies = any(sample is not self._latents for sample in self._samples[1:])
         if self._hands_on_copies and self._schedule.adaptive:
             raise StateError(
                 f"{name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number of steps"
