@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from tests.zoo import ZOO
-
 FAST = (
-    "stable-diffusion-3", "qwen-image-edit", "chroma", "pixart-sigma", "wan-2.1-image-to-video", "flux-2-klein",
+    "stable-diffusion-3",
+    "qwen-image-edit",
+    "chroma",
+    "pixart-sigma",
+    "wan-2.1-image-to-video",
+    "flux-2-klein",
 )
 HYBRIDS = (
     "ltx-2", "qwen-image-2.1", "z-image", "wan-2.2", "krea-2", "qwen-image", "qwen-image-edit", "flux-2", "wan-2.1",

@@ -84,7 +84,9 @@ def draw_rows(name: str, patches: int, rows: Mapping[str, Row]) -> dict[str, Out
     threshold = [0.0]
     if rank == 1:
         if "stale alone" in alone:
-            outcomes["stale alone"] = draw_row(pipe, entry, Row({"patches": patches, "warmup": 1}), _build_single_runner)
+            outcomes["stale alone"] = draw_row(
+                pipe, entry, Row({"patches": patches, "warmup": 1}), _build_single_runner
+            )
         if "cached" in alone:
             threshold[0], outcomes["cached"] = _draw_cached(pipe, entry)
     dist.broadcast_object_list(threshold, src=1)
@@ -150,9 +152,7 @@ def _draw_cached(pipe: Any, entry: Entry) -> tuple[float, Outcome]:
 
 
 def _enable_cache(pipe: Any, threshold: float) -> None:
-    ditile.enable_cache(
-        pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=threshold)
-    )
+    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=threshold))
 
 
 def _list_skipped(pipe: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
 from torch import nn
 
 from ditile.errors import DitileError

@@ -142,7 +142,7 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
         )
     if getattr(pipe, "controlnet", None) is not None and plan.pipefusion * plan.num_patches > 1:
         raise ModelError(
-            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan with "
-            "pipefusion=1 and patches=1"
+            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan "
+            "with pipefusion=1 and patches=1"
         )
     return choose_model_spec(model)

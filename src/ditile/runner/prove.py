@@ -107,8 +107,8 @@ def prove_anatomy(
         got = runner(calls=calls, latents=torch.zeros_like(want))[0]
     finally:
         runner.restore()
-    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so the
-    # last one is there when that turn follows, and at the end.
+    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
+    # the last one is there when that turn follows, and at the end.
     got = got[[*range(2 * patches - 1, len(got), patches), -1]]
     return float((got - want).abs().max() / want.abs().max())
 
@@ -172,7 +172,7 @@ def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.M
 
 
 def list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The branches of guidance of each proof: each call alone, and the first with the next one that has such latents."""
+    """The branches of guidance of each proof: each call alone, and the first with the next that has such latents."""
 
     def describe_latents(call: Mapping[str, Any]) -> list[Any]:
         return [getattr(x, "shape", None) for x in pytree.tree_leaves(next(iter(call.values())))]
@@ -188,7 +188,7 @@ def _check_proof(
     """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
     remedy = "use a plan of data, cfg or tensor"
     try:
-        error = prove_anatomy(twin, branches, build)
+        difference = prove_anatomy(twin, branches, build)
     except DitileError:
         raise
     except Exception as error:  # whatever the model runs into where it is given too much or too little
@@ -196,9 +196,9 @@ def _check_proof(
             f"{type(transformer).__name__} cannot be computed patch by patch: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}; {remedy}"
         ) from error
-    if not error <= TOLERANCE:
+    if not difference <= TOLERANCE:
         raise ModelError(
-            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {error:.1e} of "
+            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} of "
             f"its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
         )
 

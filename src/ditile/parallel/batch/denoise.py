@@ -304,8 +304,8 @@ class DataCfgBatch:
             return self._hand_on(tuple(zeros))
         if len(zeros) > 1:
             raise ModelError(
-                f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images can "
-                "only make a tuple of them; use a lower data degree"
+                f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images "
+                "can only make a tuple of them; use a lower data degree"
             )
         return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
