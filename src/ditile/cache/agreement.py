@@ -85,7 +85,7 @@ class LoopClock:
 
 def _has_real_text(now: Generation) -> bool:
     """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
-    return now.branch not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
+    return now.layout_key not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ BuildAttention = Callable[..., LayerAttention]
 
 
 def install_attention(
-    stack: ExitStack, spec: ModelSpec, hook: BlockHook, build: BuildAttention, choose_backend: Callable[[Any], Any]
+    stack: ExitStack,
+    spec: ModelSpec,
+    hook: BlockHook,
+    build: BuildAttention,
+    choose_backend: Callable[[Any], Any],
+    is_whole: Callable[[], bool] | None = None,
 ) -> None:
     """Installs cores in the layers of a block until the stack is closed.
 
@@ -39,6 +44,7 @@ def install_attention(
         hook: the block.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
+        is_whole: whether the call at hand is computed whole, without cores; None if none is.
     """
     for path, module in hook.list_attentions():
         layer = f"{hook.name}.{path}".rstrip(".")
@@ -47,7 +53,7 @@ def install_attention(
         through_dispatch = uses_dispatch(stock)
         backend = stock._attention_backend if through_dispatch else None
         # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
-        redirects = not through_dispatch or any(FURTHER in kind for kind in kinds)
+        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for kind in kinds)
         cores: list[LayerAttention | None] = []
         for turn, kind in enumerate(kinds):
             name = layer if len(kinds) == 1 else f"{layer}.{turn}"
@@ -72,7 +78,10 @@ def install_attention(
                 override_attribute(stack, module, "processor", processor)
             redirect = AttentionRedirect(attend)
             override_attribute(
-                stack, module, "forward", functools.partial(_forward_redirected, redirect, layer, module.forward)
+                stack,
+                module,
+                "forward",
+                functools.partial(_forward_redirected, redirect, layer, is_whole, module.forward),
             )
 
 
@@ -161,8 +170,15 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _forward_redirected(
-    redirect: AttentionRedirect, layer: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    redirect: AttentionRedirect,
+    layer: str,
+    is_whole: Callable[[], bool] | None,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
+    if is_whole is not None and is_whole():
+        return forward(*args, **kwargs)
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)

@@ -28,7 +28,7 @@ from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
-from ditile.plan.anatomy import ROWS, Anatomy, ListAnatomy, select_word
+from ditile.plan.anatomy import ROWS, Anatomy, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
 
 Forward = Callable[..., Any]
@@ -78,15 +78,17 @@ class BlockCalls:
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now, inputs = self._current(), dict(zip(self._names, args, strict=False)) | kwargs
+            now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (
                 now.branch,
                 self._key,
+                mode,
                 *_describe_input(inputs[self._names[0]]),
                 *(name for name, value in inputs.items() if value is not None),
             )
             form = now.forms.get(given)
             if form is None:
-                form = now.forms[given] = self._survey_call(forward, inputs)
+                form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
             now.form = form
             self._policy.begin_branch(form)
             if now.rehearsed_patch is not None:
@@ -139,9 +141,24 @@ class BlockCalls:
                 return int(value.shape[word.index("B")])
         return form.rows
 
-    def _survey_call(self, forward: Forward, inputs: Mapping[str, Any]) -> CallForm:
+    def _is_computed_whole(self, now: Generation, mode: str) -> bool:
+        """Whether every rank that shares out tokens computes all tokens of a call of this mode."""
+        modes = self._anatomy.modes
+        if modes and mode not in modes:
+            raise ModelError(
+                f"{type(self._transformer).__name__} is called with {mode or 'no mode'}, and known are {', '.join(modes)}; "
+                "let the pipeline keep keys in a cache, as it does by default, or use a plan of data, cfg or tensor"
+            )
+        is_whole = modes.get(mode, False)
+        if is_whole and now.micro_step.patch is not None:
+            raise StateError(
+                f"a call with {mode} is computed whole, and comes in a step of patches, at {now.micro_step}"
+            )
+        return is_whole
+
+    def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
-        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last)
+        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
         result = self._run_pass(survey, forward, poison_latents(self._names[0], inputs))
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         returns_text = survey.poisons_text and any(bool(torch.isnan(x).any()) for x in list_predictions(result))
@@ -149,10 +166,11 @@ class BlockCalls:
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
-        now.called_models.add(self._key)
+        now.called_models.add((self._key, now.is_whole))
         result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
-        now.prediction_pieces.setdefault(now.branch, []).append(pieces)
+        assert now.rehearsed_patch is not None
+        now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
         now.advance_branch()
         return result
 
@@ -215,8 +233,8 @@ class _SurveyPass:
         poisons_text: whether the text behind the last block is a stream of its own, which is NaN then.
     """
 
-    def __init__(self, model: str, anatomy: Anatomy, last: int) -> None:
-        self._model, self._anatomy, self._last = model, anatomy, last
+    def __init__(self, model: str, anatomy: Anatomy, last: int, *, checks: bool) -> None:
+        self._model, self._anatomy, self._last, self._checks = model, anatomy, last, checks
         self.poisons_text = False
         self._lengths: dict[str, int] = {}
         self._start, self._rows = 0, 1
@@ -229,7 +247,8 @@ class _SurveyPass:
         anatomy = hook.anatomy
         image, text = _read_streams(anatomy, call)
         self._measure(hook, image, text)
-        self._check_arguments(hook, call)
+        if self._checks:
+            self._check_arguments(hook, call)
         if hook.index:
             given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
             self._fed[hook.name] = torch.stack([torch.isnan(x).any() for x in given]).any()

@@ -265,6 +265,7 @@ class TransformerHooks:
             compile_: compiles the forward of each block, where the user did not.
         """
         memo = OutputMemoizer(self.spec, current, self._label)
+        is_whole = (lambda: current().is_whole) if self.anatomy.modes else None
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, current, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
@@ -286,7 +287,7 @@ class TransformerHooks:
                     compiled.append(hook.name)
                 if is_own or hook.index in self.replacement_blocks:
                     active_hook = hook if is_own else replace(hook, block=self.replacement_blocks[hook.index].block)
-                    install_attention(stack, self.spec, active_hook, core, dispatch)
+                    install_attention(stack, self.spec, active_hook, core, dispatch, is_whole)
                     replace_cross_processors(stack, self.spec, active_hook.block, current)
                 if is_own and hook.name not in compiled:
                     cache_signatures(stack, hook.block)

@@ -72,6 +72,10 @@ class LayerTokens:
         return slice(self.dummies, None) if self.dummies_first else slice(0, self.rank_lengths[self.index])
 
 
+LayoutKey = tuple[int, bool]
+"""A branch, and whether a call of it is computed whole."""
+
+
 @dataclass(slots=True)
 class Generation:
     """Where the pipeline is, and what must survive.
@@ -85,12 +89,14 @@ class Generation:
         batch: rows of a call.
         micro_batch: counts the runs of rows, where a call is computed in several.
         batch_range: the rows of the micro-batch at hand; None is all.
-        layouts: of each branch, known once its first call has been surveyed.
+        is_whole: whether the call at hand is computed whole by every rank that shares out tokens, see `Anatomy.modes`.
+        whole_steps: the steps of such calls, as far as a rehearsal found them.
+        layouts: of each branch, and of its calls that are computed whole; known once one of them has been surveyed.
         forms: of each call that was surveyed, by its branch, model, and the shapes and names of its arguments.
         form: of the call at hand.
         is_surveyed: whether blocks are passed by in the call at hand, which does not count.
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
-        called_models: in a rehearsal.
+        called_models: in a rehearsal, and whether they were called to compute a whole.
         pieces: of the latents, by patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
@@ -111,61 +117,70 @@ class Generation:
     batch_range: range | None = None
     warmup_split: Split | None = None
     warmup_index: int = 0
-    layouts: dict[int, Layout] = field(default_factory=dict)
+    is_whole: bool = False
+    whole_steps: frozenset[int] = frozenset()
+    layouts: dict[LayoutKey, Layout] = field(default_factory=dict)
     forms: dict[tuple[object, ...], CallForm] = field(default_factory=dict)
     form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
     is_surveyed: bool = False
     rehearsed_patch: int | None = None
     called_models: set[object] = field(default_factory=set)
     pieces: list[Piece] = field(default_factory=list)
-    prediction_pieces: dict[int, list[list[Piece]]] = field(default_factory=dict)
-    _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
-    _tokens: dict[tuple[int, int | None, str], LayerTokens] = field(default_factory=dict)
-    _runs: dict[tuple[int, int | None], Runs] = field(default_factory=dict)
+    prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
+    _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
+    _tokens: dict[tuple[LayoutKey, int | None, str], LayerTokens] = field(default_factory=dict)
+    _runs: dict[tuple[LayoutKey, int | None], Runs] = field(default_factory=dict)
 
     @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
-        return self.layouts[self.branch]
+        return self.layouts[self.layout_key]
+
+    @property
+    def layout_key(self) -> LayoutKey:
+        """Names the layout of the call at hand."""
+        return self.branch, self.is_whole
 
     def forget_layout(self) -> None:
         """Forgets how the tokens of the branch at hand are cut: it has others now."""
-        self.layouts.pop(self.branch)
+        self.layouts.pop(self.layout_key)
         caches: list[dict[Any, Any]] = [self._parts, self._tokens, self._runs]
         for known in caches:
-            for key in [key for key in known if key[0] == self.branch]:
+            for key in [key for key in known if key[0] == self.layout_key]:
                 known.pop(key)
 
-    def list_rank_parts(self, patch: int | None, branch: int | None = None) -> tuple[TokenShard, ...]:
-        """What each rank of the sequence axes has of a patch (None: of the image), in this branch or another."""
-        branch = self.branch if branch is None else branch
-        if (branch, patch) not in self._parts:
-            split, _ = self._get_split(patch)
-            self._parts[branch, patch] = split.shard_tokens(self.layouts[branch], patch)
-        return self._parts[branch, patch]
+    def list_rank_parts(self, patch: int | None, of: LayoutKey | None = None) -> tuple[TokenShard, ...]:
+        """What each rank of the sequence axes has of a patch (None: of the image), in this call or one of a layout."""
+        key = self.layout_key if of is None else of
+        if (key, patch) not in self._parts:
+            split, _ = self._get_split(patch, key[1])
+            self._parts[key, patch] = split.shard_tokens(self.layouts[key], patch)
+        return self._parts[key, patch]
 
-    def get_own_part(self, patch: int | None, branch: int | None = None) -> TokenShard:
+    def get_own_part(self, patch: int | None, of: LayoutKey | None = None) -> TokenShard:
         """What this rank has of a patch (None: of the image)."""
-        _, index = self._get_split(patch)
-        return self.list_rank_parts(patch, branch)[index]
+        _, index = self._get_split(patch, self.is_whole if of is None else of[1])
+        return self.list_rank_parts(patch, of)[index]
 
     @property
     def has_all_image_tokens(self) -> bool:
         """Whether this rank computes all tokens of the image at this micro-step."""
-        return self.micro_step.patch is None and self._get_split(None)[0].num_ranks == 1
+        return self.micro_step.patch is None and self._get_split(None, self.is_whole)[0].num_ranks == 1
 
-    def _get_split(self, patch: int | None) -> tuple[Split, int]:
+    def _get_split(self, patch: int | None, is_whole: bool) -> tuple[Split, int]:
         """How ranks share out a patch (None: the image), and this rank's place among them."""
+        if is_whole:
+            return Split(), 0
         if patch is None and self.warmup_split is not None:
             return self.warmup_split, self.warmup_index
         return self.split, self.index
 
     def get_layer_tokens(self, kind: str) -> LayerTokens:
         """The tokens of an attention layer at this micro-step: `N` of the image, `T` of the text, `J` of both."""
-        key = (self.branch, self.micro_step.patch, kind)
+        key = (self.layout_key, self.micro_step.patch, kind)
         if key not in self._tokens:
             layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
-            _, own_index = self._get_split(self.micro_step.patch)
+            _, own_index = self._get_split(self.micro_step.patch, self.is_whole)
             sees_text = kind != "N" and layout.joint != "none"
             dummies = 0 if parts[own_index].text or not sees_text else DUMMY_TEXT
             first = layout.joint == "text_first"
@@ -184,7 +199,7 @@ class Generation:
 
     def get_argument_runs(self, patch: int | None) -> Runs:
         """Where this rank's tokens of a patch (None: of the image) are among those of each kind."""
-        key = (self.branch, patch)
+        key = (self.layout_key, patch)
         if key not in self._runs:
             layout, part = self.branch_layout, self.get_own_part(patch)
             # What belongs to a dummy is that of any token of the text, which may be of one token.

@@ -12,6 +12,7 @@ another. It is computed where the tensors are, and leaves a GPU by one asynchron
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,10 +138,11 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A part of a value, and the value that it was cut from."""
+    """A part of a value, the value that it was cut from, and what that held, if it is a dictionary."""
 
     value: Any
     source: Any
+    held: tuple[Any, ...]
 
 
 class GenerationMemory:
@@ -206,8 +208,10 @@ class GenerationMemory:
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The part of `source` that a patch needs, cut anew only when `source` is another object."""
         entry = self._slices.get(key)
-        if entry is None or entry.source is not source:
-            entry = self._slices[key] = SliceEntry(make(), source)
+        # A model may fill one dictionary anew for each of its blocks.
+        held = tuple(source.values()) if isinstance(source, dict) else ()
+        if entry is None or entry.source is not source or any(map(operator.is_not, held, entry.held)):
+            entry = self._slices[key] = SliceEntry(make(), source, held)
         return entry.value
 
     def forget_step_constants(self) -> None:

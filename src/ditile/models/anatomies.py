@@ -106,7 +106,7 @@ def read_row(row: Row) -> Anatomy:
         )
         for name, each in row["lists"].items()
     }
-    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]))
+    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), row.get("modes", {}))
 
 
 def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:

@@ -26,13 +26,24 @@ from ditile.models.record import (
     AttentionWatch,
     BlockRecord,
     Call,
+    CapturedCall,
     ChainBlock,
     has_real_pairs,
     list_chain,
     record_blocks,
     spread_arguments,
 )
-from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS, TOKENS, Anatomy, Kinds, ListAnatomy, drop_further_keys
+from ditile.plan.anatomy import (
+    FURTHER,
+    LOCAL,
+    REAL_PAIRS,
+    TOKENS,
+    Anatomy,
+    Kinds,
+    ListAnatomy,
+    describe_mode,
+    drop_further_keys,
+)
 from ditile.plan.layout import DUMMY_TEXT, Joint
 
 
@@ -88,7 +99,12 @@ class _Derivation:
         }
         if joint == "none" and any(each.text is not None for each in lists.values()):
             joint = "text_first"  # no attention sees both in one sequence: either order will do
-        return Anatomy(lists, joint, inputs)
+        return Anatomy(lists, joint, inputs, self._list_modes())
+
+    def _list_modes(self) -> dict[str, bool]:
+        """The modes of calls, where those of the first step have another one."""
+        before = {describe_mode(call.before) for call in self._calls if isinstance(call, CapturedCall) and call.before}
+        return dict.fromkeys(before, True) | ({describe_mode(call): False for call in self._calls} if before else {})
 
     def _refuse_convolutions(self) -> None:
         for block in self._chain:
@@ -423,6 +439,7 @@ def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
             name: _merge_kinds(name, one.inputs.get(name), other.inputs.get(name))
             for name in {**one.inputs, **other.inputs}
         },
+        {**one.modes, **other.modes},
     )
 
 

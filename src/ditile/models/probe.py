@@ -5,6 +5,7 @@ No call gets further than the transformer: it is left there. Sizes are small.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
 from ditile.models.derive import derive_anatomy
-from ditile.models.record import capture_call
+from ditile.models.record import CapturedCall, capture_call
 from ditile.plan.anatomy import Anatomy
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
@@ -41,7 +42,7 @@ def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> 
     calls = []
     for what, arguments in list_probe_arguments(pipe).items():
         try:
-            call = capture_call(pipe, transformer, arguments)
+            call = capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin))
         except ModelError:
             raise
         except Exception as error:
@@ -52,8 +53,23 @@ def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> 
                     f"{' '.join(str(error).split())[:200]}; use a plan of data, cfg or tensor"
                 ) from error
             continue
-        calls.append(pytree.tree_map_only(Tensor, _convert_to_float32, call))
+        calls.append(_convert_call(call))
     return derive_anatomy(twin, calls), calls
+
+
+def _convert_call(call: CapturedCall) -> CapturedCall:
+    converted = CapturedCall(pytree.tree_map_only(Tensor, _convert_to_float32, dict(call)))
+    converted.before = (
+        None if call.before is None else pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
+    )
+    return converted
+
+
+def _run_twin(twin: nn.Module, **call: Any) -> Any:
+    """What a twin makes of a call, on the device and in the dtype of its latents."""
+    latents = next(x for x in pytree.tree_leaves(list(call.values())) if isinstance(x, Tensor))
+    result = twin(**pytree.tree_map_only(Tensor, _convert_to_float32, call))
+    return pytree.tree_map_only(Tensor, lambda x: x.to(latents.device, latents.dtype), result)
 
 
 def _convert_to_float32(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.block_calls import find_run
 from ditile.hooks.overrides import override_attribute
 from ditile.models.block_lists import find_block_lists
+from ditile.plan.anatomy import describe_mode
 from ditile.plan.spec import BlockList, Flow
 
 Call = Mapping[str, Any]
@@ -220,26 +221,60 @@ class _Recorded(Exception):
     """The call that was wanted has been recorded: the pipeline is left."""
 
 
-def capture_call(pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+class CapturedCall(dict[str, Any]):
+    """The arguments of a call, by parameter.
+
+    Attributes:
+        before: the call of the step before, where it had another mode: this one reads what that one kept.
+    """
+
+    before: Call | None = None
+
+
+def capture_call(
+    pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any], run: Callable[..., Any] | None = None
+) -> CapturedCall:
     """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
+
+    Where the call has a mode, the first step is run, and if the mode is another one in the next step, that call counts.
+
+    Args:
+        pipe, transformer: the pipeline, and its model.
+        arguments: of the pipeline's call.
+        run: computes a call of the model, where it is not to be run itself.
 
     Raises:
         ModelError: if the pipeline never calls it.
     """
-    captured: dict[str, Any] = {}
-    signature = inspect.signature(type(transformer).forward)
+    captured: list[CapturedCall] = []
+    signature, stepped = inspect.signature(type(transformer).forward), list[bool]()
+    forward = run or transformer.forward
 
     @functools.wraps(transformer.forward)
     def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        captured.update(signature.bind(transformer, *args, **kwargs).arguments)
-        captured.pop(next(iter(signature.parameters)))
-        raise _Recorded
+        call = CapturedCall(signature.bind(transformer, *args, **kwargs).arguments)
+        call.pop(next(iter(signature.parameters)))
+        if stepped and describe_mode(call) != describe_mode(captured[0]):
+            call.before = captured[0]
+            captured.insert(0, call)
+        captured.append(call)
+        if stepped or not describe_mode(call):
+            raise _Recorded
+        return forward(**call)
+
+    def step_and_note(*args: Any, **kwargs: Any) -> Any:
+        stepped.append(True)
+        return step(*args, **kwargs)
 
     with ExitStack() as stack:
         override_attribute(stack, transformer, "forward", forward_to_capture)
+        if (step := getattr(getattr(pipe, "scheduler", None), "step", None)) is not None:
+            override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
         try:
             pipe(**arguments)
         except _Recorded:
-            return captured
-    raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
+            pass
+    if not captured:
+        raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
+    return captured[0]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ditile.plan.layout import Joint
 
@@ -92,6 +93,11 @@ class ListAnatomy:
     attention: Mapping[str, Kinds] = field(default_factory=dict)
 
 
+def describe_mode(inputs: Mapping[str, Any]) -> str:
+    """The mode of a call, which is what its arguments say in words, as in `kv_cache_mode=cached`."""
+    return " ".join(f"{name}={value}" for name, value in inputs.items() if isinstance(value, str))
+
+
 @dataclass(frozen=True, slots=True)
 class Anatomy:
     """A transformer.
@@ -100,11 +106,14 @@ class Anatomy:
         lists: path of a list of blocks -> its blocks.
         joint: where the text is among the keys of attention that sees both.
         inputs: each parameter of the transformer -> the kinds of its leaves, in which only `B` and `*` matter.
+        modes: of its calls, see `describe_mode`, where there are several -> whether a call is computed whole: what it
+            keeps is read by later calls.
     """
 
     lists: Mapping[str, ListAnatomy]
     joint: Joint
     inputs: Mapping[str, Kinds] = field(default_factory=dict)
+    modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def is_one_sequence(self) -> bool:

@@ -346,10 +346,15 @@ def compose_strategies(
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
     pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
-    loop = Loop(pipefusion, mesh, plan, token_split, trace, has_two_models=block_hooks.other is not None)
+    loop = Loop(pipefusion, mesh, plan, token_split, trace, may_change=_may_change(block_hooks))
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
     return Composition(pipe, plan, mesh, device, *built, options.compile)
+
+
+def _may_change(block_hooks: TransformerHooks) -> bool:
+    """Whether the pipeline calls another model in some steps, or one in another mode."""
+    return block_hooks.other is not None or any(model.anatomy.modes for model in block_hooks.models)
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
@@ -436,6 +441,11 @@ def _check_model_divisible(
         raise ModelError(
             f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
             "whole: pipe.transformer = torch.compile(pipe.transformer)"
+        )
+    if plan.warmup_mode != "serial" and any(each.anatomy.modes for each in block_hooks.models):
+        raise ModelError(
+            f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its own, "
+            "which is not shared out; use serial"
         )
     if block_hooks.has_placeholders() and block_hooks.loaded_blocks is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")

@@ -21,6 +21,7 @@ from ditile.errors import DitileError, ModelError
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
+from ditile.models.record import CapturedCall
 from ditile.models.registry import find_denoisers, find_model_spec
 from ditile.plan.plan import Plan
 
@@ -49,7 +50,7 @@ class StillScheduler:
 
 
 class StillPipeline(DiffusionPipeline):
-    """Calls a transformer with the same arguments in every step.
+    """Calls a transformer with the same arguments in every step; in the first, with those of calls before, if any.
 
     Args:
         transformer: the model.
@@ -70,8 +71,11 @@ class StillPipeline(DiffusionPipeline):
         """The predictions of every step, of all branches together: `[steps, *latents.shape]`."""
         self.scheduler.set_timesteps(num_inference_steps)
         steps = []
-        for timestep in self.scheduler.timesteps:
-            prediction = combine_predictions([self.transformer(**call) for call in calls])
+        before = [call.before for call in calls if isinstance(call, CapturedCall) and call.before is not None]
+        for index, timestep in enumerate(self.scheduler.timesteps):
+            results = [self.transformer(**call) for call in (before if before and not index else calls)]
+            # What a call before gives may have another shape; it is there for what it keeps.
+            prediction = latents if before and not index else combine_predictions(results)
             latents = self.scheduler.step(prediction, timestep, latents)[0]
             steps.append(latents.clone())
         return (torch.stack(steps),)
@@ -102,14 +106,15 @@ def prove_anatomy(
     pipe = StillPipeline(transformer)
     with torch.no_grad():
         want = combine_predictions([transformer(**call) for call in calls])
+    has_before = any(isinstance(call, CapturedCall) and call.before is not None for call in calls)
     runner = build(pipe, Plan(patches=patches, warmup=1))
     try:
-        got = runner(calls=calls, latents=torch.zeros_like(want))[0]
+        got = runner(calls=calls, latents=torch.zeros_like(want), num_inference_steps=STEPS + has_before)[0]
     finally:
         runner.restore()
     # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
     # the last one is there when that turn follows, and at the end.
-    got = got[[*range(2 * patches - 1, len(got), patches), -1]]
+    got = got[[*(len(got) - 2 - patches * step for step in range(STEPS - 1)), -1]]
     return float((got - want).abs().max() / want.abs().max())
 
 

@@ -27,6 +27,7 @@ from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.step_memory import explain_branch_refusal
 from ditile.hooks.token_arguments import slice_rows
+from ditile.plan.anatomy import describe_mode
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -75,7 +76,17 @@ class DataCfgBatch:
     @property
     def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
-        return self._by_calls and self._current().micro_step.step > 0
+        return self._splits_calls(self._current().micro_step.step)
+
+    def _splits_calls(self, step: int) -> bool:
+        """Whether the halves compute calls of their own in a step.
+
+        Where calls have another mode than in the step before, what they return may have another shape, and every rank
+        computes all of them once.
+        """
+        whole = self._current().whole_steps
+        changes = step in self._changed_steps or (step in whole) != (step - 1 in whole)
+        return self._by_calls and step > 0 and not changes
 
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
@@ -106,12 +117,14 @@ class DataCfgBatch:
         self._hole: Tensor | None = None
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
+        self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
+        self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
-        if not self._by_calls or step == 0:
+        if not self._by_calls or not self._splits_calls(step):
             return range(calls)
         return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
@@ -140,7 +153,7 @@ class DataCfgBatch:
             )
         if now.calls is not None and now.branch != now.calls:
             raise self._make_calls_error(now, now.branch)
-        if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
+        if self._splits_calls(now.micro_step.step) and self._hole is None and self._is_last and not self.is_idle:
             # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
             own = [prediction for calls in self._predictions.values() for prediction in calls]
             has_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
@@ -198,7 +211,11 @@ class DataCfgBatch:
         if self._by_calls and every.num_branches > 1:
             raise self._make_calls_error(now, every.num_branches * (branch + 1))
         batch_slice = replace(every, images=self._data.images)
-        by_calls = self._by_calls and step > 0
+        mode = describe_mode(kwargs)
+        if self._modes.setdefault(branch, mode) != mode:
+            self._changed_steps.add(step)
+        self._modes[branch] = mode
+        by_calls = self._splits_calls(step)
         if by_calls and now.calls is not None and branch >= now.calls:
             raise self._make_calls_error(now, branch + 1)
         if self.is_idle:
@@ -283,7 +300,7 @@ class DataCfgBatch:
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""
         branch = now.branch
-        if now.micro_step.step == 1 and now.micro_step.patch in (None, 0):
+        if now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
         if now.micro_step.patch is None:
             self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]

@@ -204,8 +204,8 @@ class PipeFusion:
                 f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
                 "them out; use a lower ring or ulysses degree, or a longer video"
             )
-        if now.branch in now.layouts:
-            known = now.layouts[now.branch]
+        if now.layout_key in now.layouts:
+            known = now.branch_layout
             if (known.grid, known.text) == (form.grid, form.text):
                 return
             if now.pieces or now.is_stale(now.micro_step.step):
@@ -222,11 +222,13 @@ class PipeFusion:
                 "with pipefusion=1"
             )
         layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
-        if now.branch and 0 in now.layouts:
-            layout = now.layouts[0].cut_alike(form.grid, form.text, form.start - self._start_of_image)
+        if now.is_whole:
+            pass  # its patches are but parts of messages
+        elif now.branch and (0, False) in now.layouts:
+            layout = now.layouts[0, False].cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
             self._start_of_image = form.start
-        now.layouts[now.branch] = layout
+        now.layouts[now.layout_key] = layout
 
     def begin_transformer_call(self, batch_size: int) -> list[range]:
         """The transformer is called on a batch: the ops of this call are due.
@@ -440,7 +442,7 @@ class PipeFusion:
         if key.branch not in self._widths:
             return None
         rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
-        part = self.generation.get_own_part(key.patch, key.branch)
+        part = self.generation.get_own_part(key.patch, (key.branch, key.step in self.generation.whole_steps))
         owns = [self._streams.locate_own_share(length) for length in (len(part.text), part.image_tokens)]
         return (len(rows), sum(own.stop - own.start for own in owns), self._widths[key.branch])
 

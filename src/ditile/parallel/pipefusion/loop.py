@@ -72,7 +72,7 @@ class Loop:
         plan: patches and warmup.
         split: how ranks share out the tokens.
         trace: records each op.
-        has_two_models: whether the pipeline calls one model in some steps and another in others.
+        may_change: whether the pipeline calls another model, or one in another mode, in some steps.
 
     Attributes:
         when_over: called after the last step.
@@ -86,10 +86,10 @@ class Loop:
         split: Split,
         trace: GenerationTrace,
         *,
-        has_two_models: bool = False,
+        may_change: bool = False,
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
-        self._has_two_models = has_two_models
+        self._may_change = may_change
         self._plan, self._split = plan, split
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
@@ -187,7 +187,7 @@ class Loop:
 
         Pipelines index sigmas and timesteps by that number, and compare it with the number of steps.
         """
-        if self._plan.num_patches * self._plan.pipefusion == 1:
+        if self._plan.num_patches * self._plan.pipefusion == 1 and not self._rehearses_changes:
             return pipeline_call
         return replace_globals(pipeline_call, {"enumerate": self._enumerate_steps})
 
@@ -204,9 +204,9 @@ class Loop:
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
         generation = self._begin_generation(timesteps)
-        if self._has_partial_latents:
+        if self._has_partial_latents or self._rehearses_changes:
             yield from self._rehearse(timesteps)
-            if not generation.pieces:
+            if self._rehearsed_piece is None:
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
@@ -270,40 +270,50 @@ class Loop:
             StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
         """
         now = self.get_generation()
-        now.micro_step, pieces = MicroStep(0, None), list[Piece]()
+        pieces = dict[int, Piece]()
         saved = rng.read_generator_states(self._callbacks.generators)
         self._samples: list[Tensor] = []
-        for patch in range(self._plan.num_patches):
-            yield from self._rehearse_step(patch, timesteps[0])
+        called, divided = list[frozenset[tuple[object, bool]]](), 0
+        for step in range(self._schedule.steps if self._may_change else 1):
+            yield from self._rehearse_step(step, 0, timesteps[step])
             if self._rehearsed_piece is None:
-                if patch:
+                if step:
                     raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
                 now.rehearsed_patch = None
                 return
-            pieces.append(self._rehearsed_piece)
-        if self._has_two_models:
-            yield from self._rehearse_models(timesteps)
-        now.rehearsed_patch, now.micro_step = None, MicroStep(0, None)
+            called.append(frozenset(now.called_models))
+        self._note_changes(called)
+        divided = next((step for step in range(len(called)) if step not in now.whole_steps), 0)
+        for patch in range(self._plan.num_patches if self._has_partial_latents else 0):
+            if patch or divided:
+                yield from self._rehearse_step(divided, patch, timesteps[divided])
+            if self._rehearsed_piece is None:
+                raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
+            pieces[patch] = self._rehearsed_piece
+        now.rehearsed_patch, now.micro_step, now.is_whole = None, MicroStep(0, None), False
         rng.restore_generators(self._callbacks.generators, saved)
-        self._check_pieces(pieces)
-        now.pieces = pieces
+        if self._has_partial_latents:
+            self._check_pieces(list(pieces.values()))
+            now.pieces = list(pieces.values())
 
-    def _rehearse_step(self, patch: int, timestep: Tensor) -> Iterator[Tensor]:
-        self.get_generation().rehearsed_patch = patch
+    def _rehearse_step(self, step: int, patch: int, timestep: Tensor) -> Iterator[Tensor]:
+        now = self.get_generation()
+        now.micro_step, now.rehearsed_patch = MicroStep(step, None), patch
+        now.called_models.clear()
         self._rehearsed_piece: Piece | None = None
         self._timestep = timestep
         self._callbacks.progress()
         yield timestep
 
-    def _rehearse_models(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Finds the steps in which the pipeline calls another model than in the one before: they are synchronous."""
-        now, called = self.get_generation(), list[frozenset[object]]()
-        for step, timestep in enumerate(timesteps):
-            now.micro_step = MicroStep(step, None)
-            now.called_models.clear()
-            yield from self._rehearse_step(0, timestep)
-            called.append(frozenset(now.called_models))
-        again = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
+    def _note_changes(self, called: Sequence[frozenset[tuple[object, bool]]]) -> None:
+        """Makes steps synchronous that call another model than the one before, or in another mode, or compute a whole.
+
+        Args:
+            called: in each step the models, and whether they compute a whole.
+        """
+        now = self.get_generation()
+        now.whole_steps = frozenset(step for step, models in enumerate(called) if any(whole for _, whole in models))
+        again = {step for step in range(1, len(called)) if called[step] != called[step - 1]} | now.whole_steps
         self._schedule = replace(self._schedule, again=self._schedule.again | again)
         now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
         now.is_stale = self._schedule.reads_stale_keys
@@ -465,13 +475,14 @@ class Loop:
 
     def _note_rehearsal(self, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]) -> Any:
         """Where NaN came out are the latents of the rehearsed patch; the latents stay as they are."""
-        if prediction.shape != sample.shape:
+        is_cut = self._has_partial_latents
+        if is_cut and prediction.shape != sample.shape:
             raise StateError(
                 f"{type(self._pipe).__name__} steps latents of shape {tuple(sample.shape)} with predictions of shape "
                 f"{tuple(prediction.shape)}, so these cannot be cut into patches; use a plan without pipefusion and "
                 "patches"
             )
-        if self._rehearsed_piece is not None:
+        if is_cut and self._rehearsed_piece is not None:
             raise StateError(
                 f"{type(self._pipe).__name__} steps its scheduler more than once in a step, so its latents cannot be "
                 "cut into patches; use a plan without pipefusion and patches"
@@ -527,6 +538,11 @@ class Loop:
     def _is_stepping_rank(self) -> bool:
         """Whether this rank steps the latents, and does not only count steps."""
         return self._pipefusion.is_last_stage and not self._batch.is_idle
+
+    @property
+    def _rehearses_changes(self) -> bool:
+        """Whether no latents are cut, and keys are stale where nothing changed all the same."""
+        return self._may_change and self._plan.distrifusion > 1
 
     @property
     def _has_partial_latents(self) -> bool:
