@@ -43,6 +43,7 @@ from ditile.hooks.placeholders import (
     ReplacementBlock,
     build_meta_model,
     is_placeholder,
+    lend_parts,
     restore_contents,
     turn_into_placeholder,
 )
@@ -283,6 +284,10 @@ class TransformerHooks:
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, current)
                 wrap = functools.partial(self._wrap_block, calls, hook)
                 is_own = hook.index in owned
+                alike = (other.block for other in self.chain if other.index in owned)
+                whole = next((block for block in alike if type(block) is type(hook.block)), None)
+                if not is_own and whole is not None and is_placeholder(hook.block):
+                    lend_parts(stack, hook.block, whole)
                 if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
                     compiled.append(hook.name)
                 if is_own or hook.index in self.replacement_blocks:

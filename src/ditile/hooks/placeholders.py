@@ -14,6 +14,8 @@ import torch
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
+from ditile.hooks.overrides import override_attribute
+
 ModuleContents = tuple[dict[str, Any], ...]
 """What is in a module: children, parameters, buffers."""
 
@@ -41,6 +43,35 @@ def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
     for container, content in zip(_list_contents(module), contents, strict=True):
         container.clear()
         container.update(content)
+
+
+class PartView:
+    """What of a part of a block may be read without its weights, such as its attention processor.
+
+    Args:
+        part: of another block of the same class.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._part, name)
+        if isinstance(value, nn.Module | Tensor):
+            raise AttributeError(f"{name} of {type(self._part).__name__} is on another stage")
+        return value
+
+
+def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Module) -> None:
+    """Lets a model's forward read of a placeholder, until the stack is closed, what is alike in all its blocks.
+
+    Args:
+        stack: undoes it.
+        placeholder: has no parts.
+        block: of the same class, which has.
+    """
+    for name, part in block.named_children():
+        override_attribute(stack, placeholder, name, PartView(part))
 
 
 def is_placeholder(module: nn.Module) -> bool:
