@@ -76,7 +76,7 @@ class DataCfgBatch:
     @property
     def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
-        return self._splits_calls(self._current().micro_step.step)
+        return self._by_calls and self._splits_calls(self._current().micro_step.step)
 
     def _splits_calls(self, step: int) -> bool:
         """Whether the halves compute calls of their own in a step.
@@ -84,9 +84,10 @@ class DataCfgBatch:
         Where calls have another mode than in the step before, what they return may have another shape, and every rank
         computes all of them once.
         """
+        if not self._by_calls or step == 0:
+            return False
         whole = self._current().whole_steps
-        changes = step in self._changed_steps or (step in whole) != (step - 1 in whole)
-        return self._by_calls and step > 0 and not changes
+        return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
 
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
@@ -124,7 +125,7 @@ class DataCfgBatch:
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
-        if not self._by_calls or not self._splits_calls(step):
+        if not self._splits_calls(step):
             return range(calls)
         return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
