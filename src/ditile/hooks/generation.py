@@ -124,7 +124,7 @@ class Generation:
     form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
     is_surveyed: bool = False
     rehearsed_patch: int | None = None
-    called_models: set[object] = field(default_factory=set)
+    called_models: set[tuple[object, bool]] = field(default_factory=set)
     pieces: list[Piece] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ SEQUENCE_LENGTHS = (19, 29)
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
-def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> tuple[Anatomy, list[dict[str, Any]]]:
+def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> tuple[Anatomy, list[CapturedCall]]:
     """The anatomy of a pipeline's transformer, and the calls that it was derived from.
 
     Args:

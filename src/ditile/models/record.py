@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -248,7 +248,7 @@ def capture_call(
     """
     captured: list[CapturedCall] = []
     signature, stepped = inspect.signature(type(transformer).forward), list[bool]()
-    forward = run or transformer.forward
+    forward: Callable[..., Any] = run or transformer.forward
 
     @functools.wraps(transformer.forward)
     def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
@@ -264,17 +264,17 @@ def capture_call(
 
     def step_and_note(*args: Any, **kwargs: Any) -> Any:
         stepped.append(True)
+        assert step is not None
         return step(*args, **kwargs)
 
     with ExitStack() as stack:
         override_attribute(stack, transformer, "forward", forward_to_capture)
-        if (step := getattr(getattr(pipe, "scheduler", None), "step", None)) is not None:
+        step: Callable[..., Any] | None = getattr(getattr(pipe, "scheduler", None), "step", None)
+        if step is not None:
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
-        try:
+        with suppress(_Recorded):
             pipe(**arguments)
-        except _Recorded:
-            pass
     if not captured:
         raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
     return captured[0]

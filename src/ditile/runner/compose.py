@@ -444,8 +444,8 @@ def _check_model_divisible(
         )
     if plan.warmup_mode != "serial" and any(each.anatomy.modes for each in block_hooks.models):
         raise ModelError(
-            f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its own, "
-            "which is not shared out; use serial"
+            f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its "
+            "own, which is not shared out; use serial"
         )
     if block_hooks.has_placeholders() and block_hooks.loaded_blocks is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")

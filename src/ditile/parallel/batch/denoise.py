@@ -27,7 +27,6 @@ from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.step_memory import explain_branch_refusal
 from ditile.hooks.token_arguments import slice_rows
-from ditile.plan.anatomy import describe_mode
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -37,7 +36,7 @@ from ditile.parallel.batch.shares import (
     fill_piece,
     replace_predictions,
 )
-from ditile.plan.anatomy import ROWS, Kinds
+from ditile.plan.anatomy import ROWS, Kinds, describe_mode
 
 
 class DataCfgBatch:
