@@ -147,8 +147,8 @@ class BlockCalls:
         if modes and mode not in modes:
             raise ModelError(
                 f"{type(self._transformer).__name__} is called with {mode or 'no mode'}, and known are "
-                f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or use a plan of data, "
-                "cfg or tensor"
+                f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or use a plan of "
+                "data, cfg or tensor"
             )
         is_whole = modes.get(mode, False)
         if is_whole and now.micro_step.patch is not None:
