@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tests.zoo.own import OWN
+from tests.zoo.rows import EVERY
+
 FAST = (
     "stable-diffusion-3",
     "qwen-image-edit",
@@ -16,7 +19,16 @@ HYBRIDS = (
 )  # fmt: skip
 """An entry of each of the ten families that are used most."""
 
+HOLES: dict[tuple[str, str], str] = {}
+
+
+def has_row(name: str, row: str) -> bool:
+    """Whether a row is asked of an entry."""
+    if row == "hybrid":
+        return name in HYBRIDS or name in OWN
+    return row != "data" or EVERY[name].two_images is not None
+
 
 def find_hole(name: str, row: str) -> str | None:
     """Why an entry cannot hold a row; None if it can."""
-    return None
+    return HOLES.get((name, row))

@@ -15,26 +15,31 @@ from ditile.errors import DitileError
 from ditile.models.anatomies import find_anatomy
 from ditile.models.record import list_chain, record_blocks
 from ditile.models.registry import find_model_spec
-from ditile.runner.prove import TOLERANCE
+from ditile.runner.prove import TOLERANCE, ensure_anatomies
+from ditile.runner.runner import _build_single_runner
 from tests.pool import CaseError, Pool
-from tests.zoo import ZOO
 from tests.zoo.derive_table import prove_calls, record_calls
-from tests.zoo.holes import FAST, HYBRIDS, find_hole
-from tests.zoo.rows import HYBRID, ROWS, Row, draw_rows, judge_row
+from tests.zoo.holes import FAST, find_hole, has_row
+from tests.zoo.own import OWN
+from tests.zoo.rows import EVERY, HYBRID, ROWS, Row, draw_rows, judge_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.families) for name in ZOO]
+NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.families) for name in EVERY]
 TIMEOUT = 60.0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
     """A failure names the row: a family draws something else under an axis, or a hole is none any more."""
-    rows = {key: row for key, row in ROWS.items() if row.like != "two" or ZOO[name].two_images}
-    transformer, calls = record_calls(ZOO[name].make(), ZOO[name])
+    entry = EVERY[name]
+    pipe = entry.make()
+    if name in OWN:
+        ensure_anatomies(pipe, _build_single_runner)
+    transformer, calls = record_calls(pipe, entry)
     patches = choose_patches(transformer, calls["call"])
-    found = run_rows(pool, name, patches, rows) | {"proof": prove(transformer, calls, patches)}
-    if name in HYBRIDS:
+    found = {"proof": prove(transformer, calls, patches)}
+    found |= run_rows(pool, name, patches, {key: row for key, row in ROWS.items() if has_row(name, key)})
+    if has_row(name, "hybrid"):
         found |= run_rows(pool, name, patches, {"hybrid": HYBRID}, ranks=4)
     assert not (wrong := find_wrong(name, found)), "\n".join(wrong)
 

@@ -81,7 +81,7 @@ def install_attention(
                 stack,
                 module,
                 "forward",
-                functools.partial(_forward_redirected, redirect, layer, is_whole, module.forward),
+                functools.partial(_forward_redirected, redirect, layer if path else None, is_whole, module.forward),
             )
 
 
@@ -171,7 +171,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def _forward_redirected(
     redirect: AttentionRedirect,
-    layer: str,
+    layer: str | None,
     is_whole: Callable[[], bool] | None,
     forward: Callable[..., Any],
     *args: Any,
@@ -182,7 +182,8 @@ def _forward_redirected(
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)
-    if redirect.calls == before:
+    # A block that attends itself may be left out by a cache, whose hook is within.
+    if redirect.calls == before and layer is not None:
         raise ModelError(
             f"{layer} computes attention otherwise than it did when it was looked at; use data, cfg or tensor"
         )

@@ -288,12 +288,13 @@ class TransformerHooks:
                 whole = next((block for block in alike if type(block) is type(hook.block)), None)
                 if not is_own and whole is not None and is_placeholder(hook.block):
                     lend_parts(stack, hook.block, whole)
-                if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
-                    compiled.append(hook.name)
+                # Before the hook of the block, which may compute attention itself, and is not called in every pass.
                 if is_own or hook.index in self.replacement_blocks:
                     active_hook = hook if is_own else replace(hook, block=self.replacement_blocks[hook.index].block)
                     install_attention(stack, self.spec, active_hook, core, dispatch, is_whole)
                     replace_cross_processors(stack, self.spec, active_hook.block, current)
+                if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
+                    compiled.append(hook.name)
                 if is_own and hook.name not in compiled:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)

@@ -72,6 +72,30 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     return None
 
 
+def knows_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], noisy: str, rows: int) -> bool:
+    """Whether kinds say of everything in a call that is as long as its batch, whether it has rows.
+
+    Args:
+        arguments: of the call, by name.
+        kinds: of its arguments.
+        noisy: the argument with the latents.
+        rows: of the batch.
+    """
+    for name, value in arguments.items():
+        known = kinds.get(name, ())
+        if known == (ROWS,) and (value is None or (isinstance(value, list) and len(value) == rows)):
+            continue
+        leaves = pytree.tree_leaves(value)
+        if known and len(known) != len(leaves) and value is not None:
+            return False
+        for k, leaf in enumerate(leaves):
+            word = select_word(known[k], leaf.ndim) if known and isinstance(leaf, Tensor) else None
+            is_long = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+            if (is_long and (not word or word[0] in ".1")) or (name == noisy and (not word or "B" not in word)):
+                return False
+    return True
+
+
 def slice_rows(
     arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], select: Callable[[Any], Any]
 ) -> dict[str, Any]:

@@ -133,10 +133,13 @@ def record_blocks(
         stack.enter_context(torch.no_grad())
         stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
         for record, (_, name, block, flow) in zip(records, chain, strict=True):
-            for module_path, module, processor in find_attention_processors(block):
+            for _, _, processor in find_attention_processors(block):
                 if getattr(processor, "_attention_backend", None) is not None:
                     override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
-                track_path(stack, path, (record, module_path), module)
+            # Attention is that of the innermost module that calls it.
+            for module_path, module in block.named_modules():
+                if module_path:
+                    track_path(stack, path, (record, module_path), module)
             _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons=poisons)
         stack.enter_context(AttentionWatch(note))
         transformer(**call)

@@ -26,7 +26,7 @@ from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.step_memory import explain_branch_refusal
-from ditile.hooks.token_arguments import slice_rows
+from ditile.hooks.token_arguments import knows_rows, slice_rows
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -288,9 +288,14 @@ class DataCfgBatch:
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
         inputs = dict(zip(names, args, strict=True)) | kwargs
         noisy, batch = self._find_noisy_input(args, kwargs)
-        if self._inputs is not None and not isinstance(batch, Tensor):
+        if self._inputs is not None and knows_rows(inputs, self._inputs, noisy, len(batch)):
             cut = slice_rows(inputs, self._inputs, functools.partial(_select_rows, batch_slice))
             return [cut.pop(name) for name in names], cut, True
+        if not isinstance(batch, Tensor):
+            raise ModelError(
+                f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is not "
+                "known; use a plan with data=1 and cfg=1"
+            )
         dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
         if dims is None:
             return list(args), kwargs, False
