@@ -12,6 +12,8 @@ FAST = (
     "pixart-sigma",
     "wan-2.1-image-to-video",
     "flux-2-klein",
+    "qwen-image-2.1",
+    "prx",
 )
 HYBRIDS = (
     "ltx-2", "qwen-image-2.1", "z-image", "wan-2.2", "krea-2", "qwen-image", "qwen-image-edit", "flux-2", "wan-2.1",
