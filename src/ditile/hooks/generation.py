@@ -134,7 +134,7 @@ class Generation:
     @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
-        return self.layouts[self.layout_key]
+        return self.layouts[self.branch, self.is_whole]
 
     @property
     def layout_key(self) -> LayoutKey:
@@ -177,7 +177,7 @@ class Generation:
 
     def get_layer_tokens(self, kind: str) -> LayerTokens:
         """The tokens of an attention layer at this micro-step: `N` of the image, `T` of the text, `J` of both."""
-        key = (self.layout_key, self.micro_step.patch, kind)
+        key = ((self.branch, self.is_whole), self.micro_step.patch, kind)
         if key not in self._tokens:
             layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
             _, own_index = self._get_split(self.micro_step.patch, self.is_whole)
@@ -199,7 +199,7 @@ class Generation:
 
     def get_argument_runs(self, patch: int | None) -> Runs:
         """Where this rank's tokens of a patch (None: of the image) are among those of each kind."""
-        key = (self.layout_key, patch)
+        key = ((self.branch, self.is_whole), patch)
         if key not in self._runs:
             layout, part = self.branch_layout, self.get_own_part(patch)
             # What belongs to a dummy is that of any token of the text, which may be of one token.

@@ -66,10 +66,6 @@ class AttentionOptions(NamedTuple):
     scale: float | None = None
     further: FurtherKeys | None = None
 
-    def join_further_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and their mask, with the further ones among them."""
-        return (k, v, mask) if self.further is None else self.further.join_keys(k, v, mask)
-
 
 def expand_mask(mask: Tensor, batch: int) -> Tensor:
     """A mask as `[B or 1, N or 1, queries or 1, keys]`; one that is the same for every query has one row of them.

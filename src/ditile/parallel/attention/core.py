@@ -229,7 +229,9 @@ class FreshKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        k, v, mask = extra.join_further_keys(k, v, extra.mask.ring_masks[0] if extra.mask else None)
+        mask = extra.mask.ring_masks[0] if extra.mask else None
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
         return self._kernel(q, k, v, mask=mask, scale=extra.scale)
 
 
@@ -272,7 +274,8 @@ class StaleKeys:
             store.mark_written(step, patch if tokens.image else None)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
-            k, v, mask = extra.join_further_keys(k, v, mask)
+            if extra.further is not None:
+                k, v, mask = extra.further.join_keys(k, v, mask)
             return self.kernel(q, k, v, mask=mask, scale=extra.scale)
         if not q.shape[1]:  # queries of a text that is not computed with this patch
             return q
@@ -281,7 +284,9 @@ class StaleKeys:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
             ages = now.ages(now.micro_step)
             self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
-        k, v, mask = extra.join_further_keys(*store.buffers, mask)
+        k, v = store.buffers
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:

@@ -253,7 +253,8 @@ class WarmupGroupKeys:
         mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
         if now.keeps_keys(now.micro_step.step):
             self.warmup_group.store_or_send_keys(self.layer, k, v, mask, tokens, now)
-        k, v, mask = extra.join_further_keys(k, v, mask)
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
 

@@ -69,7 +69,9 @@ class DistriFusionKeys:
                 store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
             )
         mask = None if extra.mask is None else self._join_masks(extra.mask, tokens)
-        k, v, mask = extra.join_further_keys(*whole, mask)
+        k, v = whole
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:

@@ -48,8 +48,8 @@ class RingKeys:
                 coming = start_shift(block, shape, self._group, self._traffic, KIND)
             mask = extra.mask.ring_masks[(self._axis.index - turn) % size] if extra.mask else None
             k, v = block
-            if turn == 0:
-                k, v, mask = extra.join_further_keys(k, v, mask)
+            if turn == 0 and extra.further is not None:
+                k, v, mask = extra.further.join_keys(k, v, mask)
             part = self._kernel.attend_with_lse(q, k, v, mask=mask, scale=extra.scale)
             merged = part if merged is None else merge_attention(merged, part)
             if coming is not None:
