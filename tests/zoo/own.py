@@ -105,7 +105,10 @@ class FrameBlock(nn.Module):
         super().__init__()
         self.attention, self.cross_attention, self.mlp = SelfAttention(), SelfAttention(), Mlp()
 
-    def forward(self, x: Tensor, text: Tensor, frames: Tensor, temb: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, text: Tensor, frames: Tensor, temb: Tensor, shift: Tensor | None = None
+    ) -> Tensor:
+        x = x if shift is None else x + shift
         x = x + self.attention((x + frames) * (1 + temb[:, None]))
         x = x + self.cross_attention(x, text)
         return x + self.mlp(x)
@@ -122,13 +125,15 @@ class FrameTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         self.frame_blocks = nn.ModuleList(FrameBlock() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, CHANNELS)
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor]:
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, shift: Tensor | None = None
+    ) -> tuple[Tensor]:
         frames, *size = hidden_states.shape[2:]
         x, text = self.embed(hidden_states.flatten(2).mT), self.embed_text(encoder_hidden_states)
         table = sinusoid(frames).repeat_interleave(size[0] * size[1], dim=0)[None]
         temb = self.embed_time(timestep[:, None])
         for block in self.frame_blocks:
-            x = block(x, text, table, temb)
+            x = block(x, text, table, temb, shift)
         return (self.head(functional.layer_norm(x, (WIDTH,))).mT.unflatten(2, (frames, *size)),)
 
 
@@ -163,6 +168,7 @@ class OwnPipeline(DiffusionPipeline):  # type: ignore[misc]
         guidance_scale: float = 3.0,
         generator: torch.Generator | None = None,
         output_type: str = "latent",
+        shift: Tensor | None = None,
     ) -> tuple[Tensor]:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         prompts = [each for each in prompts for _ in range(num_images_per_prompt)]
@@ -173,7 +179,7 @@ class OwnPipeline(DiffusionPipeline):  # type: ignore[misc]
         for timestep in self.progress_bar(self.scheduler.timesteps):
             predictions = []
             for text, mask in branches:
-                call = {"text_mask": mask} if "text_mask" in self.transformer.forward.__annotations__ else {}
+                call = {"text_mask": mask} if isinstance(self.transformer, TextFirstTransformer) else {"shift": shift}
                 predictions.append(
                     self.transformer(
                         hidden_states=latents, timestep=timestep.expand(len(latents)) / 1000,

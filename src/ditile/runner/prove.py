@@ -8,6 +8,7 @@ code that runs is that of any other picture: the loop, the rehearsal, the hooks,
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import DitileError, ModelError
+from ditile.hooks.token_arguments import knows_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
@@ -92,7 +94,7 @@ def combine_predictions(results: Sequence[Any]) -> Tensor:
 def prove_anatomy(
     transformer: nn.Module, calls: Sequence[Mapping[str, Any]], build: BuildRunner, *, patches: int = 3
 ) -> float:
-    """The largest difference of a patched call to the whole one, relative to the largest prediction.
+    """The largest difference of a patched call to the whole one, and of rows apart, relative to the largest prediction.
 
     Args:
         transformer: in float32, whole, with an anatomy.
@@ -115,7 +117,25 @@ def prove_anatomy(
     # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
     # the last one is there when that turn follows, and at the end.
     got = got[[*(len(got) - 2 - patches * step for step in range(STEPS - 1)), -1]]
-    return float((got - want).abs().max() / want.abs().max())
+    difference = float((got - want).abs().max() / want.abs().max())
+    return max(difference, *(_compare_rows(transformer, call) for call in calls))
+
+
+def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
+    """The difference of a call on each row of the batch alone to that on all, where its arguments are known."""
+    anatomy, name = find_anatomy(transformer), next(iter(call))
+    latents = call[name]
+    rows = len(latents) if isinstance(latents, list) else int(latents.shape[0])
+    if anatomy is None or rows == 1 or not knows_rows(call, anatomy.inputs, name, rows):
+        return 0.0
+    with torch.no_grad():
+        whole = _extract_prediction(transformer(**call))
+        parts = []
+        for row in range(rows):
+            own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
+            parts.append(_extract_prediction(transformer(**own)))
+    joined = torch.cat([part.reshape(1, *whole.shape[1:]) for part in parts])
+    return float((joined - whole).abs().max() / whole.abs().max())
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
