@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tests.zoo.own import OWN
 from tests.zoo.rows import EVERY
 
@@ -21,7 +23,125 @@ HYBRIDS = (
 )  # fmt: skip
 """An entry of each of the ten families that are used most."""
 
-HOLES: dict[tuple[str, str], str] = {}
+PATCHES = ("pipefusion", "stale", "cache, pipefusion")
+BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "cache, ulysses", "proof")
+"""The rows that need to know what a token is."""
+
+
+class Hole(NamedTuple):
+    """Rows that some entries cannot hold, because such an entry..."""
+
+    reason: str
+    rows: tuple[str, ...]
+    names: str
+
+
+TABLE = (
+    Hole(
+        "keeps the keys of pictures that it is given, and is being added",
+        ("cache, pipefusion", "cache, ulysses", "proof"),
+        "qwen-image-2.1 qwen-image-2.1-edit",
+    ),
+    Hole(
+        "makes pictures without guidance, in one call of one row",
+        ("cfg",),
+        """
+        qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
+        flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
+    """,
+    ),
+    Hole(
+        "makes a picture and sound, whose patches are not stepped yet",
+        (*PATCHES, "proof"),
+        "ltx-2 ltx-2-image-to-video ltx-2-condition kandinsky-6 kandinsky-6-image-to-video",
+    ),
+    Hole(
+        "mixes tokens of patches behind the blocks, in its guidance or its head",
+        ("proof",),
+        "z-image-omni",
+    ),
+    Hole(
+        "mixes tokens of patches behind the blocks, in its guidance or its head",
+        PATCHES,
+        "ace-step lumina-2",
+    ),
+    Hole(
+        "has attention to keys that are not those of the tokens",
+        BLOCKS,
+        "flux-2-klein-kv nucleus-moe",
+    ),
+    Hole(
+        "gives its later blocks something that it makes of the latents, which only the first stage has",
+        PATCHES,
+        "wan-vace",
+    ),
+    Hole(
+        "runs a ControlNet in its loop, which needs the whole fresh latents",
+        PATCHES,
+        "flux-controlnet",
+    ),
+    Hole(
+        "is called with one number of tokens alone, so that it cannot be told what is a token",
+        BLOCKS,
+        "stable-audio dit",
+    ),
+    Hole(
+        "has blocks that are given text which the next ones are not",
+        BLOCKS,
+        "hidream",
+    ),
+    Hole(
+        "makes other numbers of rows than pictures",
+        ("cfg", "data"),
+        "hidream cosmos cosmos-video-to-world",
+    ),
+    Hole(
+        "counts the tokens of the first frame, or of frames before, within its blocks",
+        BLOCKS,
+        "hunyuan-video-image-to-video hunyuan-video-framepack",
+    ),
+    Hole(
+        "computes attention in a way of its own",
+        BLOCKS,
+        "kandinsky-6-super-resolution",
+    ),
+    Hole(
+        "makes tables for the whole picture within its blocks",
+        BLOCKS,
+        "lumina-next",
+    ),
+    Hole(
+        "has blocks in the first half that hand more than tokens to those of the second",
+        BLOCKS,
+        "hunyuan-dit",
+    ),
+    Hole(
+        "has convolutions over tokens in its blocks, and linear attention",
+        BLOCKS,
+        "sana sana-video sana-image-to-video",
+    ),
+    Hole(
+        "has convolutions over tokens in its blocks, and linear attention",
+        ("cache, pipefusion", "distrifusion", "pipefusion", "proof", "ring", "stale", "ulysses"),
+        "sana-sprint",
+    ),
+    Hole(
+        "has attention that leaves out padded text",
+        BLOCKS,
+        "mochi",
+    ),
+    Hole(
+        "has a loop of its own over timesteps of frames",
+        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),
+        "skyreels-v2-diffusion-forcing skyreels-v2-diffusion-forcing-blocks",
+    ),
+    Hole(
+        "steps a part of the latents for each number of steps, or more than once",
+        PATCHES,
+        "cosmos cosmos-video-to-world",
+    ),
+)  # fmt: skip
+HOLES = {(name, row): hole.reason for hole in TABLE for name in hole.names.split() for row in hole.rows}
 
 
 def has_row(name: str, row: str) -> bool:
@@ -31,6 +151,6 @@ def has_row(name: str, row: str) -> bool:
     return row != "data" or EVERY[name].two_images is not None
 
 
-def find_hole(name: str, row: str) -> str | None:
+def find_hole(name: str, row: str) -> Hole | None:
     """Why an entry cannot hold a row; None if it can."""
-    return HOLES.get((name, row))
+    return HOLES.get((name, "pipefusion" if row == "hybrid" else row))

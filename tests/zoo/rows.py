@@ -29,10 +29,10 @@ from tests.zoo.entry import Entry
 from tests.zoo.own import OWN
 
 EVERY = {**ZOO, **OWN}
-DOUBLE = frozenset({
-    "krea-2", "kandinsky-5-image", "kandinsky-5-edit", "kandinsky-5", "kandinsky-5-image-to-video",
-})  # fmt: skip
+DOUBLE = frozenset({"krea-2"})
 """Entries whose random weights make much of the last bit of a number: they are drawn in float64."""
+LOOSE = dict.fromkeys(("kandinsky-5-image", "kandinsky-5-edit", "kandinsky-5", "kandinsky-5-image-to-video"), 3e-4)
+"""The same of entries that compute in float32 whatever they are given: a share of the largest value."""
 ENOUGH = 99
 CACHED_STEPS = 4
 
@@ -196,16 +196,17 @@ def list_tensors(value: Any) -> list[Tensor]:
     return [found for one in values for found in list_tensors(one)]
 
 
-def judge_row(row: Row, outcomes: Sequence[Mapping[str, Outcome]], key: str) -> str:
+def judge_row(name: str, row: Row, outcomes: Sequence[Mapping[str, Outcome]], key: str) -> str:
     """What is wrong with a row, in a line; empty where it holds.
 
     Args:
+        name: the entry.
         row: what it must equal.
         outcomes: of each rank.
         key: the row's name.
     """
     wanted = {of: each for of, each in (*outcomes[0].items(), *outcomes[1].items()) if of in ALONE}
-    want = wanted[row.like]
+    want, tolerance = wanted[row.like], max(row.tolerance, LOOSE.get(name, 0.0) if row.tolerance else 0.0)
     refusals = {each[key].refusal for each in outcomes}
     if len(refusals) == 1 and (refusal := refusals.pop()):
         steps = max(each[key].steps for each in outcomes)
@@ -218,7 +219,7 @@ def judge_row(row: Row, outcomes: Sequence[Mapping[str, Outcome]], key: str) -> 
             return f"refused on rank {rank} alone: {got.refusal}"
         if want.refusal:
             return f"one process refused: {want.refusal}"
-        if problem := compare_drawings(got.drawn, want.drawn, row.tolerance):
+        if problem := compare_drawings(got.drawn, want.drawn, tolerance):
             return f"rank {rank}: {problem}"
         if row.like == "cached" and (got.skipped != want.skipped or not any(want.skipped)):
             return f"rank {rank} skipped {got.skipped}, and one process {want.skipped}"

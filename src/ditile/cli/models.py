@@ -20,6 +20,12 @@ def read_matrix() -> dict[str, Any]:
     return matrix
 
 
+def read_families() -> dict[str, Any]:
+    """What every family holds under every axis, as the tests of all tiny pipelines prove it."""
+    families: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    return families
+
+
 def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
     families, cells = matrix["families"], matrix["cells"]
@@ -52,8 +58,13 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     yield models
 
 
-def format_matrix_markdown(matrix: Mapping[str, Any]) -> str:
-    """The text of docs/matrix.md."""
+def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any]) -> str:
+    """The text of docs/matrix.md.
+
+    Args:
+        matrix: what `read_matrix` gives.
+        proven: what `read_families` gives.
+    """
     methods = matrix["methods"]
     table = [["family", *(name for name, _ in methods)], ["---"] * (len(methods) + 1)]
     table += [["", *(f"`{flag}`" if flag else "" for _, flag in methods)]]
@@ -62,13 +73,43 @@ def format_matrix_markdown(matrix: Mapping[str, Any]) -> str:
     known += [
         [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
     ]
-    return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END])
+    return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END, *_format_families(proven)])
+
+
+def _format_families(proven: Mapping[str, Any]) -> list[str]:
+    """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
+    columns, families = proven["columns"], proven["families"]
+    reasons = {reason: 0 for family in families for reason in family["holes"].values()}
+    numbers = {reason: f"({k})" for k, reason in enumerate(reasons, start=1)}
+    table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
+    for family in families:
+        cells = [numbers[family["holes"][c]] if c in family["holes"] else "+" for c in columns]
+        table.append([f"{family['pipeline']} ({family['name']})", *cells])
+    whole = sum(not family["holes"] for family in families)
+    classes = {family["transformer"] for family in families}
+    proven_classes = {family["transformer"] for family in families if not family["holes"]}
+    heading = _FAMILIES.format(
+        pipelines=len(families), whole=whole, classes=len(classes), proven_classes=len(proven_classes)
+    )
+    notes = [f"- {number} {reason}" for reason, number in numbers.items()]
+    return [heading, *_format_markdown_rows(table), "\nA number stands for the reason: such a pipeline\n", *notes]
 
 
 def _format_markdown_rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table]
 
 
+_FAMILIES = """
+## Every family under every axis
+
+Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} pipelines {whole}
+hold every column, and of {classes} transformer classes {proven_classes} do so with one pipeline at least.
+
+- proof: a call computed patch by patch with keys that did not change is the whole call
+- pipefusion: two stages with nothing stale are bit-identical to the pipeline; stale: two stages are bit-identical to one
+- ulysses, ring, distrifusion (nothing stale), cfg, data: two ranks are the pipeline up to rounding
+- cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
+"""
 _HEAD = """# Families and methods
 
 Made by `ditile models --markdown` from `assets/matrix.json`, which says what the families' tables say (`models/`). A

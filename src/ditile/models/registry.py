@@ -145,4 +145,11 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
             f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan "
             "with pipefusion=1 and patches=1"
         )
+    called = list(find_denoisers(pipe).values())
+    others = [part for part in pipe.components.values() if type(part) is type(model) and part not in called]
+    if others and plan.pipefusion * plan.num_patches > 1:
+        raise ModelError(
+            f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "
+            "stage; use a plan with pipefusion=1 and patches=1"
+        )
     return choose_model_spec(model)

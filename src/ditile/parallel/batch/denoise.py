@@ -267,6 +267,11 @@ class DataCfgBatch:
             result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
+        if len(predictions) > 1 and self._data.size > 1:
+            raise ModelError(
+                f"data={self._data.size}: {type(self._model).__name__} makes {len(predictions)} predictions, and the latents "
+                "of the first alone come together at the end; use data=1"
+            )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
         self._agree_on_rows(predictions)
