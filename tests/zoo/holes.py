@@ -29,19 +29,18 @@ BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "cache, ulysses", "proof"
 
 
 class Hole(NamedTuple):
-    """Rows that some entries cannot hold, because such an entry..."""
+    """Rows that some entries cannot hold, because such an entry...
+
+    `is_late` says that it is not refused before the first step yet, as it should be.
+    """
 
     reason: str
     rows: tuple[str, ...]
     names: str
+    is_late: bool = False
 
 
 TABLE = (
-    Hole(
-        "keeps the keys of pictures that it is given, and is being added",
-        ("cache, pipefusion", "cache, ulysses", "proof"),
-        "qwen-image-2.1 qwen-image-2.1-edit",
-    ),
     Hole(
         "makes pictures without guidance, in one call of one row",
         ("cfg",),
@@ -49,6 +48,11 @@ TABLE = (
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
         flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
     """,
+    ),
+    Hole(
+        "keeps the keys of pictures that it is given, and is being added",
+        ("cache, pipefusion", "cache, ulysses", "proof"),
+        "qwen-image-2.1-edit",
     ),
     Hole(
         "makes a picture and sound, whose patches are not stepped yet",
@@ -64,11 +68,6 @@ TABLE = (
         "mixes tokens of patches behind the blocks, in its guidance or its head",
         PATCHES,
         "ace-step lumina-2",
-    ),
-    Hole(
-        "has attention to keys that are not those of the tokens",
-        BLOCKS,
-        "flux-2-klein-kv nucleus-moe",
     ),
     Hole(
         "gives its later blocks something that it makes of the latents, which only the first stage has",
@@ -96,9 +95,19 @@ TABLE = (
         "hidream cosmos cosmos-video-to-world",
     ),
     Hole(
+        "calls a second transformer in its loop, which needs the whole fresh latents",
+        PATCHES,
+        "ideogram-4",
+    ),
+    Hole(
+        "has attention to keys that are not those of the tokens",
+        BLOCKS,
+        "nucleus-moe",
+    ),
+    Hole(
         "counts the tokens of the first frame, or of frames before, within its blocks",
         BLOCKS,
-        "hunyuan-video-image-to-video hunyuan-video-framepack",
+        "hunyuan-video-image-to-video hunyuan-video-framepack helios",
     ),
     Hole(
         "computes attention in a way of its own",
@@ -140,8 +149,64 @@ TABLE = (
         PATCHES,
         "cosmos cosmos-video-to-world",
     ),
+    Hole(
+        "calls its lists of blocks in turns, on frames and on places",
+        BLOCKS,
+        "latte",
+    ),
+    Hole(
+        "keeps keys of earlier chunks in its blocks",
+        BLOCKS,
+        "any-flow-far",
+    ),
+    Hole(
+        "returns several tensors",
+        ("data",),
+        "any-flow-far",
+    ),
+    Hole(
+        "decodes with its last blocks, which see more than its first",
+        BLOCKS,
+        "motif-video",
+    ),
+    Hole(
+        "calls a second transformer in its loop, which a cache does not know",
+        ("cache, ulysses",),
+        "ideogram-4",
+        is_late=True,
+    ),
+    Hole(
+        "gives one stage other latents than two",
+        ("cache, pipefusion", "stale"),
+        "joyimage-edit-plus",
+        is_late=True,
+    ),
+    Hole(
+        "makes pictures in two steps",
+        ("cache, ulysses",),
+        "sana-sprint",
+        is_late=True,
+    ),
+    Hole(
+        "steps its scheduler for other reasons than a step of the loop",
+        ("cache, ulysses", "distrifusion", "ring", "ulysses"),
+        "cosmos cosmos-video-to-world",
+        is_late=True,
+    ),
+    Hole(
+        "computes with one prediction before it asks for the next",
+        ("cfg",),
+        "cosmos-2-video-to-world any-flow-far motif-video",
+        is_late=True,
+    ),
+    Hole(
+        "calls its transformer on another number of tokens in mid-run",
+        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),
+        "chrono-edit-reasoning",
+        is_late=True,
+    ),
 )  # fmt: skip
-HOLES = {(name, row): hole.reason for hole in TABLE for name in hole.names.split() for row in hole.rows}
+HOLES = {(name, row): hole for hole in TABLE for name in hole.names.split() for row in hole.rows}
 
 
 def has_row(name: str, row: str) -> bool:
