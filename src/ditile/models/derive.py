@@ -94,7 +94,7 @@ class _Derivation:
             )
         inputs = {
             name: kinds
-            for name in list_parameter_names(self._transformer)
+            for name in dict.fromkeys(name for call in self._calls for name in call)
             if any(kinds := self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls]))
         }
         if joint == "none" and any(each.text is not None for each in lists.values()):

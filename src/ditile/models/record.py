@@ -255,7 +255,10 @@ def capture_call(
 
     @functools.wraps(transformer.forward)
     def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        call = CapturedCall(signature.bind(transformer, *args, **kwargs).arguments)
+        call = CapturedCall()
+        for name, value in signature.bind(transformer, *args, **kwargs).arguments.items():
+            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            call.update(value if is_rest else {name: value})
         call.pop(next(iter(signature.parameters)))
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
