@@ -64,7 +64,6 @@ class Shape:
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
         frames: latent frames of a video.
-        cross_text_tokens: text tokens of cross attention that ranks share out; every layer sees all of them.
     """
 
     height: int
@@ -80,7 +79,6 @@ class Shape:
     latent_elements: int
     element_size: int
     frames: int = 1
-    cross_text_tokens: int = 0
 
     @classmethod
     def from_call(

@@ -234,9 +234,7 @@ class PlanSubject:
         shape = Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         if self.table is None:
             return shape
-        return self.table.add_frames(
-            shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.count_text_tokens(filled)
-        )
+        return self.table.add_frames(shape, int(filled.get("num_frames", 1)), self.frames_of_latent)
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.

@@ -47,7 +47,6 @@ class FamilyTable:
         channels: the name of the latent channels in the VAE's config.
         text_tokens: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the
             sequence.
-        splits_text_tokens: whether ranks share those tokens out, so that every layer gathers their keys.
         is_video: whether a call has frames.
         decodes_frames: whether the latents of the VAE have a dim of frames, also for a single picture.
     """
@@ -56,11 +55,10 @@ class FamilyTable:
     scale: Callable[[Any], VaeScale]
     channels: str = "z_dim"
     text_tokens: int = 0
-    splits_text_tokens: bool = False
     is_video: bool = False
     decodes_frames: bool = True
 
-    def add_frames(self, shape: Shape, frames: int, of_latent: int, text_tokens: int) -> Shape:
+    def add_frames(self, shape: Shape, frames: int, of_latent: int) -> Shape:
         """The shape of a call with all its frames.
 
         Raises:
@@ -75,7 +73,6 @@ class FamilyTable:
             grid=shape.grid._replace(rows=shape.grid.rows * times),
             frames=times,
             latent_elements=shape.latent_elements * times,
-            cross_text_tokens=text_tokens if self.splits_text_tokens else 0,
         )
 
 
@@ -207,7 +204,6 @@ LTX = FamilyTable(
     scale=lambda vae: VaeScale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
     channels="latent_channels",
     text_tokens=128,
-    splits_text_tokens=True,
     is_video=True,
 )
 QWEN = FamilyTable(

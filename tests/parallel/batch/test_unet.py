@@ -180,9 +180,6 @@ def no_more() -> None:
             parallelize(pipe, plan)
     with pytest.raises(PlanError, match="StableDiffusionPAGPipeline tells branches of guidance apart.*use data"):
         parallelize(tiny.stable_diffusion(StableDiffusionPAGPipeline), Plan(cfg=2))
-    pipe.unet_2 = pipe.unet
-    with pytest.raises(ModelError, match="calls two models in turns, unet and unet_2"):
-        parallelize(pipe, Plan(data=2))
     pipe.unet = None
     with pytest.raises(ModelError, match="has no transformer and no unet"):
         parallelize(pipe, Plan(data=2))
