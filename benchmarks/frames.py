@@ -22,7 +22,7 @@ from rich.table import Table
 
 import ditile
 from ditile.distributed import files
-from ditile.parallel.attention.intercept import dispatch_to_core
+from ditile.parallel.attention.kernel import dispatch_to_core
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.plan import Plan
 from ditile.runner.load import load

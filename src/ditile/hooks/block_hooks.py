@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import StateError
@@ -36,7 +36,6 @@ from ditile.hooks.compile import (
     wrap_model_call,
 )
 from ditile.hooks.generation import Generation
-from ditile.hooks.memoize import OutputMemoizer
 from ditile.hooks.overrides import IN_CALL, match_modules, override_attribute
 from ditile.hooks.placeholders import (
     ModuleContents,
@@ -346,6 +345,48 @@ class CallCountHooks(TransformerHooks):
             memo = OutputMemoizer(self.spec, current, self._label)
             memo.install_hooks(stack, self.transformer, first=True, compiled=compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, current))
+
+
+class OutputMemoizer:
+    """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
+
+    def __init__(self, spec: ModelSpec, current: Callable[[], Generation], label: str = "") -> None:
+        self._spec, self._current, self._label = spec, current, label
+
+    def install_hooks(
+        self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
+    ) -> None:
+        """Overrides the forwards of those modules until the stack is closed.
+
+        Args:
+            first: whether this rank has the first stage, which reads the embedded latents.
+            compiled: blocks within which nothing is remembered: what they call is part of their graph.
+        """
+        # Other stages never read the embedded latents, so those of the first step will do.
+        constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
+        for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
+            for pattern in patterns:
+                for name, module in match_modules(transformer, pattern):
+                    path = f"{self._label}{name}"
+                    if not any(path.startswith(f"{block}.") for block in compiled):
+                        override_attribute(stack, module, "forward", wrap(path, module.forward))
+
+    def _memoize_constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
+            now = self._current()
+            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
+            return now.get_branch_constant((name, shapes), lambda: forward(*args, **kwargs))
+
+        return forward_once
+
+    def _memoize_per_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_once_per_step(*args: Any, **kwargs: Any) -> Any:
+            now = self._current()
+            if now.micro_step.patch is None:
+                return forward(*args, **kwargs)
+            return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
+
+        return forward_once_per_step
 
 
 def count_model_calls(current: Callable[[], Generation], forward: Callable[..., Any]) -> Callable[..., Any]:

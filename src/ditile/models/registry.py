@@ -50,6 +50,10 @@ class Family:
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     """Adds (or replaces) the `ModelSpec` of a transformer class.
 
+    Args:
+        transformer: the class.
+        spec: what it has beyond its anatomy.
+
     Raises:
         ModelError: if `transformer` is no module class.
     """

@@ -27,7 +27,6 @@ from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks, find_anatomy
-from ditile.parallel.attention import intercept
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
@@ -36,7 +35,7 @@ from ditile.parallel.attention.core import (
     StaleKeys,
     skip_ring_gather,
 )
-from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel
+from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
@@ -255,7 +254,7 @@ class LayerAttentionBuilder:
 
     def choose_dispatch_backend(self, backend: Any) -> Any:
         """The name of the backend that calls ditile's attention, given the backend that a processor names."""
-        return intercept.register_backend(backend if self._kernel is None else self._kernel.backend)
+        return register_backend(backend if self._kernel is None else self._kernel.backend)
 
     def build_layer_attention(self, layer: str, backend: Any, *, kind: str, through_dispatch: bool) -> LayerAttention:
         """The attention of a layer.

@@ -224,8 +224,8 @@ def _check_proof(
         ) from error
     if not difference <= TOLERANCE:
         raise ModelError(
-            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} of "
-            f"its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
+            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} "
+            f"of its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
         )
 
 

@@ -26,7 +26,7 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
-from ditile.hooks.step_memory import explain_hook_refusal
+from ditile.models.step_memory import explain_hook_refusal
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule

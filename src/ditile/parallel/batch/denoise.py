@@ -25,8 +25,8 @@ from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
-from ditile.hooks.step_memory import explain_branch_refusal
 from ditile.hooks.token_arguments import knows_rows, slice_rows
+from ditile.models.step_memory import explain_branch_refusal
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
