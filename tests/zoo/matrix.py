@@ -1,6 +1,6 @@
 """What every family holds under every axis, for docs/matrix.md and `ditile models`, as `test_families.py` proves it:
 
-    python -m tests.zoo.matrix && ditile models --markdown > docs/matrix.md
+python -m tests.zoo.matrix && ditile models --markdown > docs/matrix.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def build_families() -> dict[str, Any]:
     families = []
     for name, entry in ZOO.items():
         pipe = entry.make()
-        holes = {column: hole.reason + LATE * hole.is_late for column in COLUMNS if (hole := find_hole(name, column)) is not None}
+        holes = {
+            column: hole.reason + LATE * hole.is_late
+            for column in COLUMNS
+            if (hole := find_hole(name, column)) is not None
+        }
         if not has_row(name, "data"):
             holes["data"] = "makes one picture at a time"
         transformer = type(getattr(pipe, entry.transformers[0])).__name__

@@ -105,9 +105,7 @@ class FrameBlock(nn.Module):
         super().__init__()
         self.attention, self.cross_attention, self.mlp = SelfAttention(), SelfAttention(), Mlp()
 
-    def forward(
-        self, x: Tensor, text: Tensor, frames: Tensor, temb: Tensor, shift: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, text: Tensor, frames: Tensor, temb: Tensor, shift: Tensor | None = None) -> Tensor:
         x = x if shift is None else x + shift
         x = x + self.attention((x + frames) * (1 + temb[:, None]))
         x = x + self.cross_attention(x, text)

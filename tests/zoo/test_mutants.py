@@ -67,7 +67,9 @@ MUTANTS = {
     "qwen-image": (leave_table_whole, flip_text, leave_attention_local, guess_batch),
     "wan-2.1": (leave_table_whole, leave_attention_local, guess_batch),
 }
-CASES = [pytest.param(name, mutate, id=f"{name}, {mutate.__name__}") for name, all_ in MUTANTS.items() for mutate in all_]
+CASES = [
+    pytest.param(name, mutate, id=f"{name}, {mutate.__name__}") for name, all_ in MUTANTS.items() for mutate in all_
+]
 
 
 @pytest.fixture

@@ -73,7 +73,9 @@ def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any])
     known += [
         [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
     ]
-    return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END, *_format_families(proven)])
+    return "\n".join(
+        [_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END, *_format_families(proven)]
+    )
 
 
 def _format_families(proven: Mapping[str, Any]) -> list[str]:
