@@ -141,9 +141,15 @@ class _Derivation:
         return lengths
 
     def _find_tokens_dim(self, images: Sequence[Tensor]) -> int:
-        """The dimension that changes with the size of the picture: the second call has another size alone."""
+        """The dimension that changes with the size of the picture: the second call has another size alone.
+
+        Where the size is the model's, the dimension that is as long as the queries of attention.
+        """
         first, second = images[0].shape, images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
+        queries = {call.queries for calls in self._records[0][0].attention.values() for call in calls}
+        if dims in ([], [0]) and len(first) == 3 and first[1] in queries:
+            dims = [1]
         if len(first) != len(second) or len(dims) != 1:
             raise ModelError(
                 f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token"
@@ -192,9 +198,8 @@ class _Derivation:
         ]
         if len(set(sizes)) == 1 and (not fits or fits == ["B"]):
             return "."
-        # What only some calls give, such as a mask, may not have been seen with other lengths.
-        is_rare = len(calls) < len(self._calls)
-        if len(fits) > 1 or (fits and len(set(lengths[fits[0]])) == 1 and not is_rare):
+        # A number of tokens that no call changes is taken for one wherever it occurs; the proof says whether it is.
+        if len(fits) > 1:
             raise ModelError(f"{where}: recorded calls do not say what its lengths {tuple(sizes)} count")
         return fits[0] if fits else "C"
 
