@@ -14,6 +14,7 @@ import torch
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
+from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 
 ModuleContents = tuple[dict[str, Any], ...]
@@ -58,7 +59,10 @@ class PartView:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._part, name)
         if isinstance(value, nn.Module | Tensor):
-            raise AttributeError(f"{name} of {type(self._part).__name__} is on another stage")
+            raise ModelError(
+                f"the model's forward computes with {name} of {type(self._part).__name__} outside of its block, and the "
+                "block is on another stage; use a plan with pipefusion=1"
+            )
         return value
 
 
