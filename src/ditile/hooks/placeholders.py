@@ -60,8 +60,8 @@ class PartView:
         value = getattr(self._part, name)
         if isinstance(value, nn.Module | Tensor):
             raise ModelError(
-                f"the model's forward computes with {name} of {type(self._part).__name__} outside of its block, and the "
-                "block is on another stage; use a plan with pipefusion=1"
+                f"the model's forward computes with {name} of {type(self._part).__name__} outside of its block, "
+                "which is on another stage; use a plan with pipefusion=1"
             )
         return value
 
