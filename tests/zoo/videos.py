@@ -61,7 +61,10 @@ def ltx_2(cls: Any) -> Any:
             rope_type="split", **connector,
         ),
         vocoder=None,
-        transformer=transformer("LTX2VideoTransformer3DModel", rope_type="split"),
+        # Sound tokens are wider than those of the video: products of 8 numbers round otherwise where several are one.
+        transformer=transformer(
+            "LTX2VideoTransformer3DModel", rope_type="split", audio_attention_head_dim=12, audio_cross_attention_dim=24
+        ),
     )  # fmt: skip
 
 

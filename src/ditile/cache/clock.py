@@ -183,9 +183,10 @@ class SchedulerClock:
                 self._apart = True
         self._labels.add((model, label))
 
-    def _record_scheduler_copy(self) -> None:
+    def _record_scheduler_copy(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Notes that the pipeline copied its scheduler: it may step copies, one for each frame, and never the first."""
         self._apart = self._live and not self._step
+        return stock
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -26,7 +26,7 @@ from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import Piece, list_predictions
+from ditile.hooks.pieces import Piece, RehearsedPrediction, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
 from ditile.plan.anatomy import ROWS, Anatomy, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
@@ -173,7 +173,7 @@ class BlockCalls:
         assert now.rehearsed_patch is not None
         now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
         now.advance_branch()
-        return result
+        return pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         now, self._pass = self._current(), block_pass

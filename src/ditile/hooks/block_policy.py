@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from ditile.plan.anatomy import LOCAL, ListAnatomy, sees_text
+from ditile.plan.anatomy import LOCAL, REAL_PAIRS, ListAnatomy, drop_further_keys, sees_text
 from ditile.plan.layout import Grid
 
 
@@ -63,6 +63,10 @@ class BlockHook:
     def is_shared(self, path: str) -> bool:
         """Whether a module attends to tokens that ranks share out."""
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
+
+    def sees_other_keys(self, path: str) -> bool:
+        """Whether the queries of a module are tokens of one stream and its keys those of another."""
+        return any(len(drop_further_keys(kind.removesuffix(REAL_PAIRS))) > 1 for kind in self.anatomy.attention[path])
 
     def sees_text(self, path: str) -> bool:
         """Whether a module attends to image and text in one sequence."""

@@ -97,7 +97,7 @@ class Generation:
         is_surveyed: whether blocks are passed by in the call at hand, which does not count.
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
         called_models: in a rehearsal, and whether they were called to compute a whole.
-        pieces: of the latents, by patch; none where latents are not cut.
+        pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
     """
@@ -125,7 +125,7 @@ class Generation:
     is_surveyed: bool = False
     rehearsed_patch: int | None = None
     called_models: set[tuple[object, bool]] = field(default_factory=set)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
     _tokens: dict[tuple[LayoutKey, int | None, str], LayerTokens] = field(default_factory=dict)

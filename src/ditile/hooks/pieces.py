@@ -21,6 +21,31 @@ def list_predictions(result: Any) -> list[Tensor]:
     return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
 
 
+class RehearsedPrediction(Tensor):
+    """A prediction that is NaN in the places of a patch, on its way through the pipeline to the scheduler.
+
+    What the pipeline adds up over many places, as rescaled guidance does, is a statistic of the whole: NaN in a part of
+    these places says nothing of the sum. So a reduction is NaN only where all that it reduces is.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = _DIM_OF_REDUCTIONS.get(getattr(func, "__name__", ""))
+        if at is None or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        named = kwargs or {}
+        x = args[0].as_subclass(Tensor)
+        bad = torch.isnan(x)
+        result = func(torch.nan_to_num(x), *args[1:], **named)
+        dim = named.get("dim", named.get("axis", args[at] if len(args) > at else None))
+        share = bad.float().mean() if dim is None else bad.float().mean(dim=dim, keepdim=result.ndim == x.ndim)
+        return result.masked_fill(share == 1, float("nan")).as_subclass(cls)
+
+
+_DIM_OF_REDUCTIONS = {"mean": 1, "sum": 1, "std": 1, "var": 1, "norm": 2, "vector_norm": 2, "linalg_vector_norm": 2}
+"""Reductions -> where their argument `dim` is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The elements of a tensor that belong to a patch: a run along one dimension, or any elements by their index.
@@ -83,12 +108,14 @@ class Piece:
         return self.take(x) if self.dim < x.ndim else x
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Writes what `take` gave into a contiguous tensor."""
+        """Writes what `take` gave."""
         if self.run is not None:
             self.take(x).copy_(values)
-        else:
-            flat = x.view(x.shape[0], -1) if self.has_rows else x.view(-1)
-            flat[..., self._get_index().to(x.device)] = values.to(x.dtype)
+            return
+        flat = x.flatten(int(self.has_rows))
+        flat[..., self._get_index().to(x.device)] = values.to(x.dtype)
+        if flat.data_ptr() != x.data_ptr():  # x is not contiguous
+            x.copy_(flat.view(x.shape))
 
     def shape(self, like: Tensor) -> tuple[int, ...]:
         """The shape of what `take` gives of a tensor."""

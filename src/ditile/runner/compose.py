@@ -213,7 +213,8 @@ class Composition:
 
         # async_ulysses sends q while k is computed, so it needs them apart.
         if not self.plan.async_ulysses:
-            fuse_projections(stack, block_hook.list_attentions(), self.device)
+            own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
+            fuse_projections(stack, own, self.device)
         if self.plan.rounds_otherwise:
             fuse_linear_gelu(stack, block_hook.block, self.device, lambda: True)
         elif self.plan.attends_to_stale_keys:

@@ -16,11 +16,16 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+<<<<<<< HEAD
 from ditile.errors import DitileError, ModelError
 from ditile.hooks.token_arguments import knows_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
+=======
+from ditile.errors import ModelError
+from ditile.hooks.pieces import list_predictions
+from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
+>>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
 from ditile.models.record import CapturedCall
@@ -69,10 +74,14 @@ class StillPipeline(DiffusionPipeline):
         pipe.set_progress_bar_config(disable=True)
 
     @torch.no_grad()
-    def __call__(self, calls: Sequence[Mapping[str, Any]], latents: Tensor, num_inference_steps: int = STEPS) -> Any:
-        """The predictions of every step, of all branches together: `[steps, *latents.shape]`."""
+    def __call__(
+        self, calls: Sequence[Mapping[str, Any]], latents: Sequence[Tensor], num_inference_steps: int = STEPS
+    ) -> Any:
+        """The predictions of every step, of all branches together: `[steps, *latents.shape]` of each stream."""
         self.scheduler.set_timesteps(num_inference_steps)
+        schedulers = [self.scheduler, *(copy.deepcopy(self.scheduler) for _ in latents[1:])]
         steps = []
+<<<<<<< HEAD
         before = [call.before for call in calls if isinstance(call, CapturedCall) and call.before is not None]
         for index, timestep in enumerate(self.scheduler.timesteps):
             results = [self.transformer(**call) for call in (before if before and not index else calls)]
@@ -81,13 +90,21 @@ class StillPipeline(DiffusionPipeline):
             latents = self.scheduler.step(prediction, timestep, latents)[0]
             steps.append(latents.clone())
         return (torch.stack(steps),)
+=======
+        for timestep in self.scheduler.timesteps:
+            predictions = combine_predictions([self.transformer(**call) for call in calls])
+            triples = zip(schedulers, predictions, latents, strict=True)
+            latents = [scheduler.step(prediction, timestep, x)[0] for scheduler, prediction, x in triples]
+            steps.append([x.clone() for x in latents])
+        return tuple(torch.stack(each) for each in zip(*steps, strict=True))
+>>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
 
 
-def combine_predictions(results: Sequence[Any]) -> Tensor:
-    """Guidance of the branches of a step, each the result of a call."""
-    first, *others = (_extract_prediction(result) for result in results)
+def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
+    """Guidance of the branches of a step, each the result of a call: of a video, or of a video and its sound."""
+    first, *others = (_extract_predictions(result) for result in results)
     for other in others:
-        first = 2.0 * first - other
+        first = [2.0 * one - two for one, two in zip(first, other, strict=True)]
     return first
 
 
@@ -111,6 +128,7 @@ def prove_anatomy(
     has_before = any(isinstance(call, CapturedCall) and call.before is not None for call in calls)
     runner = build(pipe, Plan(patches=patches, warmup=1))
     try:
+<<<<<<< HEAD
         got = runner(calls=calls, latents=torch.zeros_like(want), num_inference_steps=STEPS + has_before)[0]
     finally:
         runner.restore()
@@ -137,6 +155,16 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
             parts.append(_extract_prediction(transformer(**own)))
     joined = torch.cat([part.reshape(1, *whole.shape[1:]) for part in parts])
     return float((joined - whole).abs().max() / whole.abs().max())
+=======
+        got = runner(calls=calls, latents=[torch.zeros_like(x) for x in want])
+    finally:
+        runner.restore()
+    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so the
+    # last one is there when that turn follows, and at the end.
+    ends = [*range(2 * patches - 1, len(got[0]), patches), -1]
+    pairs = zip(got, want, strict=True)
+    return max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
+>>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
@@ -229,12 +257,8 @@ def _check_proof(
         )
 
 
-def _extract_prediction(result: Any) -> Tensor:
-    leaves = [
-        leaf
-        for leaf in pytree.tree_leaves(list(result.values()) if isinstance(result, dict) else result)
-        if isinstance(leaf, Tensor)
-    ]
-    first = leaves[0]
+def _extract_predictions(result: Any) -> list[Tensor]:
+    leaves = list_predictions(list(result.values()) if isinstance(result, dict) else result)
     # A list of one prediction for each row.
-    return torch.stack(leaves) if len(leaves) > 1 and all(leaf.shape == first.shape for leaf in leaves) else first
+    is_list = len(leaves) > 1 and all(leaf.shape == leaves[0].shape for leaf in leaves)
+    return [torch.stack(leaves)] if is_list else leaves

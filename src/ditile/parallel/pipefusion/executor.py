@@ -61,7 +61,7 @@ class PipeFusion:
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
-        self._widths: dict[int, int] = {}
+        self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
         self._start_of_image = 0
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._activations_in: ReceivePrefetcher | None = None
@@ -122,7 +122,7 @@ class PipeFusion:
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
-        self._latents: Tensor | None = None
+        self._latents: Sequence[Tensor] = ()
 
     def end_generation(self, *, clean: bool) -> None:
         """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good."""
@@ -140,7 +140,7 @@ class PipeFusion:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
         # This object outlives the picture: without this its keys and latents would stay in memory.
-        self._latents = None
+        self._latents = ()
         del self.generation
 
     # The loop
@@ -162,18 +162,32 @@ class PipeFusion:
             self._cleared = sure
         if self._latents_in is not None:
             for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
-                self._latents_in.expect_messages([MessageKey(sure, patch) for patch in range(self._patches)])
+                self._latents_in.expect_messages(
+                    key for patch in range(self._patches) for key in self._list_latent_keys(sure, patch)
+                )
                 self._returned = sure
 
-    def receive_stepped_patches(self, latents: Tensor, ops: list[Op], *, write: bool) -> None:
-        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them."""
+    def receive_stepped_patches(self, latents: Sequence[Tensor], ops: list[Op], *, write: bool) -> None:
+        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them.
+
+        Args:
+            latents: of each scheduler that the pipeline steps.
+            ops: receive a patch each.
+            write: whether they are news.
+        """
         self._latents = latents
         for op in ops:
             assert self._latents_in is not None and op.patch is not None
-            with self._trace.record_span("take", op.step, op.patch):
-                patch = self._latents_in.receive_message(MessageKey(op.step, op.patch), latents)
-            if write:
-                self.generation.pieces[op.patch].put(latents, patch)
+            for key in self._list_latent_keys(op.step, op.patch):
+                with self._trace.record_span("take", op.step, op.patch):
+                    patch = self._latents_in.receive_message(key, latents[key.branch])
+                if write:
+                    self.generation.pieces[key.branch][op.patch].put(latents[key.branch], patch)
+
+    def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
+        """The messages of a stepped patch: one for each scheduler that steps some of it, in place of the branch."""
+        pieces = enumerate(self.generation.pieces)
+        return [MessageKey(step, patch, index) for index, each in pieces if not each[patch].is_empty]
 
     def send_stepped_patch(self, patch: Tensor) -> None:
         """Sends a stepped patch to the first stage."""
@@ -194,10 +208,10 @@ class PipeFusion:
         prediction is made of the same patch of each.
         """
         now = self.generation
-        if form.returns_text and (self._patches > 1 or self.stages > 1 or self._plan.data > 1):
-            raise StateError(
-                "the model makes a result of two streams, as of a video and its sound, and patches of both are not "
-                "stepped yet; use a plan of ulysses, ring, distrifusion and cfg"
+        if form.returns_text and self.warmup_group is not None:
+            raise PlanError(
+                f"warmup_mode={self._plan.warmup_mode}: the model makes a result of two streams, as of a video and its "
+                "sound, and ranks that share out synchronous steps send one; use serial or pipelined"
             )
         if form.returns_text and form.text < self._sequence.num_ranks:
             raise PlanError(
@@ -283,19 +297,24 @@ class PipeFusion:
         if text is not None:
             text = self._streams.gather_stream(text, len(part.text) or DUMMY_TEXT)
         self._record_compute()
-        if now.has_all_image_tokens:
+        if now.has_all_image_tokens and not now.keeps_keys(now.micro_step.step):
             return TokenState(image, text)
         parts = now.list_rank_parts(now.micro_step.patch)
-        whole = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
+        every = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
+        every_text = None
         if text is not None:
-            text = text if part.text else text[:, :0]
-            text = self._gather_tokens("text", text, now.branch_layout.text, [(part.text,) for part in parts])
-        return TokenState(whole, text)
+            text_runs = [(part.text,) for part in parts]
+            own_text = text if part.text else text[:, :0]
+            every_text = self._gather_tokens("text", own_text, now.branch_layout.text, text_runs)
+        # Those of a whole step are kept for the next one: the pipeline may look at all of a prediction.
+        return TokenState(image, text) if now.has_all_image_tokens else TokenState(every, every_text)
 
     def _gather_tokens(self, stream: str, own: Tensor, length: int, runs: Sequence[Sequence[range]]) -> Tensor:
         """All tokens of a stream, in which those of the ranks are written where `runs` says."""
         now, (rows, _, width) = self.generation, own.shape
-        whole = now.memory.get_persistent_buffer((stream, now.branch, now.micro_batch), (rows, length, width), own)
+        batch, part = (rows, range(rows)) if now.batch_range is None else (now.batch, now.batch_range)
+        whole = now.memory.get_persistent_buffer((stream, now.branch), (batch, length, width), own)
+        whole = whole[part.start : part.stop]
         lengths = [sum(map(len, each)) for each in runs]
         if any(lengths):
             shapes = [(rows, count, width) for count in lengths]
@@ -311,7 +330,8 @@ class PipeFusion:
     def enter_blocks(self, state: TokenState) -> TokenState:
         """The tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
-        self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
+        text_width = 0 if state.text is None else state.text.shape[2]
+        self._widths[now.branch], self._dtype = (state.image.shape[2], text_width), state.image.dtype
         if group := self._active_warmup_group:
             self._start = self._trace.mark_point()
             return group.enter_blocks(state, now, self._get_dummy_text(state))
@@ -369,10 +389,13 @@ class PipeFusion:
             return state
         now, streams = self.generation, self._streams
         part = now.get_own_part(now.micro_step.patch)
-        own = streams.locate_own_share(len(part.text))
-        length = own.stop - own.start
-        text = parts[0][:, :length].contiguous() if part.text else state.text
-        parts[0] = parts[0][:, length:]
+        width, text_width = self._widths[now.branch]
+        text = state.text
+        if part.text:
+            own = streams.locate_own_share(len(part.text))
+            numbers = (own.stop - own.start) * text_width
+            text, parts[0] = parts[0][:, :numbers].unflatten(1, (-1, text_width)).contiguous(), parts[0][:, numbers:]
+        parts = [x.unflatten(1, (-1, width)) for x in parts]
         if len(parts) > 1:
             whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]
             parts = [torch.cat(whole, dim=1)[:, streams.locate_own_share(part.image_tokens)]]
@@ -390,9 +413,10 @@ class PipeFusion:
             if whole_step:  # patch after patch
                 message = image[:, at : at + part.image_tokens][:, streams.locate_own_share(part.image_tokens)]
                 at += part.image_tokens
+            message = message.flatten(1)
             if part.text:
                 assert state.text is not None
-                message = torch.cat([state.text, message], dim=1)
+                message = torch.cat([state.text.flatten(1), message], dim=1)
             if message.dtype != self._dtype:
                 raise StateError(
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
@@ -443,9 +467,11 @@ class PipeFusion:
             return None
         rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
         part = self.generation.get_own_part(key.patch, (key.branch, key.step in self.generation.whole_steps))
-        owns = [self._streams.locate_own_share(length) for length in (len(part.text), part.image_tokens)]
-        return (len(rows), sum(own.stop - own.start for own in owns), self._widths[key.branch])
+        owns = [self._streams.locate_own_share(length) for length in (part.image_tokens, len(part.text))]
+        pairs = zip(owns, self._widths[key.branch], strict=True)
+        return (len(rows), sum((own.stop - own.start) * width for own, width in pairs))
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
-        assert self._latents is not None
-        return self.generation.pieces[key.patch].shape(self._latents)
+        if not self._latents:
+            return None
+        return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])

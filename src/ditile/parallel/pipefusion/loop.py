@@ -3,12 +3,14 @@
 `scheduler.set_timesteps` leaves timesteps that iterate in micro-steps: they yield each synchronous step once and each
 asynchronous one M times. `scheduler.step` steps the current patch alone. Whatever the pipeline does in between
 (guidance, casts, concatenation) happens in its own code on full-size tensors.
+
+A pipeline may step other latents by other schedulers in the same iteration, as those of a sound by a copy of its
+scheduler. Their pieces are found, stepped and sent as those of the first are: a patch without any of them steps none.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,14 +36,12 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     PatchSchedulers,
     StepTimesteps,
     extract_sample,
-    find_argument_names,
     replace_latents,
 )
+from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, Schedule
-
-OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
 
 @dataclass(slots=True)
@@ -95,31 +95,39 @@ class Loop:
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
         self._generation: Generation | None = None
-        self._latents: Tensor | None = None
+        self._main: SteppedLatents | None = None
+        self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
-        self._copies: PatchSchedulers | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
 
     def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, batch: BatchShare, callbacks: StepCallbacks) -> None:
-        """Overrides the scheduler that a pipeline has now until the stack is closed.
+        """Overrides the schedulers that a pipeline has now, and their copies, until the stack is closed.
 
         Args:
             batch: which images and calls are this rank's.
         """
         self._pipe, self._scheduler, self._batch, self._callbacks = pipe, pipe.scheduler, batch, callbacks
-        self._call = inspect.signature(self._scheduler.step)
-        self._roles = find_argument_names(self._call)
-        mine: dict[str, Callable[..., Any]] = {
-            "set_timesteps": self._set_timesteps,
-            "step": self._step_scheduler,
-            "scale_model_input": self._scale_model_input,
-        }
-        for name in OVERRIDES:
-            stock = getattr(self._scheduler, name, None)
-            if stock is not None:
-                override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
+        others = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
+        for scheduler in {id(each): each for each in (self._scheduler, *others)}.values():
+            for name in OVERRIDES:
+                # Only the timesteps of the pipeline's own scheduler drive its loop.
+                if hasattr(scheduler, name) and (name != "set_timesteps" or scheduler is self._scheduler):
+                    watched = self._watch_method(scheduler, name, getattr(scheduler, name))
+                    override_attribute(stack, scheduler, name, watched)
         stack.callback(self._leave_pipeline)
+
+    def _watch_method(self, scheduler: Any, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What a scheduler has in place of one of its methods; a copy of the scheduler has the same."""
+        if name == "set_timesteps":
+            return WatchedMethod(self._set_timesteps, stock)
+        mine = self._step_scheduler if name == "step" else self._scale_model_input
+
+        def watch_copy(copied: Callable[..., Any]) -> Callable[..., Any]:
+            owner = getattr(copied, "__self__", None)
+            return copied if owner is None else self._watch_method(owner, name, copied)
+
+        return WatchedMethod(functools.partial(mine, scheduler), stock, watch_copy)
 
     def get_generation(self) -> Generation:
         """The generation under way.
@@ -149,7 +157,8 @@ class Loop:
     @property
     def num_images(self) -> int | None:
         """Images of this replica; None before the first step ended."""
-        return None if self._latents is None else int(self._batch.view_own_images(self._latents).shape[0])
+        latents = None if self._main is None else self._main.latents
+        return None if latents is None else int(self._batch.view_own_images(latents).shape[0])
 
     @property
     def synchronous_steps(self) -> list[int]:
@@ -164,7 +173,8 @@ class Loop:
         """Forgets the generation. One that ended by an error leaves its messages behind."""
         if self._generation is not None:
             self._pipefusion.end_generation(clean=False)
-        self._generation = self._latents = self._copies = self._adaptive_warmup = self._relative_change = None
+        self._generation = self._main = self._adaptive_warmup = self._relative_change = None
+        self._streams = []
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
             self._scheduler.timesteps = timesteps.to_plain_tensor()
@@ -204,9 +214,11 @@ class Loop:
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
         generation = self._begin_generation(timesteps)
+        main = self._main = SteppedLatents(self._scheduler, type(self._pipe).__name__)
+        self._streams = [main]
         if self._has_partial_latents or self._rehearses_changes:
             yield from self._rehearse(timesteps)
-            if self._rehearsed_piece is None:
+            if not self._streams:
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
@@ -215,15 +227,15 @@ class Loop:
             self._begin_step(step)
             for micro in self._schedule.list_micro_steps(step):
                 yield from self._run_micro_step(micro, timesteps[step])
-                if not self._stepped:
+                if not main.is_stepped:
                     self._finish_generation(stopped=False)
                     yield from timesteps[1:]
                     return
                 if self._adaptive_warmup is not None:
                     self._adaptive_warmup.start_change_sum()
             generation.memory.forget_step_constants()
-            if self._adaptive_warmup is not None and self._latents is not None:
-                self._adaptive_warmup.record_step_changes(generation, self._latents.shape[0])
+            if self._adaptive_warmup is not None and main.latents is not None:
+                self._adaptive_warmup.record_step_changes(generation, main.latents.shape[0])
             step += 1
         self._finish_generation(stopped=step < len(timesteps))
 
@@ -245,16 +257,14 @@ class Loop:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
-        self._latents = self._copies = None
-        self._held: dict[int, Tensor] = {}  # stepped patches that are not in the latents yet
         self._stop_flags: list[AsyncMax] = []
-        self._finite_flags: list[Tensor] = []  # of each step on the device, where they wait to be read
+        self._finite_flags: dict[int, Tensor] = {}  # of each step on the device, where they wait to be read
         self._adaptive_warmup = (
             None
             if self._relative_change is None
             else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
         )
-        self._stop_wanted = self._hands_on_copies = False
+        self._stop_wanted = False
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
@@ -270,37 +280,41 @@ class Loop:
             StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
         """
         now = self.get_generation()
-        pieces = dict[int, Piece]()
         saved = rng.read_generator_states(self._callbacks.generators)
-        self._samples: list[Tensor] = []
+        self._streams = []  # each is added when it is first stepped
         called, divided = list[frozenset[tuple[object, bool]]](), 0
         for step in range(self._schedule.steps if self._may_change else 1):
             yield from self._rehearse_step(step, 0, timesteps[step])
-            if self._rehearsed_piece is None:
-                if step:
-                    raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
+            if not self._streams:
                 now.rehearsed_patch = None
                 return
+            self._check_rehearsal()
             called.append(frozenset(now.called_models))
         self._note_changes(called)
         divided = next((step for step in range(len(called)) if step not in now.whole_steps), 0)
         for patch in range(self._plan.num_patches if self._has_partial_latents else 0):
             if patch or divided:
                 yield from self._rehearse_step(divided, patch, timesteps[divided])
-            if self._rehearsed_piece is None:
-                raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
-            pieces[patch] = self._rehearsed_piece
+            self._check_rehearsal()
+            for each in self._streams:
+                each.keep_rehearsed_piece()
         now.rehearsed_patch, now.micro_step, now.is_whole = None, MicroStep(0, None), False
         rng.restore_generators(self._callbacks.generators, saved)
         if self._has_partial_latents:
-            self._check_pieces(list(pieces.values()))
-            now.pieces = list(pieces.values())
+            for each in self._streams:
+                each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
+            now.pieces = [each.pieces for each in self._streams]
+
+    def _check_rehearsal(self) -> None:
+        if any(each.rehearsed_piece is None for each in self._streams):
+            raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
 
     def _rehearse_step(self, step: int, patch: int, timestep: Tensor) -> Iterator[Tensor]:
         now = self.get_generation()
         now.micro_step, now.rehearsed_patch = MicroStep(step, None), patch
         now.called_models.clear()
-        self._rehearsed_piece: Piece | None = None
+        for each in self._streams:
+            each.rehearsed_piece = None
         self._timestep = timestep
         self._callbacks.progress()
         yield timestep
@@ -317,28 +331,6 @@ class Loop:
         self._schedule = replace(self._schedule, again=self._schedule.again | again)
         now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
         now.is_stale = self._schedule.reads_stale_keys
-
-    def _check_pieces(self, pieces: Sequence[Piece]) -> None:
-        first, name = self._samples[0], type(self._pipe).__name__
-        owners = torch.zeros(first.shape, dtype=torch.int32)
-        for piece in pieces:
-            piece.put(owners, piece.take(owners) + 1)
-        if int(owners.min()) < 1 or int(owners.max()) > 1:
-            raise StateError(
-                f"the patches of {name} overlap in its latents, or leave some out, so its transformer mixes tokens "
-                "behind its blocks; use a plan without pipefusion and patches"
-            )
-        if any(not torch.equal(first, sample) for sample in self._samples[1:]):
-            raise StateError(
-                f"{name} changes the latents between steps, behind the scheduler; such a pipeline cannot be divided "
-                "into patches"
-            )
-        self._hands_on_copies = any(sample is not self._latents for sample in self._samples[1:])
-        if self._hands_on_copies and self._schedule.adaptive:
-            raise StateError(
-                f"{name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number of steps"
-            )
-        self._samples = []
 
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
@@ -368,38 +360,45 @@ class Loop:
         self._callbacks.progress()
         if self._schedule.adaptive:
             self._exchange_latents(micro)
-        self._stepped, self._timestep = False, timestep
-        while not self._stepped:
+        self._timestep = timestep
+        for each in self._streams:
+            each.is_stepped = False
+        while not self._is_stepped:
             yield timestep
             wanted = self._note_interrupt()
-            if not self._stepped and not wanted:
+            if not self._is_stepped and not wanted:
                 if micro == next(iter(self._schedule.list_micro_steps(0))) and not self._generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
+
+    @property
+    def _is_stepped(self) -> bool:
+        """Whether all schedulers were stepped in the micro-step at hand."""
+        return all(each.is_stepped for each in self._streams)
 
     def _exchange_latents(self, micro: MicroStep) -> None:
         """What goes between stages before the model is called in a micro-step: the latents of the step before.
 
         It is not known in advance which micro-step follows where warmup decides by itself.
         """
-        for patch in self._schedule.list_patches(micro):
-            self._release_patch(patch)
+        for each in self._streams:
+            each.release_patches(self._schedule.list_patches(micro))
         ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
         if not ops:
             return
-        assert self._latents is not None
-        own, warmup_group = self._batch.view_own_images(self._latents), self._pipefusion.warmup_group
-        write = self._synced != micro.step - 1
+        own = [self._batch.view_own_images(each.latents) for each in self._streams if each.latents is not None]
+        warmup_group, write = self._pipefusion.warmup_group, self._synced != micro.step - 1
         takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
         if takes:
             self._pipefusion.receive_stepped_patches(own, takes, write=write)
         for op in ops:
-            if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
-                warmup_group.send_whole_latents(own, op)
-            elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS and warmup_group is not None:
-                whole = warmup_group.receive_whole_latents(own)
-                if write:
-                    own.copy_(whole)
+            for latents in own:
+                if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
+                    warmup_group.send_whole_latents(latents, op)
+                elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS and warmup_group is not None:
+                    whole = warmup_group.receive_whole_latents(latents)
+                    if write:
+                        latents.copy_(whole)
 
     def _note_interrupt(self) -> bool:
         """Holds back `pipe._interrupt` until all ranks agree on the step."""
@@ -426,7 +425,7 @@ class Loop:
     def _check_finite_latents(self) -> None:
         """Raises `ModelError` on all ranks if latents became NaN or infinite on one: they would be a black picture."""
         # Read once for all steps, because reading waits for a GPU.
-        finite = torch.stack(self._finite_flags).tolist() if self._finite_flags else []
+        finite = torch.stack([*self._finite_flags.values()]).tolist() if self._finite_flags else []
         steps = self._schedule.steps
         left = steps - finite.index(False) if False in finite else 0
         most_left = AsyncMax(self._stop_group, left, self._mesh.traffic).wait_for_max()
@@ -440,99 +439,134 @@ class Loop:
 
     # The scheduler
 
-    def _scale_model_input(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        timestep = args[0] if args else kwargs.get("timestep")
-        patches = self._schedule.list_patches(self.get_generation().micro_step) if self._is_stepping_rank else range(1)
-        return self._get_patch_schedulers().scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
+    def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
+        """What a scheduler steps; None where its own method will do: outside of the loop, or where all have all of it.
 
-    def _step_scheduler(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = dict(self._call.bind(*args, **kwargs).arguments)
-        call |= call.pop("kwargs", {})
-        model_output, timestep, sample = (call.pop(name) for name in self._roles)
+        Raises:
+            StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one only now.
+        """
+        if scheduler is self._scheduler:
+            self.get_generation()
+            stream = self._main
+        elif self._generation is None or not (self._has_partial_latents or self._mesh["data"].num_ranks > 1):
+            return None
+        else:
+            stream = next((each for each in self._streams if each.scheduler is scheduler), None)
+        stream = stream or SteppedLatents(scheduler, type(self._pipe).__name__)
+        if stream not in self._streams:
+            if self._has_partial_latents and self.get_generation().rehearsed_patch != 0:
+                raise StateError(
+                    f"{type(self._pipe).__name__} steps a scheduler that it did not step before, so what that steps "
+                    "cannot be cut into patches; use a plan without pipefusion and patches"
+                )
+            self._streams.append(stream)
+        return stream
+
+    def _scale_model_input(
+        self, scheduler: Any, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        timestep = args[0] if args else kwargs.get("timestep")
+        now = None if scheduler is not self._scheduler and self._generation is None else self.get_generation()
+        stream = next((each for each in (self._main, *self._streams) if each and each.scheduler is scheduler), None)
+        if now is None or stream is None:
+            return stock(sample, *args, **kwargs)
+        patches = self._schedule.list_patches(now.micro_step) if self._is_stepping_rank else range(1)
+        return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
+
+    def _step_scheduler(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stream = self._find_stream(scheduler)
+        if stream is None:
+            return stock(*args, **kwargs)
+        model_output, timestep, sample, call = stream.bind_step_call(*args, **kwargs)
         now = self.get_generation()
         if now.rehearsed_patch is not None:
-            return self._note_rehearsal(model_output, timestep, sample, call)
-        self._batch.check_prediction(model_output, sample)
-        self._copy_new_latents(sample)
+            return self._note_rehearsal(stream, model_output, timestep, sample, call)
+        if stream is self._main:
+            self._batch.check_prediction(model_output, sample)
+        stream.copy_new_latents(sample, now, partial=self._has_partial_latents, synced=self._synced)
         if self._is_stepping_rank:
-            result = self._step_patches(model_output, timestep, call)
+            result = self._step_patches(stream, model_output, timestep, call)
         else:
-            result = self._step_on_corner(model_output, timestep, call)
-        assert self._latents is not None
+            result = self._step_on_corner(stream, model_output, timestep, call)
+        stream.is_stepped = True
+        if self._is_stepped:
+            self._send_stepped_patches(now.micro_step)
         last = now.micro_step.step == self._schedule.steps - 1
         if self._schedule.is_last_of_step(now.micro_step):
-            self._end_step(now.micro_step.step, timestep)
-        # Already now, so that what the pipeline makes of the latents that it is given has all that is to come.
+            self._end_step(stream, now.micro_step.step, timestep)
+        # Already now, so that what the pipeline makes of the latents that it is given has all that is to come. Messages
+        # have one order whatever a micro-step brings: what is sent waits for all streams, and all is received at once.
         following = self._schedule.find_following(now.micro_step)
+        is_due = self._is_stepped if self._pipefusion.is_last_stage else stream is self._streams[0]
         if following is not None and not self._schedule.adaptive:
-            self._exchange_latents(following)
-        now.end_micro_step()
-        self._stepped = True
-        whole = functools.partial(self._complete_step_extras, last=last)
+            stream.release_patches(self._schedule.list_patches(following))
+            if is_due:
+                self._exchange_latents(following)
+        if stream is self._main:
+            now.end_micro_step()
+        assert stream.latents is not None
+        whole = functools.partial(self._complete_step_extras, stream, last=last)
         return replace_latents(
-            result, self._latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
+            result, stream.latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
         )
 
-    def _note_rehearsal(self, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]) -> Any:
+    def _note_rehearsal(
+        self, stream: SteppedLatents, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]
+    ) -> Any:
         """Where NaN came out are the latents of the rehearsed patch; the latents stay as they are."""
-        is_cut = self._has_partial_latents
-        if is_cut and prediction.shape != sample.shape:
-            raise StateError(
-                f"{type(self._pipe).__name__} steps latents of shape {tuple(sample.shape)} with predictions of shape "
-                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use a plan without pipefusion and "
-                "patches"
-            )
-        if is_cut and self._rehearsed_piece is not None:
-            raise StateError(
-                f"{type(self._pipe).__name__} steps its scheduler more than once in a step, so its latents cannot be "
-                "cut into patches; use a plan without pipefusion and patches"
-            )
-        self._rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
-        if self._latents is None:
-            self._latents = sample.clone(memory_format=torch.contiguous_format)
-        self._samples.append(sample)
+        stream.note_rehearsal(prediction, sample, is_cut=self._has_partial_latents)
         # Each rehearsal is a first step, before which nothing was made besides latents.
         first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
-        result = self._get_patch_schedulers().step_on_corner(
-            torch.zeros_like(prediction), timestep, sample, first, closes=False
-        )
-        if getattr(self._scheduler, "_step_index", 0) is None:
-            self._scheduler._step_index = 0  # a pipeline that steps twice counts it back
-        self.get_generation().branch = 0
-        return replace_latents(
-            result, self._latents, functools.partial(self._complete_step_extras, last=False), keep=False
-        )
+        zeros = torch.zeros_like(prediction)
+        result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
+        stream.reset_step_index()
+        if stream is self._main:
+            self.get_generation().branch = 0
+        assert stream.latents is not None
+        whole = functools.partial(self._complete_step_extras, stream, last=False)
+        return replace_latents(result, stream.latents, whole, keep=False)
 
-    def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
+    def _complete_step_extras(self, stream: SteppedLatents, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
         if self._has_partial_latents:
             return [PatchExtra(index) for index in range(len(extras))]
-        assert self._latents is not None
-        own = [self._latents if self._batch.is_idle else one for one in extras]
+        own = [stream.latents if self._batch.is_idle else one for one in extras]
         return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
 
-    def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        now = self.get_generation()
+    def _step_patches(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        now, copies = self.get_generation(), self._get_copies(stream)
+        assert stream.latents is not None
         result: Any = None
-        patch: Tensor | None = None
-        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, now.micro_step):
-            assert op.patch is not None and self._latents is not None
-            piece = self._locate_patch(op.patch)
-            if op.kind is OpKind.SEND_STEPPED_PATCH:
-                assert patch is not None
-                self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
+        stream.stepped_patches.clear()
+        for patch in self._schedule.list_patches(now.micro_step):
+            piece = self._locate_patch(stream, patch)
+            if piece.is_empty:  # such as a sound in any patch but the first
+                copies.skip_patch(call, stream.latents.device)
                 continue
-            with self._trace.record_span("step", op.step, op.patch):
-                patch, result = self._get_patch_schedulers().step_patch(
-                    op.patch, prediction, timestep, self._latents, piece, call
-                )
-                self._write_patch(op.patch, patch, piece)
+            with self._trace.record_span("step", now.micro_step.step, patch):
+                stepped, result = copies.step_patch(patch, prediction, timestep, stream.latents, piece, call)
+                self._record_change(stream, stepped, piece)
+            stream.stepped_patches[patch] = stream.held_patches[patch] = stepped
+        if self._schedule.patches == 1:
+            stream.release_patches(range(1))
+        if result is None:
+            result = copies.step_on_corner(prediction, timestep, stream.latents, call, closes=False)
         return result
 
-    def _locate_patch(self, patch: int) -> Piece:
+    def _send_stepped_patches(self, micro: MicroStep) -> None:
+        """Sends the patches of a micro-step to the first stage, patch after patch."""
+        if not self._is_stepping_rank:
+            return
+        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
+            for stream in self._streams:
+                if op.kind is OpKind.SEND_STEPPED_PATCH and op.patch in stream.stepped_patches:
+                    patch = stream.stepped_patches.pop(op.patch)
+                    self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
+
+    def _locate_patch(self, stream: SteppedLatents, patch: int) -> Piece:
         """Where a patch is in the latents; all of them where latents are not cut."""
-        assert self._latents is not None
-        return self.get_generation().pieces[patch] if self._has_partial_latents else Piece.of_all(self._latents)
+        assert stream.latents is not None
+        return stream.pieces[patch] if self._has_partial_latents else Piece.of_all(stream.latents)
 
     @property
     def _is_stepping_rank(self) -> bool:
@@ -549,77 +583,50 @@ class Loop:
         """Whether latents are stepped patch by patch, or on another stage."""
         return self._schedule.patches > 1 or self._schedule.stages > 1
 
-    def _step_on_corner(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        assert self._latents is not None
+    def _step_on_corner(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        assert stream.latents is not None
         closes = self._schedule.is_last_of_step(self.get_generation().micro_step)
-        result = self._get_patch_schedulers().step_on_corner(prediction, timestep, self._latents, call, closes=closes)
-        self._latents = self._latents.to(extract_sample(result).dtype)
+        result = self._get_copies(stream).step_on_corner(prediction, timestep, stream.latents, call, closes=closes)
+        stream.latents = stream.latents.to(extract_sample(result).dtype)
         return result
 
-    def _copy_new_latents(self, sample: Tensor) -> None:
-        """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own."""
-        if sample is self._latents or (self._hands_on_copies and self._latents is not None):
-            return
-        micro = self.get_generation().micro_step
-        after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
-        if self._latents is not None and self._has_partial_latents and not after_callback:
-            raise StateError(
-                f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
-                "such a pipeline cannot be divided into patches"
-            )
-        self._latents = sample.clone(memory_format=torch.contiguous_format)
-
-    def _write_patch(self, index: int, patch: Tensor, piece: Piece) -> None:
-        assert self._latents is not None
-        if patch.dtype != self._latents.dtype:
-            self._latents = self._latents.to(patch.dtype)
-        before = piece.take(self._latents)
+    def _record_change(self, stream: SteppedLatents, patch: Tensor, piece: Piece) -> None:
+        assert stream.latents is not None
+        if patch.dtype != stream.latents.dtype:
+            stream.latents = stream.latents.to(patch.dtype)
+        before = piece.take(stream.latents)
         if self._relative_change is not None:
             self._relative_change.record_change(
                 ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
             )
-        self._held[index] = patch
-        # The first of several stages gets a stepped patch when its turn comes. One stage holds it back as long, so that
-        # what the forward computes of all latents before its blocks is the same for any number of stages.
-        if self._schedule.stages > 1 or self._schedule.patches == 1:
-            self._release_patch(index)
 
-    def _release_patch(self, index: int) -> None:
-        """Writes a stepped patch that was held back into the latents."""
-        patch = self._held.pop(index, None)
-        if patch is not None:
-            assert self._latents is not None
-            self._locate_patch(index).put(self._latents, patch)
-
-    def _end_step(self, step: int, timestep: Any) -> None:
+    def _end_step(self, stream: SteppedLatents, step: int, timestep: Any) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
-        assert self._latents is not None
-        self._get_patch_schedulers().sync_step_index(self._scheduler)
+        assert stream.latents is not None
+        self._get_copies(stream).sync_step_index(stream.scheduler)
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
-            fresh = [self._latents, *self._held.values()]
-            finite = [torch.isfinite(self._batch.view_own_images(x)).all() for x in fresh]
-            self._finite_flags.append(torch.stack(finite).all())
+            fresh = [stream.latents, *stream.held_patches.values()]
+            finite = torch.stack([torch.isfinite(self._batch.view_own_images(x)).all() for x in fresh]).all()
+            known = self._finite_flags.get(step)
+            self._finite_flags[step] = finite if known is None else known & finite.to(known.device)
         wanted = self._callbacks.wants_latents(step)
         if last or wanted:
-            for patch in list(self._held):
-                self._release_patch(patch)
+            stream.release_patches(range(self._schedule.patches))
         self._synced = step if wanted else self._synced
         # Over the replicas first, so that the broadcast along the stages carries all images.
         if (last or wanted) and self._pipefusion.is_last_stage:
-            self._latents = self._batch.gather_latents(self._latents)
+            stream.latents = self._batch.gather_latents(stream.latents)
         stages = self._mesh["pipefusion"]
         if (last or wanted) and stages.group is not None:
             kind = "result" if last else "callback"
-            self._latents = broadcast_tensor(
-                self._latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
+            stream.latents = broadcast_tensor(
+                stream.latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
             )
-        self._callbacks.on_step_end(step, timestep, self._latents)
+        if stream is self._main:
+            self._callbacks.on_step_end(step, timestep, stream.latents)
 
-    def _get_patch_schedulers(self) -> PatchSchedulers:
-        if self._copies is None:
-            patches = self._plan.num_patches if self._is_stepping_rank else 1
-            self._copies = PatchSchedulers(
-                self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps), self._roles
-            )
-        return self._copies
+    def _get_copies(self, stream: SteppedLatents) -> PatchSchedulers:
+        patches = self._plan.num_patches if self._is_stepping_rank else 1
+        timesteps = self._plain if stream is self._main else stream.scheduler.timesteps
+        return stream.get_copies(patches, timesteps, len(self._timesteps))

@@ -45,6 +45,7 @@ class PatchSchedulers:
         self._stochastic: bool | None = None
         self._names = names
         self._saved: list[Tensor] = []
+        self._drawn: list[Tensor] = []
         self._shadowed: Any = None
         self._extras: dict[int, Sequence[Any]] = {}
 
@@ -126,7 +127,13 @@ class PatchSchedulers:
             self._saved = before
         rng.restore_generators(generators, self._saved)
         result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call, patch)
+        self._drawn = rng.read_generator_states(generators)
         return piece.take(extract_sample(result)), result
+
+    def skip_patch(self, call: Mapping[str, Any], device: torch.device) -> None:
+        """A patch in which nothing of these latents is stepped: random numbers go on behind those of the step."""
+        if self._stochastic:
+            rng.restore_generators(rng.list_generators(call.get("generator"), device), self._drawn)
 
     def _step_copy(
         self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], patch: int

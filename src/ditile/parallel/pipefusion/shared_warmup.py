@@ -145,7 +145,7 @@ class WarmupGroup:
         shape = (own.shape[0], now.branch_layout.image_tokens, own.shape[2])
         parts, whole = now.list_rank_parts(None), own
         if self.stage == self.last:
-            whole = now.memory.get_persistent_buffer(("image", now.branch, now.micro_batch), shape, own)
+            whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
             if self.is_member:
                 write_tokens(whole, own, parts[self.stage].image)
         for op in ops:
