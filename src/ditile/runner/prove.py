@@ -159,8 +159,8 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
         got = runner(calls=calls, latents=[torch.zeros_like(x) for x in want])
     finally:
         runner.restore()
-    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so the
-    # last one is there when that turn follows, and at the end.
+    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
+    # the last one is there when that turn follows, and at the end.
     ends = [*range(2 * patches - 1, len(got[0]), patches), -1]
     pairs = zip(got, want, strict=True)
     return max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
