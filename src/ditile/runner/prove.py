@@ -16,16 +16,12 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-<<<<<<< HEAD
 from ditile.errors import DitileError, ModelError
+from ditile.hooks.pieces import list_predictions
 from ditile.hooks.token_arguments import knows_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
-=======
-from ditile.errors import ModelError
-from ditile.hooks.pieces import list_predictions
-from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
->>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
 from ditile.models.record import CapturedCall
@@ -81,23 +77,15 @@ class StillPipeline(DiffusionPipeline):
         self.scheduler.set_timesteps(num_inference_steps)
         schedulers = [self.scheduler, *(copy.deepcopy(self.scheduler) for _ in latents[1:])]
         steps = []
-<<<<<<< HEAD
         before = [call.before for call in calls if isinstance(call, CapturedCall) and call.before is not None]
         for index, timestep in enumerate(self.scheduler.timesteps):
             results = [self.transformer(**call) for call in (before if before and not index else calls)]
             # What a call before gives may have another shape; it is there for what it keeps.
-            prediction = latents if before and not index else combine_predictions(results)
-            latents = self.scheduler.step(prediction, timestep, latents)[0]
-            steps.append(latents.clone())
-        return (torch.stack(steps),)
-=======
-        for timestep in self.scheduler.timesteps:
-            predictions = combine_predictions([self.transformer(**call) for call in calls])
+            predictions = latents if before and not index else combine_predictions(results)
             triples = zip(schedulers, predictions, latents, strict=True)
             latents = [scheduler.step(prediction, timestep, x)[0] for scheduler, prediction, x in triples]
             steps.append([x.clone() for x in latents])
         return tuple(torch.stack(each) for each in zip(*steps, strict=True))
->>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
 
 
 def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
@@ -128,14 +116,15 @@ def prove_anatomy(
     has_before = any(isinstance(call, CapturedCall) and call.before is not None for call in calls)
     runner = build(pipe, Plan(patches=patches, warmup=1))
     try:
-<<<<<<< HEAD
-        got = runner(calls=calls, latents=torch.zeros_like(want), num_inference_steps=STEPS + has_before)[0]
+        latents = [torch.zeros_like(x) for x in want]
+        got = runner(calls=calls, latents=latents, num_inference_steps=STEPS + has_before)
     finally:
         runner.restore()
     # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
     # the last one is there when that turn follows, and at the end.
-    got = got[[*(len(got) - 2 - patches * step for step in range(STEPS - 1)), -1]]
-    difference = float((got - want).abs().max() / want.abs().max())
+    ends = [*(len(got[0]) - 2 - patches * step for step in range(STEPS - 1)), -1]
+    pairs = zip(got, want, strict=True)
+    difference = max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
     # Keys that an earlier call kept have rows too.
     return difference if has_before else max(difference, *(_compare_rows(transformer, call) for call in calls))
 
@@ -148,23 +137,13 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     if anatomy is None or rows == 1 or not knows_rows(call, anatomy.inputs, name, rows):
         return 0.0
     with torch.no_grad():
-        whole = _extract_prediction(transformer(**call))
+        whole = _extract_predictions(transformer(**call))
         parts = []
         for row in range(rows):
             own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
-            parts.append(_extract_prediction(transformer(**own)))
-    joined = torch.cat([part.reshape(1, *whole.shape[1:]) for part in parts])
-    return float((joined - whole).abs().max() / whole.abs().max())
-=======
-        got = runner(calls=calls, latents=[torch.zeros_like(x) for x in want])
-    finally:
-        runner.restore()
-    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
-    # the last one is there when that turn follows, and at the end.
-    ends = [*range(2 * patches - 1, len(got[0]), patches), -1]
-    pairs = zip(got, want, strict=True)
-    return max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
->>>>>>> 5eb4210 (Several schedulers in a pipeline's loop: the pieces of each are found, stepped and sent)
+            parts.append(_extract_predictions(transformer(**own)))
+    joined = [torch.cat([x.reshape(1, *y.shape[1:]) for x in row]) for row, y in zip(zip(*parts, strict=True), whole, strict=True)]
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(joined, whole, strict=True))
 
 
 def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
