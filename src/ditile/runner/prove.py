@@ -142,7 +142,10 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
         for row in range(rows):
             own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
             parts.append(_extract_predictions(transformer(**own)))
-    joined = [torch.cat([x.reshape(1, *y.shape[1:]) for x in row]) for row, y in zip(zip(*parts, strict=True), whole, strict=True)]
+    joined = [
+        torch.cat([x.reshape(1, *y.shape[1:]) for x in row])
+        for row, y in zip(zip(*parts, strict=True), whole, strict=True)
+    ]
     return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(joined, whole, strict=True))
 
 
