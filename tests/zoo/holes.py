@@ -50,13 +50,13 @@ TABLE = (
     """,
     ),
     Hole(
-        "keeps the keys of pictures that it is given, and is being added",
-        ("cache, pipefusion", "cache, ulysses", "proof"),
-        "qwen-image-2.1-edit",
-    ),
-    Hole(
         "makes a picture and sound, whose patches are not stepped yet",
         (*PATCHES, "proof"),
+        "ltx-2 ltx-2-image-to-video ltx-2-condition kandinsky-6 kandinsky-6-image-to-video",
+    ),
+    Hole(
+        "makes a picture and sound, which do not come together yet",
+        ("data",),
         "ltx-2 ltx-2-image-to-video ltx-2-condition kandinsky-6 kandinsky-6-image-to-video",
     ),
     Hole(
@@ -127,7 +127,7 @@ TABLE = (
     Hole(
         "has convolutions over tokens in its blocks, and linear attention",
         BLOCKS,
-        "sana sana-video sana-image-to-video",
+        "sana sana-video sana-image-to-video sana-wm",
     ),
     Hole(
         "has convolutions over tokens in its blocks, and linear attention",
@@ -141,7 +141,7 @@ TABLE = (
     ),
     Hole(
         "has a loop of its own over timesteps of frames",
-        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),
+        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),  # noqa: E501
         "skyreels-v2-diffusion-forcing skyreels-v2-diffusion-forcing-blocks",
     ),
     Hole(
@@ -165,9 +165,24 @@ TABLE = (
         "any-flow-far",
     ),
     Hole(
+        "returns several tensors",
+        ("cfg",),
+        "cosmos-3 cosmos-3-image-to-video",
+    ),
+    Hole(
         "decodes with its last blocks, which see more than its first",
         BLOCKS,
-        "motif-video",
+        "motif-video motif-image-to-video",
+    ),
+    Hole(
+        "takes all of a call as one list of tokens without a batch",
+        ("cache, pipefusion", "cache, ulysses", "proof"),
+        "cosmos-3 cosmos-3-image-to-video",
+    ),
+    Hole(
+        "updates features of pairs between its blocks",
+        BLOCKS,
+        "proteina",
     ),
     Hole(
         "calls a second transformer in its loop, which a cache does not know",
@@ -196,13 +211,34 @@ TABLE = (
     Hole(
         "computes with one prediction before it asks for the next",
         ("cfg",),
-        "cosmos-2-video-to-world any-flow-far motif-video",
+        """
+        cosmos-2-video-to-world any-flow-far motif-video cosmos-2.5 motif-image-to-video
+        cosmos-2-text-to-image
+    """,
         is_late=True,
     ),
     Hole(
         "calls its transformer on another number of tokens in mid-run",
-        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),
+        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),  # noqa: E501
         "chrono-edit-reasoning",
+        is_late=True,
+    ),
+    Hole(
+        "ends in an error of its own",
+        ("distrifusion", "pipefusion", "ring", "stale", "ulysses"),
+        "cosmos-3 cosmos-3-image-to-video",
+        is_late=True,
+    ),
+    Hole(
+        "skips under a cache what one process does not",
+        ("cache, ulysses",),
+        "longcat-audio",
+        is_late=True,
+    ),
+    Hole(
+        "has no scheduler that is stepped",
+        ("cfg", "data"),
+        "proteina",
         is_late=True,
     ),
 )  # fmt: skip

@@ -255,8 +255,8 @@ ENTRIES = [
     ),
     entry(
         "flux", 12, flux,
-        lambda: arguments("flux") | TINY | {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}, larger=TINY_LARGER,
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        lambda: arguments("flux") | TINY | {"negative_prompt": "a blue square", "true_cfg_scale": 3.0},
+        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(
         "flux-img2img", 12, lambda: diffusers.FluxImg2ImgPipeline(**flux().components),

@@ -108,7 +108,8 @@ Made from `assets/families.json`; `make test-families` proves each cell on tiny 
 hold every column, and of {classes} transformer classes {proven_classes} do so with one pipeline at least.
 
 - proof: a call computed patch by patch with keys that did not change is the whole call
-- pipefusion: two stages with nothing stale are bit-identical to the pipeline; stale: two stages are bit-identical to one
+- pipefusion: two stages with nothing stale are bit-identical to the pipeline
+- stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
 - ulysses, ring, distrifusion (nothing stale), cfg, data: two ranks are the pipeline up to rounding
 - cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
 """

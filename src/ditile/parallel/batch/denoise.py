@@ -269,8 +269,8 @@ class DataCfgBatch:
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
         if len(predictions) > 1 and self._data.size > 1:
             raise ModelError(
-                f"data={self._data.size}: {type(self._model).__name__} makes {len(predictions)} predictions, and the latents "
-                "of the first alone come together at the end; use data=1"
+                f"data={self._data.size}: {type(self._model).__name__} makes {len(predictions)} predictions, and the "
+                "latents of the first alone come together at the end; use data=1"
             )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
@@ -298,8 +298,8 @@ class DataCfgBatch:
             return [cut.pop(name) for name in names], cut, True
         if not isinstance(batch, Tensor):
             raise ModelError(
-                f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is not "
-                "known; use a plan with data=1 and cfg=1"
+                f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is "
+                "not known; use a plan with data=1 and cfg=1"
             )
         dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
         if dims is None:
