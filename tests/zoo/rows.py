@@ -176,8 +176,8 @@ def counted_steps() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         end_step = Loop._end_step
 
-        def end_and_count(self: Any, step: int, timestep: Any) -> None:
-            end_step(self, step, timestep)
+        def end_and_count(self: Any, step: int, *args: Any) -> None:
+            end_step(self, step, *args)
             done.append(step)
 
         patch.setattr(Loop, "_end_step", end_and_count)
