@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
@@ -126,7 +127,7 @@ def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
     return next(iter(find_denoisers(pipe).values()))
 
 
-def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
+def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where the plan needs none.
 
     Raises:

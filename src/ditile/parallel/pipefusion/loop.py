@@ -38,6 +38,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     extract_sample,
     replace_latents,
 )
+from ditile.parallel.pipefusion.rehearsal import Rehearsal
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
@@ -271,66 +272,26 @@ class Loop:
         return generation
 
     def _rehearse(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Iterations before the first step, one for each patch, in which no block is run: see `hooks/block_calls.py`.
-
-        The pipeline's own code between the transformer and the scheduler says which latents belong to a patch, and
-        whether it hands on the latents that a step returned, or a copy of them.
-
-        Raises:
-            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
-        """
-        now = self.get_generation()
-        saved = rng.read_generator_states(self._callbacks.generators)
+        """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
+        now, saved = self.get_generation(), rng.read_generator_states(self._callbacks.generators)
         self._streams = []  # each is added when it is first stepped
-        called, divided = list[frozenset[tuple[object, bool]]](), 0
-        for step in range(self._schedule.steps if self._may_change else 1):
-            yield from self._rehearse_step(step, 0, timesteps[step])
-            if not self._streams:
-                now.rehearsed_patch = None
-                return
-            self._check_rehearsal()
-            called.append(frozenset(now.called_models))
-        self._note_changes(called)
-        divided = next((step for step in range(len(called)) if step not in now.whole_steps), 0)
-        for patch in range(self._plan.num_patches if self._has_partial_latents else 0):
-            if patch or divided:
-                yield from self._rehearse_step(divided, patch, timesteps[divided])
-            self._check_rehearsal()
-            for each in self._streams:
-                each.keep_rehearsed_piece()
-        now.rehearsed_patch, now.micro_step, now.is_whole = None, MicroStep(0, None), False
+        rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
+        steps = self._schedule.steps if self._may_change else 1
+        patches = self._plan.num_patches if self._has_partial_latents else 0
+        for timestep in rehearsal.iterate_calls(timesteps, steps, patches):
+            self._timestep = timestep
+            self._callbacks.progress()
+            yield timestep
+        if not self._streams:
+            return
         rng.restore_generators(self._callbacks.generators, saved)
+        self._schedule = replace(self._schedule, again=self._schedule.again | rehearsal.changed_steps)
+        now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
+        now.is_stale = self._schedule.reads_stale_keys
         if self._has_partial_latents:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
-
-    def _check_rehearsal(self) -> None:
-        if any(each.rehearsed_piece is None for each in self._streams):
-            raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler")
-
-    def _rehearse_step(self, step: int, patch: int, timestep: Tensor) -> Iterator[Tensor]:
-        now = self.get_generation()
-        now.micro_step, now.rehearsed_patch = MicroStep(step, None), patch
-        now.called_models.clear()
-        for each in self._streams:
-            each.rehearsed_piece = None
-        self._timestep = timestep
-        self._callbacks.progress()
-        yield timestep
-
-    def _note_changes(self, called: Sequence[frozenset[tuple[object, bool]]]) -> None:
-        """Makes steps synchronous that call another model than the one before, or in another mode, or compute a whole.
-
-        Args:
-            called: in each step the models, and whether they compute a whole.
-        """
-        now = self.get_generation()
-        now.whole_steps = frozenset(step for step, models in enumerate(called) if any(whole for _, whole in models))
-        again = {step for step in range(1, len(called)) if called[step] != called[step - 1]} | now.whole_steps
-        self._schedule = replace(self._schedule, again=self._schedule.again | again)
-        now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
-        now.is_stale = self._schedule.reads_stale_keys
 
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
