@@ -119,14 +119,16 @@ class Loop:
         stack.callback(self._leave_pipeline)
 
     def _watch_method(self, scheduler: Any, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What a scheduler has in place of one of its methods; a copy of the scheduler has the same."""
+        """What a scheduler has in place of one of its methods; a copy that is made before the loop has the same."""
         if name == "set_timesteps":
             return WatchedMethod(self._set_timesteps, stock)
         mine = self._step_scheduler if name == "step" else self._scale_model_input
 
         def watch_copy(copied: Callable[..., Any]) -> Callable[..., Any]:
             owner = getattr(copied, "__self__", None)
-            return copied if owner is None else self._watch_method(owner, name, copied)
+            # What is copied in the loop, as by a callback, is nobody's of the pipeline.
+            is_for_loop = owner is not None and self._generation is None
+            return self._watch_method(owner, name, copied) if is_for_loop else copied
 
         return WatchedMethod(functools.partial(mine, scheduler), stock, watch_copy)
 

@@ -40,7 +40,8 @@ class SteppedLatents:
 
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
         self.scheduler, self._name = scheduler, pipe_name
-        self._call = inspect.signature(scheduler.step)
+        # Its own, not what a pipeline may have put around it.
+        self._call = inspect.signature(type(scheduler).step.__get__(scheduler))
         self._roles = find_argument_names(self._call)
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
