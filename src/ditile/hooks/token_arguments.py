@@ -35,9 +35,9 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
 
 
 def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
-    """A tensor, cut along each dimension that counts tokens."""
+    """A tensor, cut along each dimension that counts tokens; two dummies may stand for a text of a single one."""
     for dim, kind in enumerate(select_word(kinds, x.ndim) or ""):
-        if kind in TOKENS and x.shape[dim] > 1:
+        if kind in TOKENS and (x.shape[dim] > 1 or runs[kind][-1].stop <= 1):
             x = take_runs(x, runs[kind], dim)
     return x
 
