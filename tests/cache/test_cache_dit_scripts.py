@@ -314,7 +314,7 @@ def test_configs_do_not_change() -> None:
     for call, hint in (
         (lambda: config.update(Fn_compute_blocks=2), "write config = config.reset"),
         (lambda: DBCacheConfig(cache_type="DBCache"), "the class says it"),
-        (lambda: config.reset(force_refresh_step_hint=4), "call ditile.refresh_context"),
+        (lambda: config.reset(force_refresh_step_hint=4), "by steps_computation_mask, such as"),
         (lambda: ParallelismConfig(use_ray=True), "started by torchrun or ditile.launch"),
         (lambda: ParallelismConfig(ray_address="auto"), "started by torchrun or ditile.launch"),
     ):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,13 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(main, "_silence_libraries", lambda: pytest.fail("torch would be imported"))
     monkeypatch.setattr(main, "_run_on_ranks", lambda *_: pytest.fail("torch would be imported"))
     assert says in refused(capsys, *words)
+
+
+def test_a_plan_is_not_written_over_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that the command ends well, and a file of the user's is gone."""
+    Path("a.json").write_text("{}")
+    words = ("plan", "--model", "shapes-flux", "--profile", "a.json", "--json", "./a.json")
+    assert "are one file" in refused(capsys, *words)
 
 
 def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,6 +408,16 @@ def test_control_c_is_130_and_a_line(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(main, "launch", launch)
     assert main.main(["generate", "a", "--pipefusion", "2"]) == 130
     assert capsys.readouterr().err == "ditile: interrupted\n"
+
+
+@pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60)])
+def test_memory_that_is_used_up_while_a_model_is_loaded_is_told_as_such(
+    allocate: Callable[[], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Python and by torch. A failure means that a user blames a model that is whole."""
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: allocate())
+    assert main.main(["generate", "a red ring"]) == 1
+    assert re.fullmatch(r"ditile: out of memory(: .*DefaultCPUAllocator.*)?\n", capsys.readouterr().err)
 
 
 def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:

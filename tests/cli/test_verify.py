@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from logging import NOTSET
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.errors import JoinError, StateError
 from ditile.plan import cost
 from ditile.plan.plan import Plan
-from ditile.runner.runner import Runner
+from ditile.runner.runner import LOG, Runner
 from tests import tiny
 from tests.parallel.sequence import planned
 from tests.pool import Pool
@@ -150,6 +151,7 @@ def test_ranks_of_torchrun_meet_before_the_first_runs_the_model(monkeypatch: pyt
     monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it loads first"))
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
         verify.verify_plan(VerifyOptions(threads=1), Plan(pipefusion=2))
+    assert LOG.level == NOTSET, "a check ends with the log as it was"
 
 
 def awaited(fails: bool) -> float:

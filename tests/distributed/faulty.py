@@ -121,7 +121,7 @@ def run_with_fault(cell: Cell, prefix: tuple[str, ...] = (), limit: float = 180.
         environ = {"PYTHONPATH": path, "FAULT": fault, "TMPDIR": str(folder / "temporary"), "OMP_NUM_THREADS": "1"}
         with (folder / "said").open("wb") as errors:
             run = subprocess.Popen(
-                command, env=os.environ | environ, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=_hear_control_c
+                command, env=os.environ | environ, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=_hear_signals
             )
         try:
             family = _wait_for_end(run, folder, limit)
@@ -140,9 +140,10 @@ def run_with_fault(cell: Cell, prefix: tuple[str, ...] = (), limit: float = 180.
         return Ending(seconds, code, [line for line in said.splitlines() if line.startswith("ditile:")], left, said)
 
 
-def _hear_control_c() -> None:
-    """A run in the background of a shell would ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _hear_signals() -> None:
+    """A run in the background of a shell would ignore Ctrl-C, and one under nohup the end of its terminal."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _wait_for_end(run: subprocess.Popen[bytes], folder: Path, limit: float) -> list[psutil.Process]:

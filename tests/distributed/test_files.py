@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -105,17 +106,35 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no unnamed files")
 def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
     """A failure means that a user finds files of names that he never gave, one for each run that was ended."""
+    assert end_writer(tmp_path / "rows.json", "os.link", signal.SIGKILL) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("prepare", "number"), [("", signal.SIGTERM), ("del os.O_TMPFILE", signal.SIGHUP)])
+def test_a_writer_that_is_ended_before_it_renames_leaves_nothing(
+    tmp_path: Path, prepare: str, number: signal.Signals
+) -> None:
+    """A rank is ended by SIGTERM. A failure means that it leaves a file, or goes on, or ends as if nothing had come."""
+    (tmp_path / "rows.json").write_text("old")
+    assert end_writer(tmp_path / "rows.json", "os.replace", number, prepare) == -number
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+    assert (tmp_path / "rows.json").read_text() == "old"
+
+
+def end_writer(path: Path, call: str, number: signal.Signals, prepare: str = "") -> int:
+    """Sends a signal to a process that writes a file, while it is in a call that lasts; returns its code."""
     code = (
         "import os, sys, time; from pathlib import Path; from ditile.distributed import files\n"
-        "os.link = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
+        f"{prepare}\n"
+        f"{call} = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
         "files.write_atomically(Path(sys.argv[1]), 'new')"
     )
-    words = [sys.executable, "-c", code, str(tmp_path / "rows.json")]
     environ = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
+    words = [sys.executable, "-c", code, str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "writes\n"
-        writer.kill()
-    assert not list(tmp_path.iterdir())
+        writer.send_signal(number)
+    return writer.returncode
 
 
 def test_what_is_read_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

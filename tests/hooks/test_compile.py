@@ -194,6 +194,18 @@ def test_a_limit_that_is_no_number(limit: Any) -> None:
         ditile.set_compile_configs(recompile_limit=limit)
 
 
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ({"use_fast_maths": True}, "use_fast_maths=True is no flag of this torch's .*; did you mean use_fast_math"),
+        ({"use_fast_math": "yes"}, "use_fast_math='yes' is neither on nor off; try use_fast_math=True"),
+    ],
+)
+def test_a_flag_that_torch_has_not(flag: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        ditile.set_compile_configs(**flag)
+
+
 def test_the_configs_say_what_they_set() -> None:
     before = dynamo.save_config(), inductor.save_config()
     try:
@@ -205,6 +217,13 @@ def test_the_configs_say_what_they_set() -> None:
         dynamo.recompile_limit = 4096
         assert ditile.set_compile_configs()["recompile_limit"] == 4096, "never lowered"
         assert inductor.epilogue_fusion and not inductor.triton.cudagraphs
+        actual = ditile.set_compile_configs(
+            use_fast_math=True, fx_graph_cache=False, capture_scalar_outputs=True, autotune_local_cache=None
+        )
+        assert actual["use_fast_math"] and inductor.use_fast_math and not inductor.fx_graph_cache
+        assert dynamo.capture_scalar_outputs and "autotune_local_cache" not in actual
+        ditile.set_compile_configs()
+        assert inductor.use_fast_math, "what is not given stays"
     finally:
         dynamo.load_config(before[0])
         inductor.load_config(before[1])

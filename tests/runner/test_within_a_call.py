@@ -1,16 +1,19 @@
-"""What a call says of itself: latents that are no numbers any more, and what must wait until it is over."""
+"""What a call says of itself: latents or pictures that are no numbers any more, and what must wait until it is over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ditile
 from ditile.errors import ModelError, StateError
+from tests.parallel.sequence import planned
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run, same
+from tests.runner.cases import MAKE, call_of, divided, run, same
 
 STEPS = 4
 
@@ -47,6 +50,59 @@ def test_on_every_rank(pool: Pool, plan: dict[str, Any]) -> None:
     pool.run(spoil_and_go_on, 2, "flux true cfg", plan)
 
 
+def decode_with_damage(plan: dict[str, Any], damaged: int, raising: int) -> None:
+    """The VAE of one rank makes NaN: so many of the first ranks raise; the next picture is as if nothing had been."""
+    pipe = MAKE["flux"]()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    weight = pipe.vae.decoder.conv_out.weight.data
+    seeds = [0, 1][: plan.get("data", 1)]
+    prompts = ["a circle"] * len(seeds)
+    for output in ("all", "first"):
+        for kind in ("pil", "np", "pt"):
+            call: dict[str, Any] = {"prompt": prompts, "seeds": seeds, "output_type": kind, "output": output}
+            with divided(pipe, **plan) as runner:
+                wanted = runner(**call_of("flux", **call))
+                sound = weight.clone()
+                if rank == damaged:
+                    weight.fill_(torch.nan)
+                if output == "all" or rank < raising:
+                    with pytest.raises(ModelError, match=r"AutoencoderKL decoded .* NaN .* torch.float32; decode in"):
+                        runner(**call_of("flux", **call))
+                else:
+                    assert runner(**call_of("flux", **call)) is None
+                weight.copy_(sound)
+                got = runner(**call_of("flux", **call))
+            if got is not None:
+                same(got.images, wanted.images)
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_that_are_no_numbers() -> None:
+    """A failure means a black picture, and no word of why."""
+    decode_with_damage({}, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "damaged"), [({"pipefusion": 2}, 0), ({"pipefusion": 2, "vae": "rows"}, 1), ({"data": 2}, 1)], ids=str
+)
+def test_pictures_on_every_rank(pool: Pool, plan: dict[str, Any], damaged: int) -> None:
+    """A failure means that one rank raises, and the others wait for it."""
+    pool.run(decode_with_damage, 2, plan, damaged, 2)
+
+
+def test_frames_that_are_no_numbers() -> None:
+    """The same of a video, decoded by frames."""
+    pipe, call = planned.wan_pipeline()
+    pipe.register_modules(transformer_2=None)
+    pipe.register_to_config(boundary_ratio=None)
+    pipe.vae.register_to_config(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    runner = ditile.parallelize(pipe, ditile.Plan())
+    pipe.vae.decoder.conv_out.weight.data.fill_(torch.inf)
+    for kind in ("pil", "np", "pt"):
+        with pytest.raises(ModelError, match="AutoencoderKLWan decoded the latents into NaN"):
+            runner(**call | {"num_frames": 5, "output_type": kind})
+
+
 def refuse_within_a_call(plan: dict[str, Any]) -> None:
     pipe = MAKE["flux"]()
     runner = ditile.parallelize(pipe, ditile.Plan(**plan), keep_weights=True)
@@ -54,14 +110,17 @@ def refuse_within_a_call(plan: dict[str, Any]) -> None:
     refused: list[str] = []
 
     def interfere(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        for change in (runner.restore, lambda: ditile.disable_cache(pipe), lambda: ditile.enable_cache(runner)):
+        changes: list[Callable[[], object]] = [runner.restore]
+        changes += [lambda: ditile.disable_cache(pipe), lambda: ditile.enable_cache(runner)]
+        changes += [lambda: ditile.refresh_context(pipe), lambda: ditile.refresh_context(runner.pipe.transformer)]
+        for change in changes:
             with pytest.raises(StateError, match="in the middle of a call"):
                 change()
             refused.append(str(step))
         return {}
 
     interfered = run(runner, "flux", callback_on_step_end=interfere, callback_on_step_end_tensor_inputs=[])
-    assert len(refused) == 3 * STEPS
+    assert len(refused) == 5 * STEPS
     same(interfered, run(runner, "flux"))
     ditile.disable_cache(runner)
     runner.restore()
@@ -79,8 +138,9 @@ def test_a_cache_without_a_runner() -> None:
     ditile.enable_cache(pipe, ditile.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1))
 
     def interfere(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        with pytest.raises(StateError, match="in the middle of a call"):
-            ditile.disable_cache(pipe)
+        for change in (ditile.disable_cache, ditile.refresh_context):
+            with pytest.raises(StateError, match="in the middle of a call"):
+                change(pipe)
         return {}
 
     same(run(pipe, "flux", callback_on_step_end=interfere), run(pipe, "flux"))

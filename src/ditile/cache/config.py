@@ -133,7 +133,7 @@ class DBCacheConfig(Fields):
         "cache_type": "the class says it: DBCacheConfig or DBPruneConfig",
         **dict.fromkeys(
             ("force_refresh_step_hint", "force_refresh_step_policy"),
-            "call ditile.refresh_context(pipe) after that step, in callback_on_step_end",
+            "compute that step by steps_computation_mask, such as [1, 0, 0, 0, 1, 0, 0, 0] for step 4 of 0 to 7",
         ),
     }
 

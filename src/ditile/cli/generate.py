@@ -27,6 +27,7 @@ from ditile.cli.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.distributed import env
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import join_torchrun
+from ditile.distributed.pulse import is_out_of_memory
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError
 from ditile.plan.flags import format_flag
@@ -210,6 +211,8 @@ def _load_lora_weights(pipe: Any, source: str, *, fuse: bool) -> None:
     except DitileError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"lora={source!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

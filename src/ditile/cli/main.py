@@ -36,7 +36,7 @@ from ditile.cli.options import (
 from ditile.distributed import env
 from ditile.distributed.console import is_writing_process, make_console, print_parts, print_tables_and_json
 from ditile.distributed.launch import launch
-from ditile.distributed.pulse import RankFailure, describe_error
+from ditile.distributed.pulse import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
@@ -76,8 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(str(error), 1)
     except DitileError as error:
         return 2 if report_failure(describe_error(error), 2) else _print_error(str(error), 2)
-    except MemoryError:
-        return _print_error("out of memory", 1)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        line = ": ".join(filter(None, ("out of memory", str(error))))
+        failure = RankFailure(time.monotonic(), type(error).__name__, line)
+        return 1 if report_failure(failure, 1) else _print_error(line, 1)
     except KeyboardInterrupt:
         failure = RankFailure(time.monotonic(), "interrupted", "interrupted")
         return 130 if report_failure(failure, 130) else _print_error("interrupted", 130)

@@ -20,7 +20,7 @@ from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import choose_weight_dtype, find_model_source
+from ditile.runner.load import choose_dtype_name, find_model_source
 
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
@@ -84,7 +84,7 @@ def describe_request(
         if name not in FIELDS_NOT_COMPARED
     }
     run_fields = {
-        "dtype": str(choose_weight_dtype(find_model_source(wanted.model), run.dtype)).removeprefix("torch."),
+        "dtype": choose_dtype_name(find_model_source(wanted.model), run.dtype),
         "contents": {
             pictures.hide_local_path(name): _hash_file_content(name)
             for name in (wanted.image, cache.lora)

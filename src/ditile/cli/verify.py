@@ -62,9 +62,8 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
     Raises:
         DitileError: if the model or the plan does not fit.
     """
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _silence_advice():
         silence_libraries()
-        LOG.setLevel(logging.ERROR)  # advice on a plan does not fit the few steps of a check
         if proof.threads is not None:
             torch.set_num_threads(proof.threads)
         join_torchrun(proof.stall_timeout)
@@ -85,6 +84,17 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
 
         checks, where = run_plan_checks(make_pipeline, make_verify_arguments, plan, proof.steps, device=proof.device)
     return PlanVerdict(f"{proof.model}, {proof.steps} steps; {plan}; {where}", checks)
+
+
+@contextlib.contextmanager
+def _silence_advice() -> Iterator[None]:
+    """Logs errors alone within it: advice on a plan does not fit the few steps of a check."""
+    before = LOG.level
+    LOG.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        LOG.setLevel(before)
 
 
 def run_plan_checks(

@@ -13,9 +13,12 @@ import json
 import os
 import secrets
 import select
+import signal
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ditile.errors import ModelError
@@ -166,11 +169,43 @@ def _write_and_rename(path: Path, data: bytes) -> None:
 def _reserve_name(path: Path) -> Iterator[Path]:
     """A name beside a file that no other writer uses; what has it at the end is removed."""
     name = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")
+    with _unwind_before_death():
+        try:
+            yield name
+        finally:
+            with contextlib.suppress(OSError):  # it was renamed, or never made
+                name.unlink()
+
+
+class _EndingSignal(BaseException):
+    """Unwinds the stack after a signal that ends this process."""
+
+
+@contextlib.contextmanager
+def _unwind_before_death() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end this process only after its stack is unwound; no effect outside the main thread.
+
+    A handler that a program has set, or a signal that it ignores, stays.
+    """
+    numbers: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    received: list[int] = []
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:  # a second one must not stop the unwinding
+            raise _EndingSignal
+
     try:
-        yield name
+        for number in numbers:
+            signal.signal(number, unwind)
+        yield
     finally:
-        with contextlib.suppress(OSError):  # it was renamed, or never made
-            name.unlink()
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), received[0])
 
 
 def write_json_file(path: Path, value: Any) -> None:

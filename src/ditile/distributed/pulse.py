@@ -37,7 +37,7 @@ PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError
 """What a rank may raise that needs no traceback: who watches raises the very type with the same message."""
 BUSY = 0.05
 """The share of a core that a rank uses at least while it computes. One that waits uses less."""
-MEMORY_CAUSES = ("MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
+MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
 _NOTE = re.compile(rb"\{[^\n]*\n")
 _TRACEBACK_SIZE, _MESSAGE_SIZE = 2500, 1000
@@ -72,9 +72,18 @@ def describe_error(error: BaseException) -> RankFailure:
     if plain in PLAIN_ERRORS:
         return RankFailure(time.monotonic(), cause, str(error), text, plain)
     message = "".join(exception_trace.format_exception_only()).strip()
-    if cause in MEMORY_CAUSES or MEMORY_MESSAGE.search(message):
+    if is_out_of_memory(error):
         message = f"out of memory: {message}"
     return RankFailure(time.monotonic(), cause, message, text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that no memory is left. torch's allocator raises a RuntimeError, the system an OSError.
+
+    What takes an error for one of its input (a model, a LoRA) must let these pass.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None
 
 
 class RankSigns:

@@ -27,8 +27,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
-from ditile.plan.checks import check_whole_number
+from ditile.plan.checks import check_whole_number, suggest_nearest
 
 LOG = logging.getLogger("ditile")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -231,6 +232,7 @@ def set_compile_configs(
     descent_tuning: bool = False,
     cuda_graphs: bool = False,
     force_disable_compile_caches: bool = False,
+    **torch_flags: bool | None,
 ) -> dict[str, Any]:
     """Sets dynamo's limits and inductor's flags for this process; call it before the first compiled call.
 
@@ -241,17 +243,27 @@ def set_compile_configs(
         cuda_graphs: replays graphs, but not those of blocks under a plan: attention writes one of their inputs, and
             inductor runs such graphs eagerly.
         force_disable_compile_caches: compiles again what an earlier process compiled.
+        torch_flags: more flags of inductor or dynamo that are on or off, by their names in torch: use_fast_math,
+            fx_graph_cache, capture_scalar_outputs and others. None, and what is not given, leaves a flag as it is.
 
     Returns:
         The settings by name; they are logged too.
 
     Raises:
-        ModelError: if `recompile_limit` is not a whole number of at least 1.
+        ModelError: if `recompile_limit` is not a whole number of at least 1, or a flag is not one of torch's.
     """
     check_whole_number(recompile_limit, "recompile_limit", hint="recompile_limit=1024")
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
+    owners = {name: owner for owner in (dynamo, inductor) for name in owner.get_config_copy()}
+    more = {name: value for name, value in torch_flags.items() if value is not None}
+    for name, value in more.items():
+        if name not in owners:
+            hint = suggest_nearest(name, owners, "see torch._inductor.config")
+            raise ModelError(f"{name}={value!r} is no flag of this torch's inductor or dynamo; {hint}")
+        if not isinstance(value, bool):
+            raise ModelError(f"{name}={value!r} is neither on nor off; try {name}=True")
     dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * recompile_limit)
     limits = {name: getattr(dynamo, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
@@ -265,6 +277,8 @@ def set_compile_configs(
     for name, value in flags.items():
         setattr(inductor, name, value)
     inductor.triton.cudagraphs = cuda_graphs
-    settings = limits | flags | {"triton.cudagraphs": cuda_graphs}
+    for name, value in more.items():
+        setattr(owners[name], name, value)
+    settings = limits | flags | more | {"triton.cudagraphs": cuda_graphs}
     LOG.info("torch.compile: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
     return settings

@@ -210,12 +210,17 @@ def disable_cache(pipe_or_adapter: Any) -> Any:
     Raises:
         StateError: if a call is under way, or the pipeline was divided, and its weights were changed or freed since.
     """
+    for enabled in _list_unused(pipe_or_adapter):
+        enabled.stack.close()
+    return pipe_or_adapter
+
+
+def _list_unused(pipe_or_adapter: Any) -> list[_Enabled]:
+    """What is enabled. Raises `StateError` while a call of a pipeline uses it."""
     found = _find_enabled(_unwrap_pipeline(pipe_or_adapter))
     if any(enabled.is_in_call for enabled in found):
         raise StateError("the pipeline is in the middle of a call, which uses its cache; change that when it is over")
-    for enabled in found:
-        enabled.stack.close()
-    return pipe_or_adapter
+    return found
 
 
 def refresh_context(
@@ -239,10 +244,11 @@ def refresh_context(
         changes: fields of the `cache_config` that are different from now on.
 
     Raises:
-        StateError: if there is no cache.
+        StateError: if there is no cache, or a call of a pipeline is under way.
         ModelError: if a field is not known, or a value is out of its range.
     """
     caches = _require_caches(transformer)
+    _list_unused(transformer)
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config, calibrator = configs["cache_config"], configs["calibrator_config"]
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env, files
+from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import DitileError, LoadError, ModelError
 from ditile.models.known import (
     ASSETS,
@@ -46,7 +47,7 @@ MOST_IN_CONFIGS = {r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?": 1000, "num_trai
 """Patterns of names in a config, and the largest number that they may have."""
 _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
-    *(RuntimeError, ImportError, MemoryError),
+    *(RuntimeError, ImportError),
 )
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -158,7 +159,8 @@ def convert_build_errors(name: str) -> Iterator[None]:
 
     Raises:
         LoadError: for files that are missing or corrupt.
-        ModelError: for a config that describes no model of theirs; such code raises almost anything.
+        ModelError: for a config that describes no model of theirs; such code raises almost anything. What says that
+            there is no more memory stays as it is.
     """
     import safetensors
     from huggingface_hub.errors import StrictDataclassError
@@ -167,14 +169,16 @@ def convert_build_errors(name: str) -> Iterator[None]:
         yield
     except DitileError:
         raise
-    except safetensors.SafetensorError as error:
-        raise LoadError(f"model {name!r} has a corrupt safetensors file: {_join_error_lines(error)}") from error
-    except OSError as error:
-        raise LoadError(f"model {name!r} cannot be loaded: {_join_error_lines(error)}") from error
-    except (*_BUILD_ERRORS, StrictDataclassError) as error:
+    except (safetensors.SafetensorError, OSError, *_BUILD_ERRORS, StrictDataclassError) as error:
+        if is_out_of_memory(error):
+            raise
+        what = _join_error_lines(error)
+        if isinstance(error, safetensors.SafetensorError):
+            raise LoadError(f"model {name!r} has a corrupt safetensors file: {what}") from error
+        if isinstance(error, OSError):
+            raise LoadError(f"model {name!r} cannot be loaded: {what}") from error
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        what = f"{kind}{_join_error_lines(error)}"
-        raise ModelError(f"model {name!r} is not one that diffusers can build here: {what}") from error
+        raise ModelError(f"model {name!r} is not one that diffusers can build here: {kind}{what}") from error
 
 
 def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
@@ -264,13 +268,22 @@ def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) ->
 
     if isinstance(wanted, torch.dtype):
         return wanted
+    weight_dtype: torch.dtype = getattr(torch, choose_dtype_name(source, wanted))
+    return weight_dtype
+
+
+def choose_dtype_name(source: Path | str, wanted: str | None) -> str:
+    """The name of what `choose_weight_dtype` chooses. torch is imported only to look for GPUs."""
     if wanted is None:
-        ours = isinstance(source, Path) and source.resolve().parent == ASSETS.resolve()
-        return torch.bfloat16 if torch.cuda.is_available() and not ours else torch.float32
+        if isinstance(source, Path) and source.resolve().parent == ASSETS.resolve():
+            return "float32"
+        # A process that starts ranks needs torch for nothing else, and loading and leaving it take seconds.
+        import torch
+
+        return "bfloat16" if torch.cuda.is_available() else "float32"
     if wanted not in DTYPES:
         raise ModelError(f"dtype={wanted!r} is not known; try {', '.join(DTYPES)}")
-    weight_dtype: torch.dtype = getattr(torch, wanted)
-    return weight_dtype
+    return wanted
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -6,15 +6,18 @@ draw the same random numbers, runs the pipeline, and measures.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ditile import errors
 from ditile.cache.agreement import AgreementGroups
@@ -25,8 +28,10 @@ from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
+from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models.step_memory import explain_hook_refusal
+from ditile.parallel.batch.shares import extract_prediction
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
@@ -89,7 +94,7 @@ class Runner:
             output: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
 
         Raises:
-            ModelError: if an argument cannot be honoured exactly.
+            ModelError: if an argument cannot be honoured exactly, or latents or pictures become NaN or infinite.
             PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
             StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
                 on several ranks raised in the middle of a picture, or the ranks were called with different arguments.
@@ -204,7 +209,7 @@ class Runner:
     def _run_pipeline(self, call: dict[str, Any], output: str) -> Any:
         parts = self._parts
         generators = rng.list_generators(call.get("generator"), parts.device)
-        watch = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace)
+        watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
         # Before anything is drawn: all ranks continue rank 0's generators.
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
@@ -214,6 +219,8 @@ class Runner:
             if parts.model_caches and self._decisions is None:
                 self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
             decisions = self._decisions if parts.model_caches else None
+            # Before the strategies, so that each replica checks what it decodes itself.
+            decodes.install_checks(stack, self.pipe)
             loop = ends.loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first))
             # The first rank of each replica decodes its images, or every rank decodes its rows.
             if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
@@ -222,6 +229,7 @@ class Runner:
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
+        decodes.raise_complaint(None if ends.decodes_alone else self.mesh.everyone)
         self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
 
@@ -303,6 +311,40 @@ class Runner:
             fill_call_defaults(type(self.pipe), config, scale, call),
         )
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
+
+
+class DecodeChecks:
+    """Finds out whether what a pipeline decodes in a call is finite: a picture of NaN would be a black one."""
+
+    def __init__(self) -> None:
+        self._complaint: str | None = None
+
+    def install_checks(self, stack: ExitStack, pipe: Any) -> None:
+        """Checks all that is decoded, by a VAE or what a pipeline has in its place, until the stack is closed."""
+        for coder in pipe.components.values():
+            decode = getattr(coder, "decode", None)
+            if isinstance(coder, nn.Module) and callable(decode):
+                check = functools.partial(self._decode, type(coder).__name__, decode)
+                override_attribute(stack, coder, "decode", functools.update_wrapper(check, decode))
+
+    def raise_complaint(self, group: dist.ProcessGroup | None) -> None:
+        """Raises `ModelError` on all ranks of a group if what one of them decoded is not finite."""
+        complaint = next(filter(None, gather_json(self._complaint, group)), None)
+        if complaint is not None:
+            raise ModelError(complaint)
+
+    def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = decode(*args, **kwargs)
+        decoded = extract_prediction(result)
+        if isinstance(decoded, Tensor) and not decoded.isfinite().all():
+            self._complaint = (
+                f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
+                "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
+                "weights are damaged"
+            )
+            # The error waits for the other ranks, and what comes first would warn of NaN.
+            decoded.zero_()
+        return result
 
 
 @note_shared_call()

@@ -33,6 +33,10 @@ STEPS = {"first step": 0, "mid-loop": 2, "decode": 3}
 TORCHRUN_IMPORTS = ("ditile.distributed.mesh", "open_torchrun_store")
 
 
+class InjectedError(Exception):
+    """An error that nothing foresees: what diffusers may raise for a bad model would be told as one."""
+
+
 class Fault:
     """What to do, once."""
 
@@ -81,7 +85,7 @@ class Fault:
         pid = os.getppid() if self.target == "parent" else os.getpid()
         Path(self.folder, "happened").write_text(f"{time.time()} {pid}")
         if self.kind == "raise":
-            raise RuntimeError("a fault of this test")
+            raise InjectedError("a fault of this test")
         if self.kind == "memory":
             used = int(Path("/proc", str(pid), "statm").read_text().split()[0]) * resource.getpagesize()
             resource.prlimit(pid, resource.RLIMIT_AS, (used, used))

@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from ditile.cli.evaluate.caption_check import judge_picture, parse_caption
+from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import ModelError
 from ditile.models.known import list_bundled_models
 
@@ -203,6 +204,8 @@ def _load_clip_metric(name: str) -> Metric:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
         processor: Any = CLIPImageProcessorPil.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = _shorten_error(error)
         raise ModelError(f"clip={name!r} is no CLIP that transformers can load from disk: {reason}") from error
     length = model.config.text_config.max_position_embeddings

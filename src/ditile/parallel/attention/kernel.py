@@ -21,6 +21,7 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor
 from torch.nn import functional
 
+from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import ModelError
 from ditile.hooks.attention_hooks import refuse_causal_and_dropout
 from ditile.hooks.protocols import AttentionKernel
@@ -146,6 +147,8 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: b
     except ModelError:
         raise
     except (RuntimeError, ValueError, TypeError, ImportError, OSError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"attention={name} cannot run on {device} in {str(dtype).removeprefix('torch.')} ({reason}); try native"
