@@ -31,7 +31,6 @@ from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models.step_memory import explain_hook_refusal
-from ditile.parallel.batch.shares import extract_prediction
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
@@ -335,7 +334,7 @@ class DecodeChecks:
 
     def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
-        decoded = extract_prediction(result)
+        decoded = result if isinstance(result, Tensor) else result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
             self._complaint = (
                 f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
