@@ -23,7 +23,7 @@ from rich.table import Table
 import ditile
 from ditile.distributed import files
 from ditile.parallel.attention.kernel import dispatch_to_core
-from ditile.parallel.pipefusion.loop import Loop
+from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.runner import parallelize
@@ -57,7 +57,7 @@ class FrameProfile:
 
     Args:
         attention: the code whose calls are counted by themselves.
-        micro_step: the code that each micro-step calls first, once.
+        micro_step: the code that each micro-step calls once.
     """
 
     def __init__(self, attention: CodeType, micro_step: CodeType) -> None:
@@ -82,7 +82,7 @@ class FrameProfile:
 def count_frames(plan: Mapping[str, Any]) -> FrameCounts:
     """On a rank: counts the frames of a second picture under a plan."""
     runner = parallelize(load("shapes-flux"), Plan(**plan), device="cpu")
-    profile = FrameProfile(dispatch_to_core.__code__, Loop._exchange_latents.__code__)
+    profile = FrameProfile(dispatch_to_core.__code__, PipeFusion.begin_transformer_call.__code__)
     for is_counted in (False, True):
         random = torch.Generator().manual_seed(0)
         sys.setprofile(profile if is_counted else None)
