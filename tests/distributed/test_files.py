@@ -124,7 +124,8 @@ def test_a_writer_that_is_ended_before_it_renames_leaves_nothing(
 def end_writer(path: Path, call: str, number: signal.Signals, prepare: str = "") -> int:
     """Sends a signal to a process that writes a file, while it is in a call that lasts; returns its code."""
     code = (
-        "import os, sys, time; from pathlib import Path; from ditile.distributed import files\n"
+        "import os, signal, sys, time; from pathlib import Path; from ditile.distributed import files\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup has ignored
         f"{prepare}\n"
         f"{call} = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
         "files.write_atomically(Path(sys.argv[1]), 'new')"
