@@ -71,13 +71,15 @@ class BlockCalls:
         self._names, self._key = list_parameter_names(transformer), id(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
         self._pass: BlockPass = self._divided
+        self._now: Generation | None = None  # of the call at hand, so that no block need ask for it
 
     def wrap_transformer(self, forward: Forward) -> Forward:
         """The transformer's forward, in micro-batches, after a survey of each kind of call."""
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
-            now, inputs = self._current(), dict(zip(self._names, args, strict=False)) | kwargs
+            now = self._now = self._current()
+            inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (
                 now.branch,
@@ -109,11 +111,12 @@ class BlockCalls:
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
+            now = self._now or self._current()
             if len(args) <= len(names):
-                return self._pass.visit_block(self._current(), hook, call, forward)
+                return self._pass.visit_block(now, hook, call, forward)
             # What a block takes as `*args` is passed on as it is.
             rest = functools.partial(_call_with_rest, forward, names, args[len(names) :])
-            return self._pass.visit_block(self._current(), hook, call, rest)
+            return self._pass.visit_block(now, hook, call, rest)
 
         return forward_at_hook
 
@@ -224,7 +227,9 @@ def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> A
     """Full-size streams in the form in which a block returns them."""
     if not anatomy.is_tuple:
         return image
-    return tuple(text if name == "text" else image for name in anatomy.returns)
+    if len(anatomy.returns) == 1:
+        return (image,)
+    return (text, image) if anatomy.returns[0] == "text" else (image, text)
 
 
 class _SurveyPass:
@@ -343,6 +348,7 @@ class _DividedPass:
         self._passed: tuple[Tensor, Tensor | None, int] | None = None
         self._state = TokenState(torch.empty(0), None)
         self._joined: tuple[TokenState, Tensor] | None = None
+        self._has_all_tokens = False  # in the call at hand
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Runs a block under the policy on its tokens; returns full-size streams."""
@@ -354,7 +360,7 @@ class _DividedPass:
         )
         if hook.index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
-        elif now.has_all_image_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
+        elif self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif hook.index + 1 in now.form.glued:
             image, text = self._place_tokens(now, hook, state, image, text)
@@ -364,6 +370,7 @@ class _DividedPass:
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
         """The tokens at hand in front of a block: those that were carried, or cut out of what the forward made."""
         if hook.index == 0:
+            self._has_all_tokens = now.has_all_image_tokens
             return self._policy.enter_blocks(self._split_streams(now.form.text, hook.anatomy, image, text))
         passed = self._passed
         assert passed is not None
@@ -374,7 +381,7 @@ class _DividedPass:
         ):
             return self._state
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
-        if now.has_all_image_tokens:
+        if self._has_all_tokens:
             return full
         if hook.index not in now.form.glued:
             raise StateError(
@@ -390,7 +397,7 @@ class _DividedPass:
         call[anatomy.image], text = self._join_streams(anatomy, state)
         if anatomy.text is not None:
             call[anatomy.text] = text
-        if not now.has_all_image_tokens:
+        if not self._has_all_tokens:
             self._cut_arguments(now, hook, call)
         out = forward(**call)
         if not anatomy.is_tuple:
@@ -441,7 +448,7 @@ class _DividedPass:
         fresh = self._policy.leave_blocks(state)
         if fresh is None:
             return image, text
-        if now.has_all_image_tokens:
+        if self._has_all_tokens:
             return self._join_streams(
                 anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text)
             )

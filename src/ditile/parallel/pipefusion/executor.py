@@ -274,7 +274,7 @@ class PipeFusion:
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """Receives at the first own block, and sends behind the last own block."""
-        if group := self._active_warmup_group:
+        if self.warmup_group is not None and (group := self._active_warmup_group):
             return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
             state = self._receive_activations(state)
