@@ -295,7 +295,7 @@ def test_a_pipeline_loaded_in_part_draws_the_same(
         assert text == "each" or "load the pipeline for this plan" in said[2]
 
 
-def test_a_transformer_without_a_spec_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_transformer_of_which_nothing_is_known_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     """A failure means that a model is read before anybody knows how to cut it."""
     model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
     shutil.rmtree(model / "transformer")
@@ -303,7 +303,7 @@ def test_a_transformer_without_a_spec_is_refused(models: dict[str, Path], tmp_pa
     other.save_pretrained(model / "transformer")
     index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "DiTTransformer2DModel"]}
     (model / "model_index.json").write_text(json.dumps(index))
-    assert "no ModelSpec" in message(model, Plan(pipefusion=2), ModelError)
+    assert "not in the table of known anatomies" in message(model, Plan(pipefusion=2), ModelError)
 
 
 def of_a_share(model: Path, name: str) -> list[tuple[Tensor, int]]:

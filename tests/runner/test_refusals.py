@@ -13,13 +13,10 @@ from diffusers import (
     DiTTransformer2DModel,
     FluxControlNetModel,
     FluxControlNetPipeline,
-    FluxInpaintPipeline,
-    FluxKontextPipeline,
     PixArtSigmaPAGPipeline,
     PixArtSigmaPipeline,
     SD3ControlNetModel,
     StableDiffusion3ControlNetPipeline,
-    StableDiffusion3InpaintPipeline,
 )
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
@@ -87,21 +84,15 @@ def _ip_adapter() -> Any:
     return FluxIPAdapterAttnProcessor(32, 32)
 
 
-def _from(make: Callable[[], Any], cls: type[DiffusionPipeline]) -> Callable[[], Any]:
-    return lambda: cls.from_pipe(make())
-
-
 def _perturbed() -> Any:
     parts = {name: part for name, part in tiny.pixart().components.items() if part is not None}
     return PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
 
 
 PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
-    "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use data or cfg alone"),
-    "SD3 ControlNet": (_sd3_controlnet, "Diffusion3ControlNetPipeline runs a ControlNet.*use data or cfg alone"),
-    "FLUX inpaint": (_from(tiny.flux, FluxInpaintPipeline), "FluxInpaintPipeline paints.*use data or cfg alone"),
+    "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use a plan with pipefusion=1"),
+    "SD3 ControlNet": (_sd3_controlnet, "Diffusion3ControlNetPipeline runs a ControlNet.*use a plan with pipefusion=1"),
     "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
-    "SD3 inpaint": (_from(tiny.sd3, StableDiffusion3InpaintPipeline), "Inpaint.* paints.*use data or cfg alone"),
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel is not in the table.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),
                 "DiTTransformer2DModel .*PixArtSigmaPipeline could not be called.*use a plan of data, cfg"),
@@ -150,7 +141,6 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("flux", {"hieght": 32}, TypeError, "hieght"),
     ("flux", {"control_image": 1}, TypeError, "control_image"),
     ("flux", {"output": "frist"}, ModelError, "output='frist' .*try 'all' or 'first'"),
-    ("kontext", {}, ModelError, "FluxKontextPipeline has .* second picture .*use data or cfg alone"),
     ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
 ]
 """A call, and how it is refused."""
@@ -158,7 +148,6 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 UNUSUAL: dict[str, tuple[Callable[[], Any], str]] = {
     "rescaled": (lambda: tiny.quiet(Rescaled(**tiny.pixart().components)), "pixart sigma"),
-    "kontext": (lambda: FluxKontextPipeline.from_pipe(tiny.flux()), "flux"),
 }
 """Pipelines that are not in `MAKE`, and what they are called like."""
 
@@ -166,12 +155,11 @@ UNUSUAL: dict[str, tuple[Callable[[], Any], str]] = {
 def refused_arguments(name: str) -> None:
     make, like = UNUSUAL.get(name) or (MAKE[name], name)
     with divided(make(), pipefusion=2, **STALE | {"patches": 5}) as runner:
-        wanted = None if name == "kontext" else run(runner, like)
+        wanted = run(runner, like)
         for _, changes, error, says in (row for row in ARGUMENTS if row[0] == name):
             with pytest.raises(error, match=says):
                 run(runner, like, **changes)
-            if wanted is not None:
-                same(run(runner, like), wanted, f"{name}, after {changes}")
+            same(run(runner, like), wanted, f"{name}, after {changes}")
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", *UNUSUAL])

@@ -46,7 +46,7 @@ TABLE = (
         ("cfg",),
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
-        flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
+        flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
     """,
     ),
     Hole(

@@ -285,6 +285,11 @@ ENTRIES = [
         }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(
+        "flux-inpaint", 12, lambda: diffusers.FluxInpaintPipeline(**flux().components), lambda: {
+            **arguments("flux"), **TINY, "image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 1.0,
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
         "flux-control", 12, lambda: flux_edit(diffusers.FluxControlPipeline, 32),
         lambda: {**arguments("flux"), **TINY, "control_image": picture(12, 20)},
         larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,

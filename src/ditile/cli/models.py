@@ -129,5 +129,6 @@ goes with every plan of a family whose support level is PipeFusion or names cach
 whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
 Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
-attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, ControlNets in the loop,
-in-painting, IP-adapters and SD3's skip-layer guidance. Perturbed-attention guidance works with data and tensor only."""
+attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, IP-adapters and SD3's
+skip-layer guidance. A ControlNet in the loop goes with every plan without patches, and perturbed-attention guidance
+with data and tensor only."""

@@ -115,16 +115,20 @@ def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
 
 def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
     """The error for a transformer that is not in the table; `advice` is what would work."""
-    name = type(transformer).__name__
-    inside = [type(module).__name__ for module in transformer.modules() if type(module).__name__ in load_table()]
-    if inside:
-        return ModelError(
-            f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
-            "(peft: get_base_model(), which keeps its LoRAs)"
-        )
     return ModelError(
-        f"{name} is not in the table of known anatomies, so it cannot be cut; data and cfg work without one; {advice}"
+        f"{type(transformer).__name__} is not in the table of known anatomies, so it cannot be cut; data and cfg work "
+        f"without one; {advice}"
     )
+
+
+def refuse_wrapper(transformer: nn.Module) -> None:
+    """Raises `ModelError` for a model around a transformer that is in the table."""
+    for module in transformer.modules():
+        if module is not transformer and (inside := type(module).__name__) in load_table():
+            raise ModelError(
+                f"{type(transformer).__name__} wraps a {inside}, which alone can be cut into stages; set "
+                "pipe.transformer to what is inside (peft: get_base_model(), which keeps its LoRAs)"
+            )
 
 
 def build_block_hooks(
@@ -133,5 +137,6 @@ def build_block_hooks(
     """Hooks for the blocks of a transformer, not installed; raises `ModelError` if its anatomy is not known."""
     anatomy = spec.anatomy or find_anatomy(transformer)
     if anatomy is None:
+        refuse_wrapper(transformer)
         raise make_unknown_error(transformer, "give its pipeline to parallelize, which derives it")
     return TransformerHooks(transformer, spec, anatomy, other, label)

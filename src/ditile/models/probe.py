@@ -54,7 +54,22 @@ def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> 
                 ) from error
             continue
         calls.append(_convert_call(call))
-    return derive_anatomy(twin, calls), calls
+    try:
+        return derive_anatomy(twin, calls), calls
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the model runs into where its calls are made without the pipeline
+        raise ModelError(
+            f"{type(transformer).__name__} could not be called to learn what its dimensions count: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; {_advise(transformer)}"
+        ) from error
+
+
+def _advise(transformer: nn.Module) -> str:
+    for path, module in transformer.named_modules():
+        if isinstance(processor := getattr(module, "processor", None), nn.Module):
+            return f"unload the IP-adapter that brought {type(processor).__name__} to {path}"
+    return "use a plan of data, cfg or tensor"
 
 
 def _convert_call(call: CapturedCall) -> CapturedCall:

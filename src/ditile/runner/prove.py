@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ditile.errors import DitileError, ModelError
 from ditile.hooks.pieces import list_predictions
 from ditile.hooks.token_arguments import knows_rows, slice_rows
-from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, remember_anatomy
+from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
 from ditile.models.record import CapturedCall
@@ -90,7 +90,7 @@ class StillPipeline(DiffusionPipeline):
 
 def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
     """Guidance of the branches of a step, each the result of a call: of a video, or of a video and its sound."""
-    first, *others = (_extract_predictions(result) for result in results)
+    first, *others = (list_predictions(result) for result in results)
     for other in others:
         first = [2.0 * one - two for one, two in zip(first, other, strict=True)]
     return first
@@ -137,11 +137,11 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     if anatomy is None or rows == 1 or not knows_rows(call, anatomy.inputs, name, rows):
         return 0.0
     with torch.no_grad():
-        whole = _extract_predictions(transformer(**call))
+        whole = list_predictions(transformer(**call))
         parts = []
         for row in range(rows):
             own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
-            parts.append(_extract_predictions(transformer(**own)))
+            parts.append(list_predictions(transformer(**own)))
     joined = [
         torch.cat([x.reshape(1, *y.shape[1:]) for x in row])
         for row, y in zip(zip(*parts, strict=True), whole, strict=True)
@@ -159,6 +159,7 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
         spec = find_model_spec(transformer)
         if find_anatomy(transformer) is not None or (spec is not None and spec.anatomy is not None):
             continue
+        refuse_wrapper(transformer)
         try:
             twin = make_twin(transformer)
         except ModelError as error:
@@ -237,10 +238,3 @@ def _check_proof(
             f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} "
             f"of its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
         )
-
-
-def _extract_predictions(result: Any) -> list[Tensor]:
-    leaves = list_predictions(list(result.values()) if isinstance(result, dict) else result)
-    # A list of one prediction for each row.
-    is_list = len(leaves) > 1 and all(leaf.shape == leaves[0].shape for leaf in leaves)
-    return [torch.stack(leaves)] if is_list else leaves
