@@ -346,7 +346,7 @@ class _DividedPass:
             for name, each in anatomy.lists.items()
         }
         self._passed: tuple[Tensor, Tensor | None, int] | None = None
-        self._state = TokenState(torch.empty(0), None)
+        self._state = self._no_tokens = TokenState(torch.empty(0), None)
         self._joined: tuple[TokenState, Tensor] | None = None
         self._has_all_tokens = False  # in the call at hand
 
@@ -360,7 +360,10 @@ class _DividedPass:
         )
         if hook.index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
-        elif self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
+            # What is no longer read must not lie in memory until the next call.
+            self._state, self._passed, self._joined = self._no_tokens, None, None
+            return _give_streams(anatomy, image, text)
+        if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif hook.index + 1 in now.form.glued:
             image, text = self._place_tokens(now, hook, state, image, text)
