@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
-from ditile.hooks.generation import Generation
+from ditile.hooks.kv_store import KeyStore
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
@@ -122,7 +122,7 @@ def at_the_decode() -> None:
     decode = pipe.vae.decode
 
     def seen(*args: Any, **kwargs: Any) -> Any:
-        alive = [one for one in gc.get_objects() if isinstance(one, Generation)]
+        alive = [one for one in gc.get_objects() if isinstance(one, KeyStore)]
         held.append((len(alive), find_transformer_cache(pipe.transformer).memory_bytes))
         return decode(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece, RehearsedPrediction, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
-from ditile.plan.anatomy import ROWS, Anatomy, ListAnatomy, describe_mode, select_word
+from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
 
 Forward = Callable[..., Any]
@@ -53,7 +53,7 @@ class BlockCalls:
         chain: its blocks.
         anatomy: what its dimensions count.
         policy: decides at each block.
-        current: the generation under way.
+        now: the generation under way.
         read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any may be cut.
     """
 
@@ -63,31 +63,28 @@ class BlockCalls:
         chain: Sequence[BlockHook],
         anatomy: Anatomy,
         policy: BlockPolicy,
-        current: Callable[[], Generation],
+        now: Generation,
         read_grid: ReadGrid | None = None,
     ) -> None:
         self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
-        self._current, self._read_grid = current, read_grid
+        self._now, self._read_grid = now, read_grid
         self._names, self._key = list_parameter_names(transformer), id(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
+        self._every = range(len(chain))
+        self._active: Collection[int] = self._every
         self._pass: BlockPass = self._divided
-        self._now: Generation | None = None  # of the call at hand, so that no block need ask for it
 
     def wrap_transformer(self, forward: Forward) -> Forward:
         """The transformer's forward, in micro-batches, after a survey of each kind of call."""
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
-            now = self._now = self._current()
+            now = self._now
+            now.check_under_way()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
-            given = (
-                now.branch,
-                self._key,
-                mode,
-                *_describe_input(inputs[self._names[0]]),
-                *(name for name, value in inputs.items() if value is not None),
-            )
+            shapes = _describe_input(inputs[self._names[0]])
+            given = (now.branch, self._key, mode, shapes, *inputs, *map(type, inputs.values()))
             form = now.forms.get(given)
             if form is None:
                 form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
@@ -96,10 +93,12 @@ class BlockCalls:
             if now.rehearsed_patch is not None:
                 return self._rehearse_call(now, forward, inputs)
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
+            self._active = self._policy.select_active_blocks(self._every)
             if len(micro_batches) == 1:
                 result = forward(*args, **kwargs)
             else:
                 result = self._run_micro_batches(forward, inputs, micro_batches)
+            self._divided.forget_tokens()
             self._policy.end_transformer_call()
             return result
 
@@ -107,11 +106,15 @@ class BlockCalls:
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
         """A block's forward, for the tokens at hand."""
-        names = list_parameter_names(hook.block)
+        names, index, anatomy, now = list_parameter_names(hook.block), hook.index, hook.anatomy, self._now
+        # What a block at which nothing happens returns of what it is given.
+        streams = {"image": anatomy.image, "text": anatomy.text or ""}
+        pass_on = operator.itemgetter(*(streams[name] for name in anatomy.returns))
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
-            now = self._now or self._current()
+            if index not in self._active:
+                return pass_on(call)
             if len(args) <= len(names):
                 return self._pass.visit_block(now, hook, call, forward)
             # What a block takes as `*args` is passed on as it is.
@@ -179,7 +182,7 @@ class BlockCalls:
         return pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        now, self._pass = self._current(), block_pass
+        now, self._pass, self._active = self._now, block_pass, self._every
         now.is_surveyed = True
         try:
             with torch.no_grad():
@@ -340,53 +343,56 @@ class _DividedPass:
 
     def __init__(self, policy: BlockPolicy, anatomy: Anatomy, last: int) -> None:
         self._policy, self._last = policy, last
-        self._joint = anatomy.joint
+        # Lists whose streams are `[B, tokens, C]`, each by itself.
+        self._apart = {name for name, each in anatomy.lists.items() if each.tokens == 1 and each.joint == "none"}
         self._cut = {
             name: [(argument, kinds) for argument, kinds in each.arguments.items() if is_cut(kinds)]
             for name, each in anatomy.lists.items()
         }
-        self._passed: tuple[Tensor, Tensor | None, int] | None = None
+        self._passed: tuple[Tensor, Tensor | None, int, int] | None = None
         self._state = self._no_tokens = TokenState(torch.empty(0), None)
         self._joined: tuple[TokenState, Tensor] | None = None
         self._has_all_tokens = False  # in the call at hand
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Runs a block under the policy on its tokens; returns full-size streams."""
-        anatomy = hook.anatomy
-        image, text = _read_streams(anatomy, call)
-        state = self._find_state(now, hook, image, text)
-        state = self._state = self._policy.run_block(
-            hook.index, functools.partial(self._compute_block, now, hook, call, forward), state
-        )
-        if hook.index == self._last:
-            image, text = self._leave_blocks(now, anatomy, state, image, text)
-            # What is no longer read must not lie in memory until the next call.
-            self._state, self._passed, self._joined = self._no_tokens, None, None
-            return _give_streams(anatomy, image, text)
-        if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
-            image, text = self._join_streams(anatomy, state)
-        elif hook.index + 1 in now.form.glued:
-            image, text = self._place_tokens(now, hook, state, image, text)
-        self._passed = (image, text, image._version)
-        return _give_streams(anatomy, image, text)
-
-    def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
-        """The tokens at hand in front of a block: those that were carried, or cut out of what the forward made."""
-        if hook.index == 0:
-            self._has_all_tokens = now.has_all_image_tokens
-            return self._policy.enter_blocks(self._split_streams(now.form.text, hook.anatomy, image, text))
-        passed = self._passed
-        assert passed is not None
-        if (
-            image is passed[0]
+        anatomy, index, passed, state = hook.anatomy, hook.index, self._passed, self._state
+        image, text = call[anatomy.image], call.get(anatomy.text or "")
+        if not (
+            index
+            and passed is not None
+            and image is passed[0]
             and image._version == passed[2]
             and (text is None or text is passed[1] or passed[1] is None)
         ):
-            return self._state
+            state = self._find_state(now, hook, image, text)
+        compute = functools.partial(self._compute_block, now, hook, call, forward)
+        state = self._state = self._policy.run_block(index, compute, state)
+        if index == self._last:
+            image, text = self._leave_blocks(now, anatomy, state, image, text)
+            self.forget_tokens()
+            return _give_streams(anatomy, image, text)
+        if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
+            image, text = self._join_streams(anatomy, state)
+        elif index + 1 in now.form.glued:
+            image, text = self._place_tokens(now, hook, state, image, text)
+        self._passed = (image, text, image._version, index)
+        return image if not anatomy.is_tuple else _give_streams(anatomy, image, text)
+
+    def forget_tokens(self) -> None:
+        """What is no longer read must not lie in memory behind the last block."""
+        self._state, self._passed, self._joined = self._no_tokens, None, None
+
+    def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
+        """The tokens at hand in front of a block, cut out of what the forward made."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
+        if hook.index == 0:
+            self._has_all_tokens = now.has_all_image_tokens
+            return self._policy.enter_blocks(full)
         if self._has_all_tokens:
             return full
-        if hook.index not in now.form.glued:
+        assert self._passed is not None
+        if now.form.glued.isdisjoint(range(self._passed[3] + 1, hook.index + 1)):
             raise StateError(
                 f"the forward changed the tokens in front of {hook.name} and did not when it was first called so; use "
                 "a plan of data, cfg or tensor"
@@ -396,25 +402,24 @@ class _DividedPass:
     def _compute_block(
         self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward, state: TokenState
     ) -> TokenState:
-        anatomy = hook.anatomy
-        call[anatomy.image], text = self._join_streams(anatomy, state)
+        anatomy, is_apart = hook.anatomy, hook.list_name in self._apart
+        call[anatomy.image], text = state if is_apart else self._join_streams(anatomy, state)
         if anatomy.text is not None:
             call[anatomy.text] = text
         if not self._has_all_tokens:
-            self._cut_arguments(now, hook, call)
+            patch = now.micro_step.patch
+            for name, kinds in self._cut[hook.list_name]:
+                if (value := call.get(name)) is not None:
+                    make = functools.partial(_cut_for_patch, value, kinds, now)
+                    call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
         out = forward(**call)
-        if not anatomy.is_tuple:
-            return self._split_streams(0 if state.text is None else state.text.shape[1], anatomy, out, state.text)
-        named = dict(zip(anatomy.returns, out, strict=True))
-        length = 0 if state.text is None else state.text.shape[1]
-        return self._split_streams(length, anatomy, named["image"], named.get("text"))
-
-    def _cut_arguments(self, now: Generation, hook: BlockHook, call: dict[str, Any]) -> None:
-        patch = now.micro_step.patch
-        for name, kinds in self._cut[hook.list_name]:
-            if (value := call.get(name)) is not None:
-                make = functools.partial(cut_argument, value, kinds, now.get_argument_runs(patch))
-                call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
+        image, text = out, state.text
+        if anatomy.is_tuple:
+            named = dict(zip(anatomy.returns, out, strict=True))
+            image, text = named["image"], named.get("text")
+        if is_apart:
+            return TokenState(image, text)
+        return self._split_streams(0 if state.text is None else state.text.shape[1], anatomy, image, text)
 
     # Between the streams of the model and `[B, tokens, C]`
 
@@ -487,6 +492,10 @@ def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
     for run in runs:
         whole[:, run.start : run.stop] = values[:, at : at + len(run)]
         at += len(run)
+
+
+def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
+    return cut_argument(value, kinds, now.get_argument_runs(now.micro_step.patch))
 
 
 def _put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:

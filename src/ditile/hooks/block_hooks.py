@@ -244,7 +244,7 @@ class TransformerHooks:
         self,
         policy: BlockPolicy,
         owned: range,
-        current: Callable[[], Generation],
+        now: Generation,
         core: Callable[..., LayerAttention],
         dispatch: Callable[[Any], Any],
         *,
@@ -257,30 +257,30 @@ class TransformerHooks:
         Args:
             policy: decides at each hook.
             owned: the blocks that run here.
-            current: the generation under way.
+            now: the generation under way.
             core: (layer, backend, kind) -> the attention of a layer.
             dispatch: the name of the attention backend that calls a core, given the name that a processor has.
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
         """
-        memo = OutputMemoizer(self.spec, current, self._label)
-        is_whole = (lambda: current().is_whole) if self.anatomy.modes else None
-        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, current, self.spec.grid)
+        memo = OutputMemoizer(self.spec, now, self._label)
+        is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
+        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(
-                    policy, owned, current, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_
+                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_
                 )
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
             override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(self.transformer.forward))
             compiled = []
             for hook in self.chain:
-                varying = functools.partial(_list_varying_arguments, hook.anatomy, current)
+                varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 wrap = functools.partial(self._wrap_block, calls, hook)
                 is_own = hook.index in owned
                 alike = (other.block for other in self.chain if other.index in owned)
@@ -291,7 +291,7 @@ class TransformerHooks:
                 if is_own or hook.index in self.replacement_blocks:
                     active_hook = hook if is_own else replace(hook, block=self.replacement_blocks[hook.index].block)
                     install_attention(stack, self.spec, active_hook, core, dispatch, is_whole)
-                    replace_cross_processors(stack, self.spec, active_hook.block, current)
+                    replace_cross_processors(stack, self.spec, active_hook.block, now)
                 if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
                     compiled.append(hook.name)
                 if is_own and hook.name not in compiled:
@@ -317,7 +317,7 @@ class CallCountHooks(TransformerHooks):
         self,
         policy: BlockPolicy,
         owned: range,
-        current: Callable[[], Generation],
+        now: Generation,
         core: Callable[..., LayerAttention],
         dispatch: Any,
         *,
@@ -328,12 +328,10 @@ class CallCountHooks(TransformerHooks):
         """Installs only the count of calls, and a memory of what the family declares constant."""
         with ExitStack() as stack:
             for model in self.models:
-                model._install_counter(stack, current, pipe, compile_)  # type: ignore[attr-defined]
+                model._install_counter(stack, now, pipe, compile_)  # type: ignore[attr-defined]
             yield
 
-    def _install_counter(
-        self, stack: ExitStack, current: Callable[[], Generation], pipe: Any, compile_: CompileFunction | None
-    ) -> None:
+    def _install_counter(self, stack: ExitStack, now: Generation, pipe: Any, compile_: CompileFunction | None) -> None:
         compiled, whole = [], find_compiler(pipe, self.transformer) is not None
         if compile_ is not None and not whole:
             for hook in self.chain:
@@ -341,17 +339,17 @@ class CallCountHooks(TransformerHooks):
                     compiled.append(hook.name)
         if not whole:
             for hook in self.chain:
-                replace_cross_processors(stack, self.spec, hook.block, current)
-            memo = OutputMemoizer(self.spec, current, self._label)
+                replace_cross_processors(stack, self.spec, hook.block, now)
+            memo = OutputMemoizer(self.spec, now, self._label)
             memo.install_hooks(stack, self.transformer, first=True, compiled=compiled)
-        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, current))
+        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))
 
 
 class OutputMemoizer:
     """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
 
-    def __init__(self, spec: ModelSpec, current: Callable[[], Generation], label: str = "") -> None:
-        self._spec, self._current, self._label = spec, current, label
+    def __init__(self, spec: ModelSpec, now: Generation, label: str = "") -> None:
+        self._spec, self._now, self._label = spec, now, label
 
     def install_hooks(
         self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
@@ -373,7 +371,7 @@ class OutputMemoizer:
 
     def _memoize_constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward_once(*args: Any, **kwargs: Any) -> Any:
-            now = self._current()
+            now = self._now
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
             return now.get_branch_constant((name, shapes), lambda: forward(*args, **kwargs))
 
@@ -381,7 +379,7 @@ class OutputMemoizer:
 
     def _memoize_per_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward_once_per_step(*args: Any, **kwargs: Any) -> Any:
-            now = self._current()
+            now = self._now
             if now.micro_step.patch is None:
                 return forward(*args, **kwargs)
             return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
@@ -389,11 +387,11 @@ class OutputMemoizer:
         return forward_once_per_step
 
 
-def count_model_calls(current: Callable[[], Generation], forward: Callable[..., Any]) -> Callable[..., Any]:
+def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A model's forward after which the next branch of guidance is at hand."""
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-        now = current()
+        now.check_under_way()
         result = forward(*args, **kwargs)
         now.advance_branch()
         return result
@@ -401,9 +399,9 @@ def count_model_calls(current: Callable[[], Generation], forward: Callable[..., 
     return functools.update_wrapper(forward_and_count, forward)
 
 
-def _list_varying_arguments(anatomy: ListAnatomy, current: Callable[[], Generation]) -> Sequence[str]:
+def _list_varying_arguments(anatomy: ListAnatomy, now: Generation) -> Sequence[str]:
     """The arguments of a block that have another number of tokens from patch to patch."""
-    if current().branch_layout.num_patches == 1:
+    if now.branch_layout.num_patches == 1:
         return ()
     cut = (name for name, kinds in anatomy.arguments.items() if is_cut(kinds))
     return tuple(filter(None, (anatomy.image, anatomy.text, *cut)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -90,6 +90,12 @@ class BlockPolicy(Protocol):
 
     def cut_tokens(self, state: TokenState) -> TokenState:
         """Of all tokens those that are computed here, where the forward has made them anew between two blocks."""
+
+    def select_active_blocks(self, blocks: range) -> Collection[int]:
+        """Those blocks of a model that `run_block` does something at, in the call that has begun.
+
+        The first one and the last one that is computed here are among them.
+        """
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """The forward has reached a block."""

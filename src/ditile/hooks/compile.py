@@ -184,7 +184,7 @@ class CustomOp:
     """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
 
     Args:
-        fn: `(*tensors, scale) -> tensor`.
+        fn: `(*tensors, scale) -> tensor`, the last of which is a mask.
         turn: an integer tensor that every call adds 1 to; compiled calls that share it keep their order.
     """
 
@@ -194,11 +194,11 @@ class CustomOp:
         self.number = torch.tensor(number)
         _CUSTOM_OPS[number] = self
 
-    def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
+    def __call__(self, *tensors: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Calls the function, as an operator in compiled code."""
         if not torch.compiler.is_compiling():
-            return self.fn(*tensors, scale=scale)
-        out: Tensor = torch.ops.ditile.hidden(tensors, self.number, self.turn, scale)
+            return self.fn(*tensors, mask, scale=scale)
+        out: Tensor = torch.ops.ditile.hidden([*tensors, mask], self.number, self.turn, scale)
         return out
 
 

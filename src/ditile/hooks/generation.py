@@ -1,13 +1,14 @@
 """Generation: the state of one batch of images while they are computed, from `set_timesteps` to the last `step`.
 
 It has the micro-step and the guidance branch that the pipeline is at, and the memory that survives a step.
-Hooks, attention and scheduler read it; only the loop writes it. It is dropped when the call ends.
+Hooks, attention and scheduler are given it before the call, and read it; only the loop writes it. All that it holds is
+dropped when the call ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ditile.errors import StateError
@@ -17,7 +18,7 @@ from ditile.hooks.pieces import Piece
 from ditile.hooks.token_arguments import Runs
 from ditile.plan.anatomy import FURTHER
 from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
-from ditile.plan.schedule import MicroStep
+from ditile.plan.schedule import MicroStep, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class LayerTokens:
         dummies: tokens here that stand for absent text, in front or behind; no other rank sees them.
         dummies_first: whether they are in front.
         are_none: whether no rank has any: the text is not computed at this micro-step.
+        patches: of the sequence.
+        rank_lengths: tokens of each rank, without dummies.
+        real_tokens: this rank's tokens without the dummies.
     """
 
     runs: tuple[tuple[range, ...], ...]
@@ -41,11 +45,15 @@ class LayerTokens:
     dummies: int
     dummies_first: bool
     are_none: bool = False
+    patches: int = 1
+    rank_lengths: tuple[int, ...] = field(init=False, compare=False)
+    real_tokens: slice = field(init=False, compare=False)
 
-    @property
-    def rank_lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank, without dummies."""
-        return tuple(sum(map(len, runs)) for runs in self.runs)
+    def __post_init__(self) -> None:
+        lengths = tuple(sum(map(len, runs)) for runs in self.runs)
+        real = slice(self.dummies, None) if self.dummies_first else slice(0, lengths[self.index])
+        object.__setattr__(self, "rank_lengths", lengths)
+        object.__setattr__(self, "real_tokens", real if self.dummies else slice(None))
 
     def locate_further_keys(self, kind: str, own: int | None) -> int:
         """How many keys of tokens are in front of further ones, see `FURTHER` of `plan/anatomy.py`.
@@ -64,13 +72,6 @@ class LayerTokens:
             image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
         return image if kind[0] == "N" else length - image
 
-    @property
-    def real_tokens(self) -> slice:
-        """This rank's tokens without the dummies."""
-        if not self.dummies:
-            return slice(None)
-        return slice(self.dummies, None) if self.dummies_first else slice(0, self.rank_lengths[self.index])
-
 
 LayoutKey = tuple[int, bool]
 """A branch, and whether a call of it is computed whole."""
@@ -81,7 +82,9 @@ class Generation:
     """Where the pipeline is, and what must survive.
 
     Attributes:
-        ages, keeps_keys, is_stale: methods of the schedule.
+        schedule: of the steps, as far as it is known.
+        rounds_otherwise: whether products may round otherwise than those of one process, in any step.
+        is_under_way: whether the pipeline's loop is running.
         split, index: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -100,11 +103,14 @@ class Generation:
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
+        is_stale: whether keys of the step before are read in the step at hand.
+        keeps_keys: whether keys of the step at hand are, or may be, read in the next one.
+        may_round: whether products may round otherwise in the step at hand.
     """
 
-    ages: Callable[[MicroStep], tuple[int, ...]]
-    keeps_keys: Callable[[int], bool]
-    is_stale: Callable[[int], bool] = lambda step: False
+    schedule: Schedule = Schedule(stages=1, patches=1, steps=1, warmup=1)
+    rounds_otherwise: bool = False
+    is_under_way: bool = False
     split: Split = Split()
     index: int = 0
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
@@ -118,6 +124,9 @@ class Generation:
     warmup_split: Split | None = None
     warmup_index: int = 0
     is_whole: bool = False
+    is_stale: bool = False
+    keeps_keys: bool = False
+    may_round: bool = False
     whole_steps: frozenset[int] = frozenset()
     layouts: dict[LayoutKey, Layout] = field(default_factory=dict)
     forms: dict[tuple[object, ...], CallForm] = field(default_factory=dict)
@@ -130,6 +139,28 @@ class Generation:
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
     _tokens: dict[tuple[LayoutKey, int | None, str], LayerTokens] = field(default_factory=dict)
     _runs: dict[tuple[LayoutKey, int | None], Runs] = field(default_factory=dict)
+
+    def become(self, other: Generation) -> None:
+        """Another generation begins, or there is none: all is as in `other`. Those who were given this one keep it."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
+    def check_under_way(self) -> None:
+        """Raises `StateError` if the pipeline's loop is not running."""
+        if not self.is_under_way:
+            raise StateError(
+                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
+                "call the runner, or restore() it to use the transformer by itself"
+            )
+
+    def enter_micro_step(self, micro: MicroStep) -> None:
+        """A micro-step begins."""
+        self.micro_step = micro
+        self.is_stale, self.keeps_keys = (
+            self.schedule.reads_stale_keys(micro.step),
+            self.schedule.keeps_keys(micro.step),
+        )
+        self.may_round = self.rounds_otherwise or self.is_stale
 
     @property
     def branch_layout(self) -> Layout:
@@ -187,14 +218,14 @@ class Generation:
             if kind == "T":
                 runs: tuple[tuple[range, ...], ...] = tuple((part.text,) if part.text else () for part in parts)
                 self._tokens[key] = LayerTokens(
-                    runs, own_index, layout.text, range(0), dummies, first, are_none=not any(runs)
+                    runs, own_index, layout.text, range(0), dummies, first, not any(runs), layout.num_patches
                 )
                 return self._tokens[key]
             runs = tuple(layout.locate_in_sequence(part, joint=sees_text) for part in parts)
             length = layout.image_tokens + (layout.text if sees_text else 0)
             start = length - layout.image_tokens if first else 0
             image = range(start, start + layout.image_tokens)
-            self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first)
+            self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first, patches=layout.num_patches)
         return self._tokens[key]
 
     def get_argument_runs(self, patch: int | None) -> Runs:

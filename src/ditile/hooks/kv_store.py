@@ -50,7 +50,7 @@ class KeyStore:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of both buffers."""
-        return 0 if self.buffers is None else sum(b.numel() * b.element_size() for b in self.buffers)
+        return 0 if self.buffers is None else 2 * self.buffers[0].nbytes
 
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
@@ -64,7 +64,9 @@ class KeyStore:
             batch_size: rows in all.
         """
         at, first = 0, self.buffers is None
-        buffers = self._ensure_buffers(k, k.shape[0] if batch_range is None else batch_size)
+        rows, buffers = k.shape[0] if batch_range is None else batch_size, self.buffers
+        if buffers is None or buffers[0].shape[0] != rows:
+            buffers = self._make_buffers(k, rows)
         where = slice(None) if batch_range is None else slice(batch_range.start, batch_range.stop)
         for run in runs:
             for buffer, fresh in zip(buffers, (k, v), strict=True):
@@ -104,16 +106,15 @@ class KeyStore:
         """How many steps old each segment is; None if it was never written."""
         return tuple(None if at == NEVER else step - at for at in self.written)
 
-    def _ensure_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
-        if self.buffers is None:
-            shape = (batch_size, like.shape[2], self._length, like.shape[3])
-            self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
-        elif self.buffers[0].shape[0] != batch_size:
+        if self.buffers is not None:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
                 "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
             )
+        shape = (batch_size, like.shape[2], self._length, like.shape[3])
+        self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
         return self.buffers
 
 
@@ -177,7 +178,7 @@ class GenerationMemory:
     @property
     def key_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(store.buffer_bytes for store in self._stores.values())
+        return sum(map(operator.attrgetter("buffer_bytes"), self._stores.values()))
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""

@@ -109,7 +109,7 @@ class StepEndCallbacks:
         return self._tensors or (every > 0 and self._is_step_visible(step) and step % every == 0)
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
-        now = self.loop.get_generation()
+        now = self.loop.generation
         text = next((layout.text for layout in now.layouts.values()), None)
         self._watch.record_step_end(now.memory.key_bytes, text)
         if self.decodes_alone and step == self._steps - 1:

@@ -160,7 +160,7 @@ class Composition:
                 stack.enter_context(self.parallel_vae.install_forwards())
             stack.enter_context(self._install_block_hooks())
             # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
-            batch.install_batch_hooks(stack, self.pipe, self.loop.get_generation, first=first)
+            batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
@@ -171,7 +171,7 @@ class Composition:
         return self.block_hooks.install_hooks(
             self.pipefusion,
             self.resident_blocks,
-            self.loop.get_generation,
+            self.loop.generation,
             self.attention.build_layer_attention,
             self.attention.choose_dispatch_backend,
             pipe=self.pipe,
@@ -186,14 +186,14 @@ class Composition:
         names = {block_hook.block: block_hook.name for chain in chains for block_hook in chain}
         stages = {chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks}
         agreement = StageAgreement(
-            decisions, self.mesh, loop.get_generation, lambda: batch.is_split_by_calls, names, stages
+            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
         )
         # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
         images = (lambda: None) if self.plan.attends_to_stale_keys else (lambda: loop.num_images)
         with ExitStack() as stack:
             for cache in self.model_caches:
                 begin, end = cache.begin_generation, cache.end_generation
-                clock = LoopClock(loop.get_generation, lambda: loop.num_steps, self.plan, images, begin, end)
+                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, images, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
             stack.callback(loop.when_over.clear)
@@ -206,19 +206,12 @@ class Composition:
 
     def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several products into one, because the products of a patch are small, and small ones are slow."""
-
-        def is_stale() -> bool:
-            now = self.loop.get_generation()
-            return now.is_stale(now.micro_step.step)
-
         # async_ulysses sends q while k is computed, so it needs them apart.
         if not self.plan.async_ulysses:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
             fuse_projections(stack, own, self.device)
-        if self.plan.rounds_otherwise:
-            fuse_linear_gelu(stack, block_hook.block, self.device, lambda: True)
-        elif self.plan.attends_to_stale_keys:
-            fuse_linear_gelu(stack, block_hook.block, self.device, is_stale)
+        if self.plan.rounds_otherwise or self.plan.attends_to_stale_keys:
+            fuse_linear_gelu(stack, block_hook.block, self.device, self.loop.generation)
 
 
 class LayerAttentionBuilder:
@@ -247,7 +240,7 @@ class LayerAttentionBuilder:
         warmup_group: WarmupGroup | None,
         checks: AgeChecks | None,
     ) -> None:
-        self._pipe, self._plan, self._mesh, self._current = pipe, plan, mesh, loop.get_generation
+        self._pipe, self._plan, self._mesh, self._now = pipe, plan, mesh, loop.generation
         self._kernel, self._warmup_group, self._checks = kernel, warmup_group, checks
         self._exchange = self._build_exchange()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
@@ -268,35 +261,35 @@ class LayerAttentionBuilder:
         """
         kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
         sequence, ulysses, traffic = self._mesh.sequence, self._mesh["ulysses"], self._mesh.traffic
-        current, exchange, turn = self._current, self._exchange, self._turn
+        now, exchange, turn = self._now, self._exchange, self._turn
         keys = self._build_layer_keys(layer, kernel)
         alone = sequence.num_ranks == 1
         masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
-        return AttentionCore(current, exchange, keys, masks, kind=kind, turn=turn)
+        return AttentionCore(now, exchange, keys, masks, kind=kind, turn=turn)
 
     def _build_exchange(self) -> HeadExchange:
         axis, traffic = self._mesh["ulysses"], self._mesh.traffic
         if axis.num_ranks == 1:
             return NoExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._current, uneven=self._plan.uaa is not False)
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=self._plan.uaa is not False)
         return UlyssesExchange(axis, traffic, uneven=self._plan.uaa is not False)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""
-        current, check, traffic = self._current, self._checks, self._mesh.traffic
+        now, check, traffic = self._now, self._checks, self._mesh.traffic
         ring, distrifusion = self._mesh["ring"], self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
-            return DistriFusionKeys(current, layer, distrifusion, kernel, traffic, check=check)
+            return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=check)
         fresh = FreshKeys(kernel) if ring.num_ranks == 1 else RingKeys(ring, kernel, traffic)
         keys: KeySource = fresh
         if self._plan.num_patches > 1:
             gather = skip_ring_gather if ring.num_ranks == 1 else RingGather(ring, traffic)
-            keys = self.stale_keys(current, layer, kernel, fresh, gather, check=check)
+            keys = self.stale_keys(now, layer, kernel, fresh, gather, check=check)
         if self._warmup_group is None:
             return keys
         # Around the others: it replaces them in the steps that the group computes.
-        return WarmupGroupKeys(current, layer, self._warmup_group, kernel, keys)
+        return WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
 
 
 class CompositionOptions(NamedTuple):

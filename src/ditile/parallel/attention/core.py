@@ -7,7 +7,7 @@ It gets them after projections, qk-norm and rope. Each part has a null object, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -29,19 +29,21 @@ class AttentionCore:
     """One attention layer.
 
     Args:
-        current: the generation under way.
+        now: the generation under way.
         exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
         kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys; or
             with further keys.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
+        attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the micro-step at
+            hand; dummies become zeros.
         overlaps: whether `attend_overlapped` gains anything.
     """
 
     def __init__(
         self,
-        current: Callable[[], Generation],
+        now: Generation,
         exchange: HeadExchange,
         keys: KeySource,
         masks: KeyMaskSource,
@@ -49,16 +51,10 @@ class AttentionCore:
         kind: str = "N",
         turn: Tensor,
     ) -> None:
-        self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
+        self._now, self._exchange, self._keys, self._masks = now, exchange, keys, masks
         self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
-        self._custom_op = CustomOp(self._attend_to_current_tokens, turn)
+        self.attend = CustomOp(self._attend_to_current_tokens, turn)
         self.overlaps = exchange.overlaps
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor:
-        """`[B, S, N, H]` to the same, where S counts the tokens of the micro-step at hand; dummies become zeros."""
-        return self._custom_op(q, k, v, mask, scale=scale)
 
     def attend_overlapped(
         self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None, scale: float | None = None
@@ -70,7 +66,7 @@ class AttentionCore:
         if torch.compiler.is_compiling():
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
-        tokens, heads = self._current().get_layer_tokens(self._kind), 0
+        tokens, heads = self._now.get_layer_tokens(self._kind), 0
 
         def make_without_dummies(make: DeferredTensor) -> Tensor:
             nonlocal heads
@@ -112,7 +108,7 @@ class AttentionCore:
     def _attend_to_current_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
     ) -> Tensor:
-        now, kind = self._current(), self._kind
+        now, kind = self._now, self._kind
         tokens = now.get_layer_tokens(kind[0])
         keys = tokens if len(kind) == 1 else now.get_layer_tokens(kind[1])
         return self.attend_to_tokens(tokens, q, k, v, keys=keys, mask=mask, scale=scale)
@@ -243,7 +239,7 @@ class StaleKeys:
     section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         kernel: attends.
         fresh: attends where nothing is stale or kept.
@@ -251,7 +247,7 @@ class StaleKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     kernel: AttentionKernel
     fresh: KeySource
@@ -260,11 +256,11 @@ class StaleKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        now = self.current()
+        now = self.now
         step, patch = now.micro_step
-        if patch is None and not now.keeps_keys(step):
+        if patch is None and not now.keeps_keys:
             return self.fresh.attend_to_keys(q, k, v, tokens, extra)
-        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, now.branch_layout.num_patches)
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
         mask = store.mask
         # Keys of the text are those of the patch that it is computed with, which is the first of the step.
         if not tokens.are_none:
@@ -282,7 +278,7 @@ class StaleKeys:
         assert store.buffers is not None
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
-            ages = now.ages(now.micro_step)
+            ages = now.schedule.compute_key_ages(now.micro_step)
             self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
         k, v = store.buffers
         if extra.further is not None:
@@ -291,7 +287,7 @@ class StaleKeys:
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
         """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
-        now, joined = self.current(), mask.join_ring_masks()
+        now, joined = self.now, mask.join_ring_masks()
         if mask.covers_sequence:
             return joined
         kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)

@@ -249,7 +249,8 @@ def dispatch_to_core(
     Raises:
         ModelError: if attention is causal or drops out.
     """
-    refuse_causal_and_dropout(dropout_p, is_causal)
+    if dropout_p or is_causal:
+        refuse_causal_and_dropout(dropout_p, is_causal)
     attend = kernel if _parallel_config is None else _parallel_config.attend
     out: Tensor = attend(query, key, value, mask=attn_mask, scale=scale)
     return out

@@ -75,7 +75,7 @@ class DataCfgBatch:
     @property
     def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
-        return self._by_calls and self._splits_calls(self._current().micro_step.step)
+        return self._by_calls and self._splits_calls(self._now.micro_step.step)
 
     def _splits_calls(self, step: int) -> bool:
         """Whether the halves compute calls of their own in a step.
@@ -85,21 +85,19 @@ class DataCfgBatch:
         """
         if not self._by_calls or step == 0:
             return False
-        whole = self._current().whole_steps
+        whole = self._now.whole_steps
         return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
 
-    def install_batch_hooks(
-        self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
-    ) -> None:
+    def install_batch_hooks(self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool) -> None:
         """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
 
         Args:
-            current: the generation under way.
+            now: the generation under way.
             first: whether rank 0 alone needs the pictures.
         """
         if self._data.size == self._cfg.size == 1:
             return
-        self._current = current
+        self._now = now
 
         def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return functools.update_wrapper(functools.partial(self._call_model, forward), forward)
@@ -137,7 +135,7 @@ class DataCfgBatch:
         """
         if self._data.size == self._cfg.size == 1:
             return
-        now = self._current()
+        now = self._now
         # One row for each image, or as many as the last call had.
         if sample.shape[0] not in (self._images, self._images * self._num_branches.get(now.branch - 1, 1)):
             raise ModelError(
@@ -190,7 +188,8 @@ class DataCfgBatch:
     # A call of the model
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._current()
+        now = self._now
+        now.check_under_way()
         # Every rank finds out where patches are, by all rows.
         if now.rehearsed_patch is not None:
             return forward(*args, **kwargs)
@@ -202,7 +201,7 @@ class DataCfgBatch:
             if self._by_calls and (reason := explain_branch_refusal(self._model)):
                 raise ModelError(reason)
         before = self._num_branches.get(branch, every.num_branches)
-        if every.num_branches != before and now.is_stale(step):
+        if every.num_branches != before and now.is_stale:
             raise StateError(
                 f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
                 "stale keys belong to branches; keep guidance on for the whole run, or use warmup equal to the steps"
@@ -259,7 +258,7 @@ class DataCfgBatch:
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
         """Calls the model on some rows, and writes its result into the full-size predictions."""
-        now = self._current()
+        now = self._now
         branch, size = now.branch, batch_slice.batch_size
         cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
         result = forward(*cut_positional, **cut_named)

@@ -8,7 +8,7 @@ the last stage to the first on a group of their own, and nothing blocks but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class PipeFusion:
         warmup_group: WarmupGroup | None = None,
     ) -> None:
         self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
+        self._active_blocks = frozenset((0, *owned, owned.stop))
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
@@ -222,7 +223,7 @@ class PipeFusion:
             known = now.branch_layout
             if (known.grid, known.text) == (form.grid, form.text):
                 return
-            if now.pieces or now.is_stale(now.micro_step.step):
+            if now.pieces or now.is_stale:
                 raise StateError(
                     f"a call has {form.grid.rows * form.grid.tokens_per_row} image and {form.text} text tokens and had "
                     f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
@@ -272,6 +273,10 @@ class PipeFusion:
         now.micro_batch, now.batch_range = micro_batch, self.schedule.split_micro_batches(now.micro_step)[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
+    def select_active_blocks(self, blocks: range) -> Collection[int]:
+        """In a step of the stages: the first block, own blocks, and the first one behind these."""
+        return blocks if self._active_warmup_group else self._active_blocks
+
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """Receives at the first own block, and sends behind the last own block."""
         if self.warmup_group is not None and (group := self._active_warmup_group):
@@ -297,7 +302,7 @@ class PipeFusion:
         if text is not None:
             text = self._streams.gather_stream(text, len(part.text) or DUMMY_TEXT)
         self._record_compute()
-        if now.has_all_image_tokens and not now.keeps_keys(now.micro_step.step):
+        if now.has_all_image_tokens and not now.keeps_keys:
             return TokenState(image, text)
         parts = now.list_rank_parts(now.micro_step.patch)
         every = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])

@@ -11,6 +11,7 @@ scheduler. Their pieces are found, stepped and sent as those of the first are: a
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ class Loop:
 
     Attributes:
         when_over: called after the last step.
+        generation: the one under way, or none.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Loop:
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
-        self._generation: Generation | None = None
+        self.generation = Generation()
         self._main: SteppedLatents | None = None
         self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
@@ -127,28 +129,15 @@ class Loop:
         def watch_copy(copied: Callable[..., Any]) -> Callable[..., Any]:
             owner = getattr(copied, "__self__", None)
             # What is copied in the loop, as by a callback, is nobody's of the pipeline.
-            is_for_loop = owner is not None and self._generation is None
+            is_for_loop = owner is not None and not self.generation.is_under_way
             return self._watch_method(owner, name, copied) if is_for_loop else copied
 
         return WatchedMethod(functools.partial(mine, scheduler), stock, watch_copy)
 
-    def get_generation(self) -> Generation:
-        """The generation under way.
-
-        Raises:
-            StateError: if the pipeline's loop is not running.
-        """
-        if self._generation is None:
-            raise StateError(
-                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
-                "call the runner, or restore() it to use the transformer by itself"
-            )
-        return self._generation
-
     @property
     def closing_step(self) -> int | None:
         """The step whose last micro-step was just done; None within a step, or a rehearsal."""
-        now = self.get_generation()
+        now = self.generation
         is_rehearsal = now.rehearsed_patch is not None
         return now.micro_step.step if not is_rehearsal and self._schedule.is_last_of_step(now.micro_step) else None
 
@@ -170,13 +159,14 @@ class Loop:
 
     def forget_constants(self) -> None:
         """Forgets what was constant: a callback may have changed it."""
-        self.get_generation().memory.forget_constants()
+        self.generation.memory.forget_constants()
 
     def drop_generation(self) -> None:
         """Forgets the generation. One that ended by an error leaves its messages behind."""
-        if self._generation is not None:
+        if self.generation.is_under_way:
             self._pipefusion.end_generation(clean=False)
-        self._generation = self._main = self._adaptive_warmup = self._relative_change = None
+        self.generation.become(Generation())
+        self._main = self._adaptive_warmup = self._relative_change = None
         self._streams = []
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
@@ -208,8 +198,8 @@ class Loop:
         """`enumerate`, which numbers the timestep of a micro-step by its step."""
         for count, item in enumerate(iterable, start):
             # By identity: it may come through a progress bar.
-            is_driven = self._generation is not None and item is self._timestep
-            yield start + self.get_generation().micro_step.step if is_driven else count, item
+            is_driven = self.generation.is_under_way and item is self._timestep
+            yield start + self.generation.micro_step.step if is_driven else count, item
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
@@ -246,20 +236,23 @@ class Loop:
         schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
         self._batch.begin_generation()
         self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
-        generation = Generation(
-            schedule.compute_key_ages,
-            schedule.keeps_keys,
-            schedule.reads_stale_keys,
-            self._split,
-            self._mesh.sequence.index,
-            self._batch.select_branches,
-            GenerationMemory(self._relative_change),
+        generation = self.generation
+        generation.become(
+            Generation(
+                schedule,
+                self._plan.rounds_otherwise,
+                True,
+                self._split,
+                self._mesh.sequence.index,
+                self._batch.select_branches,
+                GenerationMemory(self._relative_change),
+            )
         )
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
-        self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
+        self._schedule, self._timesteps = schedule, timesteps
         self._stop_flags: list[AsyncMax] = []
         self._finite_flags: dict[int, Tensor] = {}  # of each step on the device, where they wait to be read
         self._adaptive_warmup = (
@@ -275,7 +268,7 @@ class Loop:
 
     def _rehearse(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
         """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
-        now, saved = self.get_generation(), rng.read_generator_states(self._callbacks.generators)
+        now, saved = self.generation, rng.read_generator_states(self._callbacks.generators)
         self._streams = []  # each is added when it is first stepped
         rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
         steps = self._schedule.steps if self._may_change else 1
@@ -288,8 +281,6 @@ class Loop:
             return
         rng.restore_generators(self._callbacks.generators, saved)
         self._schedule = replace(self._schedule, again=self._schedule.again | rehearsal.changed_steps)
-        now.ages, now.keeps_keys = self._schedule.compute_key_ages, self._schedule.keeps_keys
-        now.is_stale = self._schedule.reads_stale_keys
         if self._has_partial_latents:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
@@ -300,26 +291,23 @@ class Loop:
 
         With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
         """
-        assert self._generation is not None
         self._stop_flags.append(AsyncMax(self._stop_group, int(self._stop_wanted), self._mesh.traffic))
         if self._stop_group is not None:
             self._mesh.traffic.count_message("control", 8)
         if step > 0 and self._stop_flags[step - 1].wait_for_max() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
-            self._generation.keeps_keys = self._schedule.keeps_keys
         if (
             self._adaptive_warmup is not None
             and self._adaptive_warmup.decide_synchronous_step(step)
             and step >= self._schedule.warmup
         ):
             self._schedule = replace(self._schedule, again=self._schedule.again | {step})
-            self._generation.is_stale = self._schedule.reads_stale_keys
+        self.generation.schedule = self._schedule
         self._pipefusion.prepare_step(step, self._schedule)
 
     def _run_micro_step(self, micro: MicroStep, timestep: Tensor) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped the scheduler."""
-        assert self._generation is not None
-        self._generation.micro_step = micro
+        self.generation.enter_micro_step(micro)
         self._callbacks.progress()
         if self._schedule.adaptive:
             self._exchange_latents(micro)
@@ -330,14 +318,14 @@ class Loop:
             yield timestep
             wanted = self._note_interrupt()
             if not self._is_stepped and not wanted:
-                if micro == next(iter(self._schedule.list_micro_steps(0))) and not self._generation.branch:
+                if micro == next(iter(self._schedule.list_micro_steps(0))) and not self.generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
     @property
     def _is_stepped(self) -> bool:
         """Whether all schedulers were stepped in the micro-step at hand."""
-        return all(each.is_stepped for each in self._streams)
+        return all(map(operator.attrgetter("is_stepped"), self._streams))
 
     def _exchange_latents(self, micro: MicroStep) -> None:
         """What goes between stages before the model is called in a micro-step: the latents of the step before.
@@ -379,7 +367,7 @@ class Loop:
         if stopped:
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
-        self._generation = None
+        self.generation.become(Generation())
         for done in self.when_over:
             done()
         self._batch.end_generation()
@@ -409,15 +397,15 @@ class Loop:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one only now.
         """
         if scheduler is self._scheduler:
-            self.get_generation()
+            self.generation.check_under_way()
             stream = self._main
-        elif self._generation is None or not (self._has_partial_latents or self._mesh["data"].num_ranks > 1):
+        elif not self.generation.is_under_way or not (self._has_partial_latents or self._mesh["data"].num_ranks > 1):
             return None
         else:
             stream = next((each for each in self._streams if each.scheduler is scheduler), None)
         stream = stream or SteppedLatents(scheduler, type(self._pipe).__name__)
         if stream not in self._streams:
-            if self._has_partial_latents and self.get_generation().rehearsed_patch != 0:
+            if self._has_partial_latents and self.generation.rehearsed_patch != 0:
                 raise StateError(
                     f"{type(self._pipe).__name__} steps a scheduler that it did not step before, so what that steps "
                     "cannot be cut into patches; use a plan without pipefusion and patches"
@@ -429,11 +417,12 @@ class Loop:
         self, scheduler: Any, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         timestep = args[0] if args else kwargs.get("timestep")
-        now = None if scheduler is not self._scheduler and self._generation is None else self.get_generation()
+        if scheduler is self._scheduler:
+            self.generation.check_under_way()
         stream = next((each for each in (self._main, *self._streams) if each and each.scheduler is scheduler), None)
-        if now is None or stream is None:
+        if stream is None:
             return stock(sample, *args, **kwargs)
-        patches = self._schedule.list_patches(now.micro_step) if self._is_stepping_rank else range(1)
+        patches = self._schedule.list_patches(self.generation.micro_step) if self._is_stepping_rank else range(1)
         return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
     def _step_scheduler(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -441,7 +430,7 @@ class Loop:
         if stream is None:
             return stock(*args, **kwargs)
         model_output, timestep, sample, call = stream.bind_step_call(*args, **kwargs)
-        now = self.get_generation()
+        now = self.generation
         if now.rehearsed_patch is not None:
             return self._note_rehearsal(stream, model_output, timestep, sample, call)
         if stream is self._main:
@@ -484,7 +473,7 @@ class Loop:
         result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
         stream.reset_step_index()
         if stream is self._main:
-            self.get_generation().branch = 0
+            self.generation.branch = 0
         assert stream.latents is not None
         whole = functools.partial(self._complete_step_extras, stream, last=False)
         return replace_latents(result, stream.latents, whole, keep=False)
@@ -497,7 +486,7 @@ class Loop:
         return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
 
     def _step_patches(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        now, copies = self.get_generation(), self._get_copies(stream)
+        now, copies = self.generation, self._get_copies(stream)
         assert stream.latents is not None
         result: Any = None
         stream.stepped_patches.clear()
@@ -548,7 +537,7 @@ class Loop:
 
     def _step_on_corner(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert stream.latents is not None
-        closes = self._schedule.is_last_of_step(self.get_generation().micro_step)
+        closes = self._schedule.is_last_of_step(self.generation.micro_step)
         result = self._get_copies(stream).step_on_corner(prediction, timestep, stream.latents, call, closes=closes)
         stream.latents = stream.latents.to(extract_sample(result).dtype)
         return result

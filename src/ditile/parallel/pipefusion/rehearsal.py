@@ -64,10 +64,11 @@ class Rehearsal:
             self._check_iteration()
             for each in self._streams:
                 each.keep_rehearsed_piece()
-        now.rehearsed_patch, now.micro_step, now.is_whole = None, MicroStep(0, None), False
+        now.rehearsed_patch, now.is_whole = None, False
 
     def _begin_iteration(self, step: int, patch: int, timestep: Tensor) -> Tensor:
-        self._now.micro_step, self._now.rehearsed_patch = MicroStep(step, None), patch
+        self._now.enter_micro_step(MicroStep(step, None))
+        self._now.rehearsed_patch = patch
         self._now.called_models.clear()
         for each in self._streams:
             each.rehearsed_piece = None

@@ -128,7 +128,7 @@ class WarmupGroup:
             if self.weight_stream is not None:
                 self.weight_stream.receive_block(index)
             return block(state)
-        if index in self._owned and now.keeps_keys(now.micro_step.step):
+        if index in self._owned and now.keeps_keys:
             self._receive_keys(index, state, now)
         return state
 
@@ -227,14 +227,14 @@ class WarmupGroupKeys:
     """Whose keys a layer attends to: in a step of the warmup group those of its members, else those of `others`.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         warmup_group: gathers and keeps.
         kernel: attends.
         others: attends in all other steps.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     warmup_group: WarmupGroup
     kernel: AttentionKernel
@@ -246,12 +246,12 @@ class WarmupGroupKeys:
         Raises:
             ModelError: if keys are masked and go to stages outside of the group, or queries are told apart.
         """
-        now = self.current()
+        now = self.now
         if now.micro_step.patch is not None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
         k, v = self.warmup_group.gather_keys(k, v, tokens)
         mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
-        if now.keeps_keys(now.micro_step.step):
+        if now.keeps_keys:
             self.warmup_group.store_or_send_keys(self.layer, k, v, mask, tokens, now)
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
@@ -261,7 +261,7 @@ class WarmupGroupKeys:
 def _write_keys(
     layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation, mask: Tensor | None = None
 ) -> None:
-    store = now.memory.get_key_store(now.branch, layer, tokens.length, now.branch_layout.num_patches)
+    store = now.memory.get_key_store(now.branch, layer, tokens.length, tokens.patches)
     store.write_keys(k, v, merge_rank_runs(tokens))
     if mask is not None:
         store.write_mask(mask, merge_rank_runs(tokens))

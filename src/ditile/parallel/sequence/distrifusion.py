@@ -7,7 +7,6 @@ layer's image tokens and keeps the keys of the whole image for every layer, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +33,7 @@ class DistriFusionKeys:
     """The keys of one layer on one rank.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         axis: the ranks that own a patch each.
         kernel: attends.
@@ -42,7 +41,7 @@ class DistriFusionKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     axis: Axis
     kernel: AttentionKernel
@@ -51,16 +50,16 @@ class DistriFusionKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        now, own = self.current(), self.axis.index
+        now, own = self.now, self.axis.index
         if not tokens.image:  # every rank has all of the text
             return self.kernel(q, k, v, mask=extra.mask.ring_masks[own] if extra.mask else None, scale=extra.scale)
-        step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
+        step, stale = now.micro_step.step, now.is_stale
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
         if store.incoming is not None:
             self._receive_patch_keys(store, tokens, step - 1)
         whole = store.write_keys(k, v, collect_rank_runs(tokens, self.axis.num_ranks)[own])
         store.mark_written(step, own)
-        if not stale or now.keeps_keys(step):
+        if not stale or now.keeps_keys:
             store.incoming = self._send_patch_keys(k, v, tokens)
         if not stale:
             self._receive_patch_keys(store, tokens, step)

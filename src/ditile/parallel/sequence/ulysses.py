@@ -15,7 +15,7 @@ layer, M heads of this rank (of all tensors that travel together, where they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -193,7 +193,7 @@ class OverlappedUlysses(UlyssesExchange):
 
     Args:
         axis, traffic, uneven: as above.
-        trace, current: record when each exchange began and ended.
+        trace, now: record when each exchange began and ended.
     """
 
     overlaps = True
@@ -203,16 +203,16 @@ class OverlappedUlysses(UlyssesExchange):
         axis: Axis,
         traffic: Traffic,
         trace: GenerationTrace,
-        current: Callable[[], Generation],
+        now: Generation,
         *,
         uneven: bool = True,
     ) -> None:
         super().__init__(axis, traffic, uneven=uneven)
-        self._trace, self._current = trace, current
+        self._trace, self._now = trace, now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """q, k and v, each made and sent before the next is made: three exchanges."""
-        (step, patch), branch = self._current().micro_step, self._current().branch
+        (step, patch), branch = self._now.micro_step, self._now.branch
         under_way: list[tuple[Tensor, HeadAndTokenShares, PendingMessages, object]] = []
         for name, make in zip("qkv", makers, strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
