@@ -67,17 +67,6 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
         override_attribute(stack, model, COMPILED_CALL_ATTRIBUTE, None)
 
 
-def bypass_all_compiled(stack: ExitStack, pipe: Any, model: nn.Module) -> bool:
-    """Makes a model run uncompiled until the stack is closed; returns whether something in it was compiled."""
-    was_compiled = bool(_find_compiled_wrappers(pipe, model))
-    bypass_compiled_model(stack, pipe, model)
-    for module in model.modules():
-        if get_compiled_call(module) is not None:
-            override_attribute(stack, module, COMPILED_CALL_ATTRIBUTE, None)
-            was_compiled = True
-    return was_compiled
-
-
 def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callable[[ForwardCall], ForwardCall]) -> None:
     """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
     owner, name = model, "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
