@@ -17,14 +17,15 @@ from typing import Any
 from ditile.errors import StateError
 from ditile.hooks.overrides import WatchedMethod, override_attribute
 from ditile.hooks.protocols import CallPosition, LabelledModel
+from ditile.models.source import list_pipeline_parts
 
 MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
 
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
     """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
-    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
-    schedulers = {name: part for name, part in parts.items() if all(hasattr(part, each) for each in _WATCHED)}
+    parts = list_pipeline_parts(pipe).items()
+    schedulers = {name: part for name, part in parts if all(hasattr(part, each) for each in _WATCHED)}
     return dict(sorted(schedulers.items(), key=lambda item: item[0] != "scheduler"))
 
 

@@ -42,6 +42,11 @@ class BlockCall:
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
 
 
+def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
+    """What a pipeline consists of, by name, with what its class can make itself and `components` leaves out."""
+    return {**(getattr(pipe, "components", None) or {}), **getattr(pipe, "__dict__", {})}
+
+
 def unwrap_module(module: nn.Module) -> nn.Module:
     """The module that torch.compile or peft wrapped."""
     for _ in range(4):
