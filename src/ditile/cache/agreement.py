@@ -31,7 +31,7 @@ class LoopClock:
         now: the generation under way.
         steps: of the loop.
         plan: its patches.
-        images: how many this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
+        images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
         begin: called at the first call of a generation, with the number of steps.
         end: called after its last step, before the decoder needs the memory.
     """
@@ -54,7 +54,7 @@ class LoopClock:
         """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
         a batch comes in micro-batches, tokens of several patches lie interleaved, or the call does not count."""
         now = self._now
-        if now.is_surveyed:
+        if now.is_surveyed or now.rehearsed_patch is not None:
             return None
         if now.memory is not self._seen:
             self._seen = now.memory

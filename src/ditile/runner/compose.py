@@ -27,6 +27,7 @@ from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks, find_anatomy
+from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
@@ -190,10 +191,17 @@ class Composition:
         )
         # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
         images = (lambda: None) if self.plan.attends_to_stale_keys else (lambda: loop.num_images)
+        divided = [model.transformer for model in self.block_hooks.models]
+
+        def count_all_images() -> int | None:
+            return None if loop.num_images is None else batch.num_images
+
         with ExitStack() as stack:
             for cache in self.model_caches:
                 begin, end = cache.begin_generation, cache.end_generation
-                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, images, begin, end)
+                # A model that is not divided is called on all images in every replica.
+                own = images if cache.transformer in divided else count_all_images
+                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, own, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
             stack.callback(loop.when_over.clear)
@@ -351,8 +359,9 @@ def _may_change(block_hooks: TransformerHooks) -> bool:
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
-    """The caches of the models that a pipeline calls now."""
-    return [cache for model in find_loop_models(pipe) if (cache := find_transformer_cache(model)) is not None]
+    """The caches of a pipeline's models, also of those that every rank calls whole, such as one without a prompt."""
+    models = {unwrap_compiled(part): None for part in list_pipeline_parts(pipe).values() if isinstance(part, nn.Module)}
+    return [cache for model in models if (cache := find_transformer_cache(model)) is not None]
 
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:
