@@ -127,12 +127,7 @@ TABLE = (
     Hole(
         "has convolutions over tokens in its blocks, and linear attention",
         BLOCKS,
-        "sana sana-video sana-image-to-video sana-wm",
-    ),
-    Hole(
-        "has convolutions over tokens in its blocks, and linear attention",
-        ("cache, pipefusion", "distrifusion", "pipefusion", "proof", "ring", "stale", "ulysses"),
-        "sana-sprint",
+        "sana sana-sprint sana-video sana-image-to-video sana-wm",
     ),
     Hole(
         "has attention that leaves out padded text",
@@ -185,24 +180,6 @@ TABLE = (
         "proteina",
     ),
     Hole(
-        "calls a second transformer in its loop, which a cache does not know",
-        ("cache, ulysses",),
-        "ideogram-4",
-        is_late=True,
-    ),
-    Hole(
-        "gives one stage other latents than two",
-        ("cache, pipefusion", "stale"),
-        "joyimage-edit-plus",
-        is_late=True,
-    ),
-    Hole(
-        "makes pictures in two steps",
-        ("cache, ulysses",),
-        "sana-sprint",
-        is_late=True,
-    ),
-    Hole(
         "steps its scheduler for other reasons than a step of the loop",
         ("cache, ulysses", "distrifusion", "ring", "ulysses"),
         "cosmos cosmos-video-to-world",
@@ -211,10 +188,7 @@ TABLE = (
     Hole(
         "computes with one prediction before it asks for the next",
         ("cfg",),
-        """
-        cosmos-2-video-to-world any-flow-far motif-video cosmos-2.5 motif-image-to-video
-        cosmos-2-text-to-image
-    """,
+        "any-flow-far",
         is_late=True,
     ),
     Hole(
@@ -227,12 +201,6 @@ TABLE = (
         "ends in an error of its own",
         ("distrifusion", "pipefusion", "ring", "stale", "ulysses"),
         "cosmos-3 cosmos-3-image-to-video",
-        is_late=True,
-    ),
-    Hole(
-        "skips under a cache what one process does not",
-        ("cache, ulysses",),
-        "longcat-audio",
         is_late=True,
     ),
     Hole(

@@ -378,7 +378,8 @@ ENTRIES = [
             diffusers.SanaSprintPipeline, guidance_embeds=True, qk_norm="rms_norm_across_heads",
         ), lambda: {
             "prompt_embeds": embeds(11), "prompt_attention_mask": torch.ones(1, 11).bool(),
-            "use_resolution_binning": False, "num_inference_steps": 2, **size(4, 5, 32),
+            "use_resolution_binning": False, "num_inference_steps": 2, "intermediate_timesteps": None,
+            **size(4, 5, 32),
         }, larger=size(5, 7, 32),
         other_prompt={"prompt_embeds": embeds(13), "prompt_attention_mask": torch.ones(1, 13).bool()}, two_images=TWO,
         padded_prompt={"prompt_embeds": padded_embeds()[0], "prompt_attention_mask": padded_embeds()[1]},

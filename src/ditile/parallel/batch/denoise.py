@@ -27,6 +27,7 @@ from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.token_arguments import knows_rows, slice_rows
 from ditile.models.step_memory import explain_branch_refusal
+from ditile.parallel.batch.deferred import DeferredWork
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
@@ -48,6 +49,9 @@ class DataCfgBatch:
         images: how many the pipeline makes.
         batch_dims: finds which dimension of each argument of the models is the batch.
         inputs: the kinds of their arguments, where these are known.
+
+    Attributes:
+        num_images: how many the pipeline makes.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class DataCfgBatch:
         batch_dims: BatchDimFinder,
         inputs: Mapping[str, Kinds] | None = None,
     ) -> None:
-        self._mesh, self._models, self._model, self._images = mesh, models, models[0], images
+        self._mesh, self._models, self._model, self.num_images = mesh, models, models[0], images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
@@ -119,6 +123,7 @@ class DataCfgBatch:
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
+        self._deferred = DeferredWork()
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
@@ -137,9 +142,9 @@ class DataCfgBatch:
             return
         now = self._now
         # One row for each image, or as many as the last call had.
-        if sample.shape[0] not in (self._images, self._images * self._num_branches.get(now.branch - 1, 1)):
+        if sample.shape[0] not in (self.num_images, self.num_images * self._num_branches.get(now.branch - 1, 1)):
             raise ModelError(
-                f"the latents have {sample.shape[0]} row(s) and the call asks for {self._images} image(s), so rows "
+                f"the latents have {sample.shape[0]} row(s) and the call asks for {self.num_images} image(s), so rows "
                 "cannot be shared out; use a plan with data=1 and cfg=1"
             )
         if not self._by_calls:
@@ -149,13 +154,16 @@ class DataCfgBatch:
                 f"cfg={self._cfg.size} shares out branches of guidance, and {type(self._model).__name__} was called "
                 "once, with one row for each image; raise guidance_scale above 1, or use cfg=1"
             )
+        if now.calls is None:
+            self._deferred.end()
         if now.calls is not None and now.branch != now.calls:
             raise self._make_calls_error(now, now.branch)
         if self._splits_calls(now.micro_step.step) and self._hole is None and self._is_last and not self.is_idle:
             # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
             own = [prediction for calls in self._predictions.values() for prediction in calls]
             has_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
-            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan
+            is_early = bool(self._deferred.problem)
+            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan | is_early
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""
@@ -169,7 +177,7 @@ class DataCfgBatch:
         """The loop is over.
 
         Raises:
-            StateError: if the pipeline used a prediction before it was filled in.
+            StateError: if the pipeline used a prediction before it was filled in, and that could not be done again.
         """
         self._over = True
         by_calls, hole = self._by_calls, self._hole
@@ -181,8 +189,8 @@ class DataCfgBatch:
         self._mesh.traffic.count_message("control", 8)
         if hole_max.wait_for_max():
             raise StateError(
-                "the pipeline computed with one prediction before it asked for the next, and cfg=2 fills both in when "
-                "the last is there; use cfg=1"
+                "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "
+                "cfg=2 fills both in when the last is there; use cfg=1"
             )
 
     # A call of the model
@@ -195,7 +203,7 @@ class DataCfgBatch:
             return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
         name, batch = self._find_noisy_input(args, kwargs)
-        every = BatchSlice.from_batch_size(len(batch), self._images)
+        every = BatchSlice.from_batch_size(len(batch), self.num_images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
             if self._by_calls and (reason := explain_branch_refusal(self._model)):
@@ -217,8 +225,9 @@ class DataCfgBatch:
         by_calls = self._splits_calls(step)
         if by_calls and now.calls is not None and branch >= now.calls:
             raise self._make_calls_error(now, branch + 1)
+        self._begin_deferred_work(now)
         if self.is_idle:
-            return self._make_idle_result(now, batch, kwargs)
+            return self._defer(self._make_idle_result(now, batch, kwargs), is_absent=False)
         if not by_calls:
             self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
@@ -228,11 +237,34 @@ class DataCfgBatch:
             self._compute_batch_slice(forward, args, kwargs, batch_slice)
         else:
             self._skip_foreign_call(now, batch_slice)
-        if by_calls and self._is_last and branch + 1 == now.calls:
+        is_complete = by_calls and self._is_last and branch + 1 == now.calls
+        if is_complete:
             for k in range(len(self._predictions[branch])):
-                calls = [self._predictions[call][k] for call in range(now.calls)]
+                calls = [self._predictions[call][k] for call in range(branch + 1)]
                 self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch, k))
-        return self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
+            self._deferred.finish()
+        result = self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
+        is_absent = by_calls and self._is_last and not is_complete and not self._cfg.is_own_call(branch)
+        return self._defer(result, is_absent=is_absent)
+
+    def _begin_deferred_work(self, now: Generation) -> None:
+        """A call of a step is next. In the first step every rank sees what cannot be done again.
+
+        Raises:
+            ModelError: if the pipeline uses the last prediction so that this could not be done again.
+        """
+        if not now.branch:
+            self._deferred = DeferredWork()
+        elif self._by_calls and now.calls is None and self._deferred.problem:
+            raise ModelError(
+                f"cfg={self._cfg.size} shares out calls of {type(self._model).__name__}, and the pipeline "
+                f"{self._deferred.problem} before the next one is made, and so before it is there; use cfg=1"
+            )
+
+    def _defer(self, result: Any, *, is_absent: bool) -> Any:
+        """A result whose uses are noted, if it is not there yet; in the first step any, to see whether they can be."""
+        is_first = self._by_calls and self._now.calls is None
+        return pytree.tree_map_only(Tensor, self._deferred.defer, result) if is_absent or is_first else result
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
         """The name of the noisy input, which is the first argument, and its value: a tensor, or a list of its rows."""

@@ -4,9 +4,9 @@ Diffusers puts the branches of guidance one after the other in the batch: all im
 
 **cfg** (arXiv 2207.12598): branches that share a batch are split by rows, and every half gets the others' rows after
 each call. Branches that are calls of their own go to the halves in turn: what a half does not compute is NaN until the
-last call of the step returns, and filled in place then. The number of calls is learnt in step 0, which every half
-computes whole. Only what is fresh travels: in an asynchronous micro-step of PipeFusion one patch of the prediction, and
-on the last stage alone.
+last call of the step returns, and filled in place then; `deferred.py` does again what was computed with it before. The
+number of calls is learnt in step 0, which every half computes whole. Only what is fresh travels: in an asynchronous
+micro-step of PipeFusion one patch of the prediction, and on the last stage alone.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
 runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator

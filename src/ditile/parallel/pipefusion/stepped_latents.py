@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditile.errors import StateError
 from ditile.hooks.generation import Generation
-from ditile.hooks.pieces import Piece, RehearsedPrediction
+from ditile.hooks.pieces import Piece
 from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
@@ -57,7 +57,8 @@ class SteppedLatents:
         call = dict(self._call.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         model_output, timestep, sample = (call.pop(name) for name in self._roles)
-        if isinstance(model_output, RehearsedPrediction):
+        # Not one whose way through the pipeline is watched.
+        if type(model_output) is not Tensor:
             model_output = model_output.as_subclass(Tensor)
         return model_output, timestep, sample, call
 
