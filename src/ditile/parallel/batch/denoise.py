@@ -239,13 +239,17 @@ class DataCfgBatch:
             self._skip_foreign_call(now, batch_slice)
         is_complete = by_calls and self._is_last and branch + 1 == now.calls
         if is_complete:
-            for k in range(len(self._predictions[branch])):
-                calls = [self._predictions[call][k] for call in range(branch + 1)]
-                self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(now, branch, k))
-            self._deferred.finish()
+            self._complete_calls(branch, batch_slice)
         result = self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
         is_absent = by_calls and self._is_last and not is_complete and not self._cfg.is_own_call(branch)
         return self._defer(result, is_absent=is_absent)
+
+    def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
+        """The last call of a step was made: all halves get the predictions of the others."""
+        for k in range(len(self._predictions[last])):
+            calls = [self._predictions[call][k] for call in range(last + 1)]
+            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(self._now, last, k))
+        self._deferred.finish()
 
     def _begin_deferred_work(self, now: Generation) -> None:
         """A call of a step is next. In the first step every rank sees what cannot be done again.
