@@ -50,16 +50,6 @@ TABLE = (
     """,
     ),
     Hole(
-        "makes a picture and sound, whose patches are not stepped yet",
-        (*PATCHES, "proof"),
-        "ltx-2 ltx-2-image-to-video ltx-2-condition kandinsky-6 kandinsky-6-image-to-video",
-    ),
-    Hole(
-        "makes a picture and sound, which do not come together yet",
-        ("data",),
-        "ltx-2 ltx-2-image-to-video ltx-2-condition kandinsky-6 kandinsky-6-image-to-video",
-    ),
-    Hole(
         "mixes tokens of patches behind the blocks, in its guidance or its head",
         ("proof",),
         "z-image-omni",

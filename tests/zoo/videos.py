@@ -77,7 +77,7 @@ def ltx_2_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
 
 
 def ltx_2_call() -> dict[str, Any]:
-    return ltx_2_text() | size(5, 3, 4, ratio=2, pixels=32) | {
+    return ltx_2_text() | size(5, 3, 5, ratio=2, pixels=32) | {
         "guidance_scale": 3.0, "stg_scale": 0.0, "modality_scale": 1.0, "audio_guidance_scale": 3.0,
         "audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "spatio_temporal_guidance_blocks": None,
         "use_cross_timestep": False, "frame_rate": 24.0,
@@ -335,13 +335,13 @@ BOTH = {"transformers": ("transformer", "transformer_2")}
 
 ENTRIES = [
     entry(
-        "ltx-2", 3, lambda: ltx_2(diffusers.LTX2Pipeline), ltx_2_call, larger=size(7, 3, 5, ratio=2, pixels=32),
+        "ltx-2", 3, lambda: ltx_2(diffusers.LTX2Pipeline), ltx_2_call, larger=size(7, 3, 6, ratio=2, pixels=32),
         other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
     ),
     entry(
         "ltx-2-image-to-video", 3, lambda: ltx_2(diffusers.LTX2ImageToVideoPipeline),
         lambda: ltx_2_call() | {"image": picture(96, 128), "image_crf": 0},
-        larger=size(7, 3, 5, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2),
+        larger=size(7, 3, 6, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2),
         padded_prompt=LTX_2_PADDED,
     ),
     entry(
@@ -439,7 +439,7 @@ ENTRIES = [
             "conditions": diffusers.pipelines.ltx2.pipeline_ltx2_condition.LTX2VideoCondition(
                 frames=picture(96, 128), index=0, strength=1.0, crf=0,
             ),
-        }, larger=size(7, 3, 5, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT),
+        }, larger=size(7, 3, 6, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT),
         two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
     ),
     entry(

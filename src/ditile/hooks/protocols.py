@@ -132,6 +132,9 @@ class BatchShare(Protocol):
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """Checks the prediction and the latents that the scheduler is about to be stepped with."""
 
+    def check_streams(self, number: int) -> None:
+        """Checks how many schedulers an iteration stepped."""
+
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""
 

@@ -165,6 +165,22 @@ class DataCfgBatch:
             is_early = bool(self._deferred.problem)
             self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan | is_early
 
+    def check_streams(self, number: int) -> None:
+        """Checks, at the end of an iteration, that each prediction of the model steps latents, which come together.
+
+        Args:
+            number: of schedulers that were stepped.
+
+        Raises:
+            ModelError: if there are more predictions.
+        """
+        predictions = max(map(len, self._predictions.values()), default=0)
+        if self._data.size > 1 and number < predictions:
+            raise ModelError(
+                f"data={self._data.size}: {type(self._model).__name__} makes {predictions} predictions, and the "
+                f"pipeline steps {number} scheduler(s) with them, whose latents alone come together; use data=1"
+            )
+
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""
         return self._data.view_own_images(batch)
@@ -302,11 +318,6 @@ class DataCfgBatch:
             result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
-        if len(predictions) > 1 and self._data.size > 1:
-            raise ModelError(
-                f"data={self._data.size}: {type(self._model).__name__} makes {len(predictions)} predictions, and the "
-                "latents of the first alone come together at the end; use data=1"
-            )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
         self._agree_on_rows(predictions)

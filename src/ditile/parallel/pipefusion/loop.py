@@ -224,6 +224,7 @@ class Loop:
                     self._finish_generation(stopped=False)
                     yield from timesteps[1:]
                     return
+                self._batch.check_streams(len(self._streams))
                 if self._adaptive_warmup is not None:
                     self._adaptive_warmup.start_change_sum()
             generation.memory.forget_step_constants()
