@@ -47,6 +47,7 @@ TABLE = (
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
         flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
+        ace-step-turbo prx-distilled
     """,
     ),
     Hole(
@@ -57,7 +58,7 @@ TABLE = (
     Hole(
         "mixes tokens of patches behind the blocks, in its guidance or its head",
         PATCHES,
-        "ace-step lumina-2",
+        "ace-step",
     ),
     Hole(
         "gives its later blocks something that it makes of the latents, which only the first stage has",

@@ -157,6 +157,13 @@ ENTRIES = [
         padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "lyrics": ["left right"] * 2},
     ),
     entry(
+        "ace-step-turbo", 13, ace_step,
+        lambda: {"prompt": PROMPT, "lyrics": "left right", "audio_duration": 1.3, "guidance_scale": 1.0},
+        larger={"audio_duration": 2.3}, other_prompt={"prompt": LONG_PROMPT},
+        two_images={"prompt": [PROMPT] * 2, "lyrics": ["left right"] * 2},
+        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "lyrics": ["left right"] * 2},
+    ),
+    entry(
         "longcat-audio", 20, longcat_audio,
         lambda: {"prompt": PROMPT, "negative_prompt": "a square", "audio_duration_s": 1.0, "guidance_scale": 3.0},
         larger={"audio_duration_s": 2.0}, other_prompt={"prompt": LONG_PROMPT},

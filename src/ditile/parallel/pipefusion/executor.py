@@ -356,7 +356,7 @@ class PipeFusion:
         own = self._streams.locate_own_share(part.image_tokens)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
-        return TokenState(image[:, own].contiguous(), text)
+        return TokenState(_arrange_like(image[:, own], state.image), text)
 
     def _cut_text(self, state: TokenState) -> Tensor | None:
         part = self.generation.get_own_part(self.generation.micro_step.patch)
@@ -404,7 +404,7 @@ class PipeFusion:
         if len(parts) > 1:
             whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]
             parts = [torch.cat(whole, dim=1)[:, streams.locate_own_share(part.image_tokens)]]
-        return TokenState(parts[0].contiguous(), text)
+        return TokenState(_arrange_like(parts[0], state.image), text)
 
     def _send_activations(self, state: TokenState) -> None:
         self._record_compute()
@@ -480,3 +480,13 @@ class PipeFusion:
         if not self._latents:
             return None
         return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])
+
+
+def _arrange_like(x: Tensor, like: Tensor) -> Tensor:
+    """Tokens `[B, n, C]` in memory as the model has them, token after token or channel after channel.
+
+    A sum over channels rounds otherwise in the other order.
+    """
+    if like.stride(1) >= like.stride(2):
+        return x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
