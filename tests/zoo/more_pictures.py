@@ -74,8 +74,8 @@ def chroma_call() -> dict[str, Any]:
 def lumina_2() -> Any:
     return diffusers.Lumina2Pipeline(
         # Keys are wider than 8 numbers: such products round otherwise where several are one.
-        transformer=transformer("Lumina2Transformer2DModel", hidden_size=48, axes_dim_rope=(4, 6, 6)), scheduler=flow(), vae=encoders.vae_8(),
-        text_encoder=encoders.language("Gemma2"), tokenizer=encoders.chat_tokenizer(),
+        transformer=transformer("Lumina2Transformer2DModel", hidden_size=48, axes_dim_rope=(4, 6, 6)),
+        scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language("Gemma2"), tokenizer=encoders.chat_tokenizer(),
     )  # fmt: skip
 
 
@@ -426,7 +426,8 @@ ENTRIES = [
         "prx-distilled", 20, lambda: diffusers.PRXPipeline(
             transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
             vae=encoders.vae_8(),
-        ), lambda: masked_text(width=16) | SMALL | {"guidance_scale": 1.0, "use_resolution_binning": False}, **MASKED_16,
+        ), lambda: masked_text(width=16) | SMALL | {"guidance_scale": 1.0, "use_resolution_binning": False},
+        **MASKED_16,
     ),
     entry(
         "ernie-image", 14, lambda: diffusers.ErnieImagePipeline(

@@ -106,10 +106,10 @@ def _format_markdown_rows(table: list[list[str]]) -> list[str]:
 _FAMILIES = """
 ## Every family under every axis
 
-Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of pipelines
-{whole} hold every column. A transformer class holds a column where one of its calls does: of {classes} classes
-{proven_classes} hold every column. So a class of which people have distilled models too, which are called without
-guidance, holds `cfg` by the call with guidance.
+Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
+pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
+classes {proven_classes} hold every column. So a class of which people have distilled models too, which are called
+without guidance, holds `cfg` by the call with guidance.
 
 - proof: a call computed patch by patch with keys that did not change is the whole call
 - pipefusion: two stages with nothing stale are bit-identical to the pipeline
