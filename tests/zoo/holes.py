@@ -71,11 +71,6 @@ TABLE = (
         "flux-controlnet",
     ),
     Hole(
-        "is called with one number of tokens alone, so that it cannot be told what is a token",
-        BLOCKS,
-        "stable-audio dit",
-    ),
-    Hole(
         "has blocks that are given text which the next ones are not",
         BLOCKS,
         "hidream",
