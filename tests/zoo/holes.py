@@ -86,7 +86,7 @@ TABLE = (
         "ideogram-4",
     ),
     Hole(
-        "has attention to keys that are not those of the tokens",
+        "has experts that choose among all tokens",
         BLOCKS,
         "nucleus-moe",
     ),
