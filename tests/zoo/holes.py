@@ -61,11 +61,6 @@ TABLE = (
         "ace-step",
     ),
     Hole(
-        "gives its later blocks something that it makes of the latents, which only the first stage has",
-        PATCHES,
-        "wan-vace",
-    ),
-    Hole(
         "runs a ControlNet in its loop, which needs the whole fresh latents",
         PATCHES,
         "flux-controlnet",

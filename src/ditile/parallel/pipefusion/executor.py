@@ -231,10 +231,11 @@ class PipeFusion:
                 )
             now.forget_layout()
         self._plan.check(Facts(rows=form.grid.rows))
-        if self.stages > 1 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
+        # The last stage steps the latents, so it has what the first one gets.
+        if self.stages > 2 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
             raise ModelError(
-                f"{fed[0]} is given what the forward makes of the latents, which only the first stage has; use a plan "
-                "with pipefusion=1"
+                f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, which only the "
+                "first and the last stage have; use pipefusion=2"
             )
         layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         if now.is_whole:
