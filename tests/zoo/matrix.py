@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ditile.cli.models import ONE_PICTURE
 from ditile.models.known import ASSETS
 from tests.zoo import ZOO
 from tests.zoo.holes import find_hole, has_row
@@ -32,7 +33,7 @@ def build_families() -> dict[str, Any]:
             if (hole := find_hole(name, column)) is not None
         }
         if not has_row(name, "data"):
-            holes["data"] = "makes one picture at a time"
+            holes["data"] = ONE_PICTURE
         transformer = type(getattr(pipe, entry.transformers[0])).__name__
         families.append({"pipeline": type(pipe).__name__, "name": name, "transformer": transformer, "holes": holes})
     return {"columns": list(COLUMNS), "families": families}

@@ -91,9 +91,13 @@ def _format_families(proven: Mapping[str, Any]) -> list[str]:
     missing = {family["transformer"]: set(columns) for family in families}
     for family in families:
         missing[family["transformer"]] &= family["holes"].keys()
-    proven_classes = sum(not columns for columns in missing.values())
+    one_at_a_time = {f["transformer"] for f in families if f["holes"].get("data") == ONE_PICTURE}
     heading = _FAMILIES.format(
-        pipelines=len(families), whole=whole, classes=len(missing), proven_classes=proven_classes
+        pipelines=len(families),
+        whole=whole,
+        classes=len(missing),
+        proven_classes=sum(not columns for columns in missing.values()),
+        but_data=sum(columns == {"data"} and cls in one_at_a_time for cls, columns in missing.items()),
     )
     notes = [f"- {number} {reason}" for reason, number in numbers.items()]
     return [heading, *_format_markdown_rows(table), "\nA number stands for the reason: such a pipeline\n", *notes]
@@ -103,13 +107,17 @@ def _format_markdown_rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table]
 
 
+ONE_PICTURE = "makes one picture at a time"
+"""Why a pipeline has no call for the column `data`."""
+
 _FAMILIES = """
 ## Every family under every axis
 
 Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
-classes {proven_classes} hold every column. So a class of which people have distilled models too, which are called
-without guidance, holds `cfg` by the call with guidance.
+classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
+picture at a time. A class of which there are distilled models too, which are called without guidance, holds `cfg` by
+the call with guidance.
 
 - proof: a call computed patch by patch with keys that did not change is the whole call
 - pipefusion: two stages with nothing stale are bit-identical to the pipeline
