@@ -66,6 +66,12 @@ TABLE = (
         "flux-controlnet",
     ),
     Hole(
+        "computes with a part of its first block behind the last one",
+        PATCHES,
+        "dit",
+        is_late=True,
+    ),
+    Hole(
         "has blocks that are given text which the next ones are not",
         BLOCKS,
         "hidream",
