@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,14 @@ class BlockPass(Protocol):
         """What a block that is given `call` returns; `forward` takes the same by name."""
 
 
+class OutputWatch(Protocol):
+    """Remembers what modules outside of blocks return, such as `OutputMemoizer`."""
+
+    def watch_survey(self, blocks: Collection[str], has_begun: Callable[[], bool]) -> AbstractContextManager[Any]: ...
+
+    def remember_outputs(self, seen: Any, *, reads_latents: bool) -> None: ...
+
+
 class BlockCalls:
     """The calls of one transformer in a pipeline's call.
 
@@ -54,6 +63,7 @@ class BlockCalls:
         anatomy: what its dimensions count.
         policy: decides at each block.
         now: the generation under way.
+        memo: remembers what modules outside of blocks return.
         read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any may be cut.
     """
 
@@ -64,10 +74,11 @@ class BlockCalls:
         anatomy: Anatomy,
         policy: BlockPolicy,
         now: Generation,
+        memo: OutputWatch,
         read_grid: ReadGrid | None = None,
     ) -> None:
         self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
-        self._now, self._read_grid = now, read_grid
+        self._now, self._memo, self._read_grid = now, memo, read_grid
         self._names, self._key = list_parameter_names(transformer), id(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
         self._every = range(len(chain))
@@ -79,8 +90,7 @@ class BlockCalls:
 
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
-            now = self._now
-            now.check_under_way()
+            now = self._now.check_under_way()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             shapes = _describe_input(inputs[self._names[0]])
@@ -166,10 +176,12 @@ class BlockCalls:
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
-        result = self._run_pass(survey, forward, poison_latents(self._names[0], inputs))
+        with self._memo.watch_survey(self._anatomy.lists, lambda: survey.has_begun) as seen:
+            result = self._run_pass(survey, forward, poison_latents(self._names[0], inputs))
+        reads = any(bool(torch.isnan(x).any()) for x in list_predictions(result))
+        self._memo.remember_outputs(seen, reads_latents=reads)
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
-        returns_text = survey.poisons_text and any(bool(torch.isnan(x).any()) for x in list_predictions(result))
-        return survey.describe_call(grid)._replace(returns_text=returns_text)
+        return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and reads)
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
@@ -240,11 +252,12 @@ class _SurveyPass:
 
     Attributes:
         poisons_text: whether the text behind the last block is a stream of its own, which is NaN then.
+        has_begun: whether the first block was called.
     """
 
     def __init__(self, model: str, anatomy: Anatomy, last: int, *, checks: bool) -> None:
         self._model, self._anatomy, self._last, self._checks = model, anatomy, last, checks
-        self.poisons_text = False
+        self.poisons_text = self.has_begun = False
         self._lengths: dict[str, int] = {}
         self._start, self._rows = 0, 1
         self._before: tuple[Tensor, Tensor | None, int] | None = None
@@ -261,6 +274,7 @@ class _SurveyPass:
         if hook.index:
             given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
             self._fed[hook.name] = torch.stack([torch.isnan(x).any() for x in given]).any()
+        self.has_begun = True
         if self._before is not None:
             last_image, last_text, version = self._before
             is_same = image is last_image and image._version == version

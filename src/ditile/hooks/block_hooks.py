@@ -8,12 +8,14 @@ its list without weights and children, and its hook passes the tokens through.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import StateError
@@ -36,6 +38,7 @@ from ditile.hooks.compile import (
     wrap_model_call,
 )
 from ditile.hooks.generation import Generation
+from ditile.hooks.kv_store import READ_SHAPE, READ_VERSION, RememberedOutput
 from ditile.hooks.overrides import IN_CALL, match_modules, override_attribute
 from ditile.hooks.placeholders import (
     ModuleContents,
@@ -264,9 +267,10 @@ class TransformerHooks:
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
         """
-        memo = OutputMemoizer(self.spec, now, self._label)
+        first = 0 in owned or bool(self.replacement_blocks)
+        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first)
         is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
-        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, self.spec.grid)
+        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
@@ -297,8 +301,7 @@ class TransformerHooks:
                 if is_own and hook.name not in compiled:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
-            first = 0 in owned or bool(self.replacement_blocks)
-            memo.install_hooks(stack, self.transformer, first=first, compiled=compiled)
+            memo.install_hooks(stack, compiled)
             yield
 
     def _wrap_block(self, calls: BlockCalls, hook: BlockHook, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,51 +343,135 @@ class CallCountHooks(TransformerHooks):
         if not whole:
             for hook in self.chain:
                 replace_cross_processors(stack, self.spec, hook.block, now)
-            memo = OutputMemoizer(self.spec, now, self._label)
-            memo.install_hooks(stack, self.transformer, first=True, compiled=compiled)
+            OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))
 
 
+SeenModules = dict[str, tuple[Any, bool]]
+"""Name of a module -> what it was given, and whether all that it returned is made of the latents."""
+
+
 class OutputMemoizer:
-    """Remembers the outputs of modules that a family declares constant, in a generation or in a step."""
+    """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
 
-    def __init__(self, spec: ModelSpec, now: Generation, label: str = "") -> None:
-        self._spec, self._now, self._label = spec, now, label
+    A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
+    forward calls, once, in front of the blocks, and gives the same with the latents as they are. What they return
+    counts for a step, in all of whose patches a pipeline gives the same conditions, and for as long as they are given
+    the same memory, unchanged. What is made of the latents there is read on the first stage alone: others keep it.
 
-    def install_hooks(
-        self, stack: ExitStack, transformer: nn.Module, *, first: bool, compiled: Sequence[str] = ()
+    Args:
+        transformer, spec: the model, and what is known of it.
+        now: the generation under way.
+        label: before the names of its modules.
+        first: whether this rank has the first stage.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, spec: ModelSpec, now: Generation, label: str = "", *, first: bool = True
     ) -> None:
-        """Overrides the forwards of those modules until the stack is closed.
+        self._transformer, self._spec, self._now, self._label, self._first = transformer, spec, now, label, first
+        self._remembered: set[str] = set()
+        self._excluded: set[str] = set()
+        self._is_watching = False
+        self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
+
+    def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
+        """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
 
         Args:
-            first: whether this rank has the first stage, which reads the embedded latents.
+            stack: undoes it.
             compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
-        # Other stages never read the embedded latents, so those of the first step will do.
-        constant = self._spec.constant if first else (*self._spec.constant, self._spec.image_tokens)
-        for patterns, wrap in ((constant, self._memoize_constant), (self._spec.per_step, self._memoize_per_step)):
+        self._stack = stack
+        for patterns, lasts in ((self._spec.constant, True), (self._spec.per_step, False)):
             for pattern in patterns:
-                for name, module in match_modules(transformer, pattern):
-                    path = f"{self._label}{name}"
-                    if not any(path.startswith(f"{block}.") for block in compiled):
-                        override_attribute(stack, module, "forward", wrap(path, module.forward))
+                for name, module in match_modules(self._transformer, pattern):
+                    if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
+                        self._remember_output(name, module, lasts=lasts)
 
-    def _memoize_constant(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def watch_survey(self, blocks: Collection[str], has_begun: Callable[[], bool]) -> Iterator[SeenModules]:
+        """While a call is surveyed that is entered, notes what modules are given in front of the blocks.
+
+        Args:
+            blocks: the lists of blocks.
+            has_begun: whether the first block was called.
+        """
+        seen, called, active = SeenModules(), set[str](), list[str]()
+
+        def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if has_begun() or name in called:
+                self._excluded.add(name)
+            elif not active:
+                seen[name] = (args, kwargs), False
+            called.add(name)
+            active.append(name)
+
+        def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            active.pop()
+            if has_begun():
+                self._excluded.add(name)
+            elif name in seen:
+                leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+                seen[name] = seen[name][0], all(bool(torch.isnan(x).any()) for x in leaves) and bool(leaves)
+
+        with ExitStack() as watched:
+            for name, module in self._transformer.named_modules():
+                if name and not any(f"{name}.".startswith(f"{each}.") for each in blocks):
+                    for register, note in (
+                        (module.register_forward_pre_hook, note_call),
+                        (module.register_forward_hook, note_output),
+                    ):
+                        watched.callback(register(functools.partial(note, name), with_kwargs=True).remove)
+            watched.callback(setattr, self, "_is_watching", False)
+            self._is_watching = True
+            yield seen
+
+    def remember_outputs(self, seen: SeenModules, *, reads_latents: bool) -> None:
+        """Remembers from now on what modules return; `reads_latents`: whether the forward does so behind the blocks."""
+        for name, (given, is_of_latents) in seen.items():
+            if is_of_latents and (self._first or reads_latents):
+                self._excluded.add(name)
+            elif not is_of_latents:
+                self._unproven[name] = given
+            if name not in (*self._remembered, *self._excluded):
+                self._remember_output(name, self._transformer.get_submodule(name), lasts=is_of_latents, is_found=True)
+
+    def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
+        """What a module returns counts for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
+        now, forward, path = self._now, module.forward, f"{self._label}{name}"
+        excluded, compares = self._excluded if is_found else set(), is_found and not lasts
+
         def forward_once(*args: Any, **kwargs: Any) -> Any:
-            now = self._now
-            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            return now.get_branch_constant((name, shapes), lambda: forward(*args, **kwargs))
-
-        return forward_once
-
-    def _memoize_per_step(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_once_per_step(*args: Any, **kwargs: Any) -> Any:
-            now = self._now
-            if now.micro_step.patch is None:
+            is_unproven = name in self._unproven and not self._is_watching
+            if is_unproven and not _are_equal(self._unproven.pop(name), (args, kwargs)):
+                excluded.add(name)
+            if now.is_surveyed or name in excluded:
                 return forward(*args, **kwargs)
-            return now.memory.get_step_constant((name, now.branch), lambda: forward(*args, **kwargs))
+            step, patch = now.micro_step
+            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
+            known = now.memory.outputs.get(key)
+            if (
+                known is None
+                or not (lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs))
+                or known.versions != tuple(map(READ_VERSION, known.tensors))  # the forward wrote into it
+            ):
+                output = forward(*args, **kwargs)
+                known = now.memory.outputs[key] = RememberedOutput(output, (args, kwargs) if compares else None)
+            known.step = step
+            return known.output
 
-        return forward_once_per_step
+        self._remembered.add(name)
+        override_attribute(self._stack, module, "forward", forward_once)
+
+
+def _are_equal(values: Any, others: Any) -> bool:
+    """Whether two calls were given the same numbers. Waits for the device."""
+    some, more = pytree.tree_leaves(values), pytree.tree_leaves(others)
+    return len(some) == len(more) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
+        for x, y in zip(some, more, strict=True)
+    )
 
 
 def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:

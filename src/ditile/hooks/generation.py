@@ -145,13 +145,14 @@ class Generation:
         for each in fields(self):
             setattr(self, each.name, getattr(other, each.name))
 
-    def check_under_way(self) -> None:
-        """Raises `StateError` if the pipeline's loop is not running."""
+    def check_under_way(self) -> Generation:
+        """Returns itself; raises `StateError` if the pipeline's loop is not running."""
         if not self.is_under_way:
             raise StateError(
                 "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
                 "call the runner, or restore() it to use the transformer by itself"
             )
+        return self
 
     def enter_micro_step(self, micro: MicroStep) -> None:
         """A micro-step begins."""

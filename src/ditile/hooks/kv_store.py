@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.transport import HostCopy, PendingMessages
 from ditile.errors import StateError
 
 NEVER = -1
+
+READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_version")
+"""Of a tensor: the version counts what is written into its memory."""
 
 
 class KeyStore:
@@ -146,11 +150,50 @@ class SliceEntry(NamedTuple):
     held: tuple[Any, ...]
 
 
+class RememberedOutput:
+    """What a module returned.
+
+    Args:
+        output: its output.
+        given: what it was given, if that is to be compared.
+
+    Attributes:
+        step: in which it was last used.
+        tensors, versions: of the output, as it was.
+    """
+
+    def __init__(self, output: Any, given: Any) -> None:
+        self.output, self._given, self.step = output, given, NEVER
+        self._memory = None if given is None else _describe_memory(given)
+        self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
+        self.versions = tuple(map(READ_VERSION, self.tensors))
+
+    def is_given_same(self, args: Any, kwargs: Any) -> bool:
+        """Whether a module is given the same memory now, in which nothing was changed."""
+        return self._given is not None and _describe_memory((args, kwargs)) == self._memory
+
+
+def _describe_memory(values: Any) -> list[Any]:
+    """Equal for the same values in the same memory, as long as one of them is held."""
+    described: list[Any] = []
+    for leaf in pytree.tree_leaves(values):
+        if not isinstance(leaf, Tensor):
+            described.append(leaf if isinstance(leaf, int | float | str | None) else id(leaf))
+        elif leaf.is_inference() or leaf.is_meta:  # whether it was changed is not known
+            described.append(object())
+        else:
+            described.append((leaf.data_ptr(), leaf._version, leaf.shape, leaf.stride(), leaf.dtype))
+    return described
+
+
 class GenerationMemory:
     """Key stores, predictions and constants of one generation.
 
     Args:
         relative_change: records how much keys and values change, if given.
+
+    Attributes:
+        outputs: of modules that need not compute them again.
     """
 
     def __init__(self, relative_change: RelativeChange | None = None) -> None:
@@ -158,7 +201,7 @@ class GenerationMemory:
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
-        self._step_constants: dict[Hashable, Any] = {}
+        self.outputs: dict[Hashable, RememberedOutput] = {}
         self._slices: dict[Hashable, SliceEntry] = {}
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
@@ -200,12 +243,6 @@ class GenerationMemory:
             self._constants[key] = make()
         return self._constants[key]
 
-    def get_step_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """A value that does not change during a step, made once per step."""
-        if key not in self._step_constants:
-            self._step_constants[key] = make()
-        return self._step_constants[key]
-
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The part of `source` that a patch needs, cut anew only when `source` is another object."""
         entry = self._slices.get(key)
@@ -215,13 +252,10 @@ class GenerationMemory:
             entry = self._slices[key] = SliceEntry(make(), source, held)
         return entry.value
 
-    def forget_step_constants(self) -> None:
-        """Forgets what was constant within the step."""
-        self._step_constants.clear()
-
     def forget_constants(self) -> None:
         """Forgets what was constant in the generation: a callback may have changed what it was made of."""
         self._constants.clear()
+        self.outputs.clear()
         self._slices.clear()
 
 

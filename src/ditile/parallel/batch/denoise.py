@@ -212,8 +212,7 @@ class DataCfgBatch:
     # A call of the model
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._now
-        now.check_under_way()
+        now = self._now.check_under_way()
         # Every rank finds out where patches are, by all rows.
         if now.rehearsed_patch is not None:
             return forward(*args, **kwargs)

@@ -227,7 +227,6 @@ class Loop:
                 self._batch.check_streams(len(self._streams))
                 if self._adaptive_warmup is not None:
                     self._adaptive_warmup.start_change_sum()
-            generation.memory.forget_step_constants()
             if self._adaptive_warmup is not None and main.latents is not None:
                 self._adaptive_warmup.record_step_changes(generation, main.latents.shape[0])
             step += 1
