@@ -374,6 +374,11 @@ ENTRIES = [
         "hidream", 14, hi_dream, lambda: hi_dream_text() | size(3, 6, 4) | {"guidance_scale": 3.0},
         larger=size(5, 5, 4), other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
+    entry(
+        "hidream-square", 14, hi_dream, lambda: hi_dream_text() | size(5, 5, 4) | {"guidance_scale": 3.0},
+        larger="a square picture has one size", other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO,
+        padded_prompt=SAME_LENGTH,
+    ),
     entry("sana", 20, lambda: sana(diffusers.SanaPipeline), sana_call, **MASKED_16 | {"larger": size(5, 7, 32)}),
     entry(
         "sana-sprint", 20, lambda: sana(

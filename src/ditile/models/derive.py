@@ -148,7 +148,10 @@ class _Derivation:
         first, second = images[0].shape, images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
         queries = {call.queries for calls in self._records[0][0].attention.values() for call in calls}
-        if dims in ([], [0]) and len(first) == 3 and first[1] in queries:
+        text = self._records[0][0].arguments.get(self._chain[0].flow.text or "")
+        # Queries are those of the image, or of the text too.
+        lengths = {first[1], first[1] + text.shape[1]} if isinstance(text, Tensor) and text.ndim == 3 else {first[1]}
+        if dims in ([], [0]) and len(first) == 3 and lengths & queries:
             dims = [1]
         if len(first) != len(second) or len(dims) != 1:
             raise ModelError(
