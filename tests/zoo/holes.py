@@ -72,14 +72,14 @@ TABLE = (
         is_late=True,
     ),
     Hole(
-        "has blocks that are given text which the next ones are not",
+        "pads pictures that are not square to the tokens of the largest",
         BLOCKS,
         "hidream",
     ),
     Hole(
         "makes other numbers of rows than pictures",
         ("cfg", "data"),
-        "hidream cosmos cosmos-video-to-world",
+        "cosmos cosmos-video-to-world",
     ),
     Hole(
         "calls a second transformer in its loop, which needs the whole fresh latents",

@@ -177,7 +177,9 @@ def count_images(call: Mapping[str, Any]) -> int:
     each = math.prod(int(value) for name, value in call.items() if _PER_PROMPT.fullmatch(name) and value)
     if call.get("prompt") is None and "image" not in call and isinstance(size := call.get("batch_size"), int):
         return size
-    embeds = sorted(name for name in call if name.startswith("prompt_embeds"))
+    # Of each layer of a text encoder, embeddings have the layer in front.
+    found = [name for name in call if name.startswith("prompt_embeds")]
+    embeds = sorted(found, key=lambda name: (getattr(call[name], "ndim", 0) > 3, name))
     for name in ("prompt", *embeds, "class_labels", "image_embeds", "image"):
         if (value := call.get(name)) is not None:
             is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > (3 if name == "image" else 0)
