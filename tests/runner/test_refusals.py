@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from diffusers import (
     DiffusionPipeline,
-    DiTTransformer2DModel,
     FluxControlNetModel,
     FluxControlNetPipeline,
+    NucleusMoEImageTransformer2DModel,
     PixArtSigmaPAGPipeline,
     PixArtSigmaPipeline,
     SD3ControlNetModel,
@@ -47,7 +47,10 @@ def _instead(make: Callable[[], Any], wrap: Callable[[Any], nn.Module]) -> Calla
 
 
 def _unknown(_: Any) -> nn.Module:
-    made: nn.Module = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=8)
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
+    made: nn.Module = NucleusMoEImageTransformer2DModel(
+        **sizes, in_channels=4, axes_dims_rope=(2, 2, 4), moe_enabled=False
+    )
     return made
 
 
@@ -95,7 +98,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel is not in the table.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),
-                "DiTTransformer2DModel .*PixArtSigmaPipeline could not be called.*use a plan of data, cfg"),
+                "NucleusMoEImageTransformer2DModel .*PixArtSigmaPipeline could not be called.*use a plan of data, cfg"),
     "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
     "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
             r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),

@@ -66,12 +66,6 @@ TABLE = (
         "flux-controlnet",
     ),
     Hole(
-        "computes with a part of its first block behind the last one",
-        PATCHES,
-        "dit",
-        is_late=True,
-    ),
-    Hole(
         "pads pictures that are not square to the tokens of the largest",
         BLOCKS,
         "hidream",

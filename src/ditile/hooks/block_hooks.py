@@ -215,7 +215,9 @@ class TransformerHooks:
         """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
         for hook in self.chain:
             if hook.index not in owned:
-                parts = turn_into_placeholder(hook.block)
+                prefix = f"{hook.name.removeprefix(self._label)}."
+                kept = [path.removeprefix(prefix) for path in self.anatomy.outside if path.startswith(prefix)]
+                parts = turn_into_placeholder(hook.block, kept)
                 if keep:
                     self._stored_contents[hook.index] = parts
 

@@ -90,7 +90,8 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
 
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     """The row of a transformer's class."""
-    return {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
+    row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
+    return row if anatomy.outside else {name: value for name, value in row.items() if name != "outside"}
 
 
 def read_row(row: Row) -> Anatomy:
@@ -106,7 +107,8 @@ def read_row(row: Row) -> Anatomy:
         )
         for name, each in row["lists"].items()
     }
-    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), row.get("modes", {}))
+    modes, outside = row.get("modes", {}), tuple(row.get("outside", ()))
+    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), modes, outside)
 
 
 def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:

@@ -99,7 +99,23 @@ class _Derivation:
         }
         if joint == "none" and any(each.text is not None for each in lists.values()):
             joint = "text_first"  # no attention sees both in one sequence: either order will do
-        return Anatomy(lists, joint, inputs, self._list_modes())
+        return Anatomy(lists, joint, inputs, self._list_modes(), self._list_outside())
+
+    def _list_outside(self) -> tuple[str, ...]:
+        """The modules within blocks that the forward computes with outside of them.
+
+        Raises:
+            ModelError: if one is not in the first block of its list: a model with more blocks would have it elsewhere.
+        """
+        paths = [
+            (block, path)
+            for block, *records in zip(self._chain, *self._records, strict=True)
+            for path in dict.fromkeys(path for record in records for path in record.outside)
+        ]
+        for block, path in paths:
+            if block.name != f"{block.list_name}.0":
+                raise ModelError(f"{self._name} computes with {block.name}.{path} outside of its block")
+        return tuple(f"{block.name}.{path}" for block, path in paths)
 
     def _list_modes(self) -> dict[str, bool]:
         """The modes of calls, where those of the first step have another one."""
@@ -448,6 +464,7 @@ def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
             for name in {**one.inputs, **other.inputs}
         },
         {**one.modes, **other.modes},
+        tuple(dict.fromkeys((*one.outside, *other.outside))),
     )
 
 

@@ -44,11 +44,15 @@ class AttentionCall(NamedTuple):
 
 @dataclass(slots=True)
 class BlockRecord:
-    """One call of a block: its arguments by parameter, and by path the attention calls within it."""
+    """One call of a block: its arguments by parameter, and by path the attention calls within it.
+
+    `outside` has the paths of modules within it that were called outside of it.
+    """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[Any, ...] | None = None
     attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+    outside: dict[str, None] = field(default_factory=dict)
 
 
 class ChainBlock(NamedTuple):
@@ -139,7 +143,7 @@ def record_blocks(
             # Attention is that of the innermost module that calls it.
             for module_path, module in block.named_modules():
                 if module_path:
-                    track_path(stack, path, (record, module_path), module)
+                    track_path(stack, path, (record, module_path), module, _note_outside)
             _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons=poisons)
         stack.enter_context(AttentionWatch(note))
         transformer(**call)
@@ -155,12 +159,25 @@ def has_real_pairs(mask: Tensor | None) -> bool:
     return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
 
 
-def track_path(stack: ExitStack, path: list[Any], place: Any, module: nn.Module) -> None:
-    """Until the stack is closed, `path` ends with `place` while a module's forward runs."""
+def _note_outside(path: Sequence[tuple[BlockRecord, str]], place: tuple[BlockRecord, str]) -> None:
+    record, name = place
+    if all(each is not record for each, _ in path):
+        record.outside[name] = None
+
+
+def track_path(
+    stack: ExitStack,
+    path: list[Any],
+    place: Any,
+    module: nn.Module,
+    note: Callable[[list[Any], Any], None] = lambda path, place: None,
+) -> None:
+    """Until the stack is closed, `path` ends with `place` while a module's forward runs; `note` is called before."""
     forward = module.forward
 
     @functools.wraps(forward)
     def forward_on_path(*args: Any, **kwargs: Any) -> Any:
+        note(path, place)
         path.append(place)
         try:
             return forward(*args, **kwargs)

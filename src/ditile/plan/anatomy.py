@@ -108,12 +108,14 @@ class Anatomy:
         inputs: each parameter of the transformer -> the kinds of its leaves, in which only `B` and `*` matter.
         modes: of its calls, see `describe_mode`, where there are several -> whether a call is computed whole: what it
             keeps is read by later calls.
+        outside: paths of modules within blocks that the model's forward computes with outside of them too.
     """
 
     lists: Mapping[str, ListAnatomy]
     joint: Joint
     inputs: Mapping[str, Kinds] = field(default_factory=dict)
     modes: Mapping[str, bool] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
 
     @property
     def is_one_sequence(self) -> bool:
