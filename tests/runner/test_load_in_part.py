@@ -299,8 +299,8 @@ def test_a_transformer_of_which_nothing_is_known_is_refused(models: dict[str, Pa
     """A failure means that a model is read before anybody knows how to cut it."""
     model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
     shutil.rmtree(model / "transformer")
-    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
-    other = diffusers.NucleusMoEImageTransformer2DModel(**sizes, in_channels=4, moe_enabled=False)
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
+    other = diffusers.NucleusMoEImageTransformer2DModel(**sizes, in_channels=4, mlp_ratio=12.0, moe_enabled=False)
     other.save_pretrained(model / "transformer")
     index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "NucleusMoEImageTransformer2DModel"]}
     (model / "model_index.json").write_text(json.dumps(index))

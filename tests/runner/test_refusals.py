@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import (
-    DiffusionPipeline,
     FluxControlNetModel,
     FluxControlNetPipeline,
     NucleusMoEImageTransformer2DModel,
@@ -47,9 +46,9 @@ def _instead(make: Callable[[], Any], wrap: Callable[[Any], nn.Module]) -> Calla
 
 
 def _unknown(_: Any) -> nn.Module:
-    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
     made: nn.Module = NucleusMoEImageTransformer2DModel(
-        **sizes, in_channels=4, axes_dims_rope=(2, 2, 4), moe_enabled=False
+        **sizes, in_channels=4, axes_dims_rope=(2, 2, 4), mlp_ratio=12.0, moe_enabled=False
     )
     return made
 
