@@ -244,7 +244,7 @@ class PlanSubject:
         """
         kind = type(self.transformer).__name__
         if self.table is not None:
-            check_family_plan(plan, kind, in_turns=self.others > 0)
+            check_family_plan(plan, self.coder.__name__, in_turns=self.others > 0)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:

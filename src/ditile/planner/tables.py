@@ -21,6 +21,7 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.models.registry import list_model_specs
+from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
@@ -76,11 +77,11 @@ class FamilyTable:
         )
 
 
-def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
+def check_family_plan(plan: Plan, coder: str, *, in_turns: bool) -> None:
     """Raises `PlanError` unless such a family can run under a plan.
 
     Args:
-        kind: the transformer's class.
+        coder: the class of its VAE.
         in_turns: whether the pipeline has two transformers.
     """
     if in_turns and not splits_only_tokens(plan):
@@ -88,8 +89,10 @@ def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
             f"cfg={plan.cfg} data={plan.data}: the pipeline calls two models in turns, and one is known; "
             "use ulysses or ring"
         )
-    if plan.vae == "rows":
-        raise PlanError(f"vae=rows divides an AutoencoderKL, and the VAE beside {kind} is another; use vae=whole")
+    if plan.vae == "rows" and coder not in PROVEN:
+        raise PlanError(
+            f"vae=rows: whether {coder} can be divided by rows is only seen when it is loaded; use vae=whole"
+        )
 
 
 def splits_only_tokens(plan: Plan) -> bool:

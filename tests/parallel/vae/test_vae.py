@@ -288,7 +288,9 @@ def test_other_autoencoders_are_tried() -> None:
     changed = autoencoder("pixart")
     adapted(changed)
     ParallelVAE(changed, Axis(), Traffic())
-    ParallelVAE(AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4), Axis(), Traffic())
+    ParallelVAE(
+        AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4), Axis(), Traffic()
+    )
 
 
 def test_other_refusals() -> None:

@@ -203,11 +203,17 @@ def is_plain_residual(block: Any) -> bool:
 
 def build_strip_convolution(conv: nn.Conv2d, strip: Strip, scale: int = 1) -> StripConvolution:
     """The convolution of a strip that is repeated `scale` times first, padded with zeros."""
-    rows, columns = (int(n) for n in conv.padding)  # type: ignore[arg-type]
+    rows, columns = (int(n) for n in conv.padding)
 
     def convolve(x: Tensor, zeros: int) -> Tensor:
         return functional.conv2d(
-            x, conv.weight, conv.bias, conv.stride, (zeros, columns), conv.dilation, conv.groups  # type: ignore[arg-type]
+            x,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            (zeros, columns),
+            conv.dilation,
+            conv.groups,
         )
 
     return StripConvolution(convolve, strip, RowWindow(conv.kernel_size[0], conv.stride[0], rows, rows, scale))
@@ -285,7 +291,7 @@ class RowFunctions(TorchFunctionMode):
         return padded
 
     def _take_padding(self, x: Tensor) -> RowPadding | None:
-        """The rows that a tensor was padded by, whose other dimensions may be others since; raises if another one was."""
+        """The rows that a tensor was padded by, which may be folded otherwise since; raises if another one was."""
         found, self._padding = self._padding, None
         if found is not None and found.shape[-2:] != x.shape[-2:]:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Shows that an autoencoder is divided exactly: small latents are decoded, and encoded again, by two ranks in threads."""
+"""Shows that an autoencoder is divided exactly: small latents are decoded, and encoded again, by ranks in threads."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from ditile.plan.checks import check_whole_number
 PROVEN = frozenset({
     "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",
     "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo",
-    "AutoencoderKLMagvit", "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21",
+    "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21",
     "AutoencoderKLWan",
 })  # fmt: skip
 """Classes whose division is under test; others are tried when they are divided first."""
