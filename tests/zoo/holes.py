@@ -161,34 +161,14 @@ TABLE = (
         "proteina",
     ),
     Hole(
-        "steps its scheduler for other reasons than a step of the loop",
-        ("cache, ulysses", "distrifusion", "ring", "ulysses"),
-        "cosmos cosmos-video-to-world",
-        is_late=True,
-    ),
-    Hole(
-        "computes with one prediction before it asks for the next",
-        ("cfg",),
-        "any-flow-far",
-        is_late=True,
-    ),
-    Hole(
-        "calls its transformer on another number of tokens in mid-run",
-        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),  # noqa: E501
+        "goes on with a part of its latents in mid-run",
+        (*PATCHES, "distrifusion"),
         "chrono-edit-reasoning",
-        is_late=True,
     ),
     Hole(
-        "ends in an error of its own",
-        ("distrifusion", "pipefusion", "ring", "stale", "ulysses"),
-        "cosmos-3 cosmos-3-image-to-video",
-        is_late=True,
-    ),
-    Hole(
-        "has no scheduler that is stepped",
+        "has two schedulers, and none of the name that the loop knows",
         ("cfg", "data"),
         "proteina",
-        is_late=True,
     ),
 )  # fmt: skip
 HOLES = {(name, row): hole for hole in TABLE for name in hole.names.split() for row in hole.rows}

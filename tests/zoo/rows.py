@@ -176,8 +176,8 @@ def counted_steps() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         end_step = Loop._end_step
 
-        def end_and_count(self: Any, step: int, *args: Any) -> None:
-            end_step(self, step, *args)
+        def end_and_count(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+            end_step(self, step, *args, **kwargs)
             done.append(step)
 
         patch.setattr(Loop, "_end_step", end_and_count)

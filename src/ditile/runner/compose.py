@@ -403,11 +403,18 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop."""
+    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
     if not any(isinstance(getattr(pipe, name, None), nn.Module) for name in DENOISER_NAMES):
         raise ModelError(
             f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; give a pipeline of "
             "diffusers"
+        )
+    scheduler = getattr(pipe, "scheduler", None)
+    if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
+        others = [name for name, part in vars(pipe).items() if hasattr(part, "set_timesteps")]
+        raise ModelError(
+            f"{type(pipe).__name__} has no part `scheduler` that it steps in its loop"
+            f"{', but ' * bool(others)}{' and '.join(others)}, so its steps cannot be told apart; call it on one device"
         )
 
 

@@ -30,6 +30,7 @@ from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
@@ -273,11 +274,25 @@ class Runner:
         num_steps = num_steps if isinstance(num_steps, int) else None
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
-        reason = self._parts.spec.refuse(self.pipe, call)
+        reason = self._parts.spec.refuse(self.pipe, call) or self._find_latent_cut(call)
         # Without known blocks there are no patches: every rank steps whole images.
         if reason is None and self._parts.block_hooks.chain:
             reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
+
+    def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
+        """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
+        if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
+            return None
+        known = {name: parameter.default for name, parameter in self._signature.parameters.items()} | dict(call)
+        for line, names in find_latent_cuts(inspect.unwrap(self._kind.__call__)).items():
+            if all(known.get(name, True) for name in names):
+                remedy = "".join(f", or {name}=False" for name in sorted(names & known.keys()))
+                return (
+                    f"{self._kind.__name__} goes on with a part of its latents in mid-run ({line}), and patches and "
+                    f"stale keys belong to one size; use a plan without pipefusion, patches and distrifusion{remedy}"
+                )
+        return None
 
     def _describe_loras(self) -> dict[str, str]:
         """The LoRAs of the model that is divided."""

@@ -233,7 +233,7 @@ class DataCfgBatch:
         if self._by_calls and every.num_branches > 1:
             raise self._make_calls_error(now, every.num_branches * (branch + 1))
         batch_slice = replace(every, images=self._data.images)
-        mode = describe_mode(kwargs)
+        mode = f"{describe_mode(kwargs)} {[tuple(row.shape) for row in batch[:1]]}"
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
@@ -317,6 +317,11 @@ class DataCfgBatch:
             result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
+        if not is_cut and len(predictions) > 1 and batch_slice.slice_size < size:
+            raise ModelError(
+                f"{type(self._model).__name__} makes {len(predictions)} tensors and can only be called on all "
+                f"{size} rows, so it is not known what of these has rows; use a plan with data=1 and cfg=1"
+            )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
         self._agree_on_rows(predictions)

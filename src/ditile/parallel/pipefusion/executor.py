@@ -230,6 +230,7 @@ class PipeFusion:
                     "a plan without pipefusion, patches and distrifusion"
                 )
             now.forget_layout()
+            now.memory.forget_branch_keys(now.branch)
         self._plan.check(Facts(rows=form.grid.rows))
         # The last stage steps the latents, so it has what the first one gets.
         if self.stages > 2 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):

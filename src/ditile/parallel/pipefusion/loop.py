@@ -435,6 +435,10 @@ class Loop:
             return self._note_rehearsal(stream, model_output, timestep, sample, call)
         if stream is self._main:
             self._batch.check_prediction(model_output, sample)
+        # A pipeline may step a first time to see the picture without noise, and count back.
+        is_again = stream.is_stepped
+        if not self._has_partial_latents:
+            self._get_copies(stream).take_state(stream.scheduler)
         stream.copy_new_latents(sample, now, partial=self._has_partial_latents, synced=self._synced)
         if self._is_stepping_rank:
             result = self._step_patches(stream, model_output, timestep, call)
@@ -445,7 +449,7 @@ class Loop:
             self._send_stepped_patches(now.micro_step)
         last = now.micro_step.step == self._schedule.steps - 1
         if self._schedule.is_last_of_step(now.micro_step):
-            self._end_step(stream, now.micro_step.step, timestep)
+            self._end_step(stream, now.micro_step.step, timestep, is_again=is_again)
         # Already now, so that what the pipeline makes of the latents that it is given has all that is to come. Messages
         # have one order whatever a micro-step brings: what is sent waits for all streams, and all is received at once.
         following = self._schedule.find_following(now.micro_step)
@@ -454,7 +458,7 @@ class Loop:
             stream.release_patches(self._schedule.list_patches(following))
             if is_due:
                 self._exchange_latents(following)
-        if stream is self._main:
+        if stream is self._main and not is_again:
             now.end_micro_step()
         assert stream.latents is not None
         whole = functools.partial(self._complete_step_extras, stream, last=last)
@@ -552,10 +556,14 @@ class Loop:
                 ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
             )
 
-    def _end_step(self, stream: SteppedLatents, step: int, timestep: Any) -> None:
+    def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
         assert stream.latents is not None
-        self._get_copies(stream).sync_step_index(stream.scheduler)
+        copies = self._get_copies(stream)
+        if self._has_partial_latents:
+            copies.sync_step_index(stream.scheduler)
+        else:
+            copies.give_state(stream.scheduler)
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
             fresh = [stream.latents, *stream.held_patches.values()]
@@ -575,7 +583,7 @@ class Loop:
             stream.latents = broadcast_tensor(
                 stream.latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
             )
-        if stream is self._main:
+        if stream is self._main and not is_again:
             self._callbacks.on_step_end(step, timestep, stream.latents)
 
     def _get_copies(self, stream: SteppedLatents) -> PatchSchedulers:

@@ -48,11 +48,25 @@ class PatchSchedulers:
         self._drawn: list[Tensor] = []
         self._shadowed: Any = None
         self._extras: dict[int, Sequence[Any]] = {}
+        self._is_given = False
 
     def sync_step_index(self, scheduler: Any) -> None:
         """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
             scheduler._step_index = self._copies[0]._step_index
+
+    def take_state(self, scheduler: Any) -> None:
+        """Takes what the pipeline has changed in the stock scheduler since `give_state`; of latents that are whole."""
+        if self._is_given:
+            vars(self._copies[0]).update({name: vars(scheduler)[name] for name in self._list_state()})
+
+    def give_state(self, scheduler: Any) -> None:
+        """Brings the stock scheduler to where the only copy is: pipelines count it back, or cut its history."""
+        self._is_given = True
+        vars(scheduler).update({name: vars(self._copies[0])[name] for name in self._list_state()})
+
+    def _list_state(self) -> list[str]:
+        return [name for name in vars(self._copies[0]) if name != "timesteps"]
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
