@@ -29,15 +29,11 @@ BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "cache, ulysses", "proof"
 
 
 class Hole(NamedTuple):
-    """Rows that some entries cannot hold, because such an entry...
-
-    `is_late` says that it is not refused before the first step yet, as it should be.
-    """
+    """Rows that some entries cannot hold, and that are refused before the first step, because such an entry..."""
 
     reason: str
     rows: tuple[str, ...]
     names: str
-    is_late: bool = False
 
 
 TABLE = (
@@ -137,7 +133,7 @@ TABLE = (
     ),
     Hole(
         "returns several tensors",
-        ("data",),
+        ("cfg", "data"),
         "any-flow-far",
     ),
     Hole(
@@ -152,7 +148,7 @@ TABLE = (
     ),
     Hole(
         "takes all of a call as one list of tokens without a batch",
-        ("cache, pipefusion", "cache, ulysses", "proof"),
+        BLOCKS,
         "cosmos-3 cosmos-3-image-to-video",
     ),
     Hole(

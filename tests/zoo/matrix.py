@@ -15,7 +15,6 @@ from tests.zoo.holes import find_hole, has_row
 from tests.zoo.rows import ROWS
 
 TABLE = ASSETS / "families.json"
-LATE = "; it is not refused before the first step yet"
 COLUMNS = ("proof", *ROWS)
 
 
@@ -27,11 +26,7 @@ def build_families() -> dict[str, Any]:
     families = []
     for name, entry in ZOO.items():
         pipe = entry.make()
-        holes = {
-            column: hole.reason + LATE * hole.is_late
-            for column in COLUMNS
-            if (hole := find_hole(name, column)) is not None
-        }
+        holes = {column: hole.reason for column in COLUMNS if (hole := find_hole(name, column)) is not None}
         if not has_row(name, "data"):
             holes["data"] = ONE_PICTURE
         transformer = type(getattr(pipe, entry.transformers[0])).__name__

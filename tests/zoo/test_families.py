@@ -53,7 +53,7 @@ def find_wrong(name: str, found: Mapping[str, str]) -> list[str]:
         hole = find_hole(name, key)
         if hole is None and problem:
             wrong.append(f"{name}, {key}: {problem}")
-        elif hole is not None and not problem.startswith("" if problem and hole.is_late else "refused: "):
+        elif hole is not None and not problem.startswith("refused: "):
             wrong.append(f"{name}, {key}: {problem or 'holds'}, and is a hole because it {hole.reason}")
     return wrong
 

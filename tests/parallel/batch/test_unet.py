@@ -188,6 +188,9 @@ def no_more() -> None:
             parallelize(pipe, plan)
     with pytest.raises(PlanError, match="StableDiffusionPAGPipeline tells branches of guidance apart.*use data"):
         parallelize(tiny.stable_diffusion(StableDiffusionPAGPipeline), Plan(cfg=2))
+    pipe.prior_scheduler, pipe.scheduler = pipe.scheduler, None
+    with pytest.raises(ModelError, match="has no part `scheduler` that it steps in its loop, but prior_scheduler, so"):
+        parallelize(pipe, Plan(data=2))
     pipe.unet = None
     with pytest.raises(ModelError, match="has no transformer and no unet"):
         parallelize(pipe, Plan(data=2))
