@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -93,9 +94,8 @@ def run() -> Iterator[tuple[Callable[..., dict[str, Tensor]], Counter[str], Gene
     with torch.no_grad(), ExitStack() as stack:
         memo.install_hooks(stack)
         now.is_surveyed = True
-        with memo.watch_survey((), lambda: False) as seen:
-            model(torch.full((1, 2), torch.nan), torch.ones(1, 2), torch.ones(1, 2))
-        memo.remember_outputs(seen, reads_latents=False)
+        poisoned = torch.full((1, 2), torch.nan), torch.ones(1, 2), torch.ones(1, 2)
+        memo.survey_call(functools.partial(model, *poisoned), (), lambda: False)
         now.is_surveyed = False
         calls.clear()
         yield model, calls, now

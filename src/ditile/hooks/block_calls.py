@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import Piece, RehearsedPrediction, list_predictions
+from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
@@ -46,12 +45,10 @@ class BlockPass(Protocol):
         """What a block that is given `call` returns; `forward` takes the same by name."""
 
 
-class OutputWatch(Protocol):
+class SurveyWatch(Protocol):
     """Remembers what modules outside of blocks return, such as `OutputMemoizer`."""
 
-    def watch_survey(self, blocks: Collection[str], has_begun: Callable[[], bool]) -> AbstractContextManager[Any]: ...
-
-    def remember_outputs(self, seen: Any, *, reads_latents: bool) -> None: ...
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any: ...
 
 
 class BlockCalls:
@@ -74,7 +71,7 @@ class BlockCalls:
         anatomy: Anatomy,
         policy: BlockPolicy,
         now: Generation,
-        memo: OutputWatch,
+        memo: SurveyWatch,
         read_grid: ReadGrid | None = None,
     ) -> None:
         self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
@@ -176,12 +173,11 @@ class BlockCalls:
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
-        with self._memo.watch_survey(self._anatomy.lists, lambda: survey.has_begun) as seen:
-            result = self._run_pass(survey, forward, poison_latents(self._names[0], inputs))
-        reads = any(bool(torch.isnan(x).any()) for x in list_predictions(result))
-        self._memo.remember_outputs(seen, reads_latents=reads)
+        poisoned = poison_latents(self._names[0], inputs)
+        run = functools.partial(self._run_pass, survey, forward, poisoned)
+        result = self._memo.survey_call(run, self._anatomy.lists, lambda: survey.has_begun)
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
-        return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and reads)
+        return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and has_nan(result))
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""

@@ -40,6 +40,7 @@ from ditile.hooks.compile import (
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import READ_SHAPE, READ_VERSION, RememberedOutput
 from ditile.hooks.overrides import IN_CALL, match_modules, override_attribute
+from ditile.hooks.pieces import has_nan
 from ditile.hooks.placeholders import (
     ModuleContents,
     ReplacementBlock,
@@ -349,10 +350,6 @@ class CallCountHooks(TransformerHooks):
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))
 
 
-SeenModules = dict[str, tuple[Any, bool]]
-"""Name of a module -> what it was given, and whether all that it returned is made of the latents."""
-
-
 class OutputMemoizer:
     """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
 
@@ -372,7 +369,7 @@ class OutputMemoizer:
         self, transformer: nn.Module, spec: ModelSpec, now: Generation, label: str = "", *, first: bool = True
     ) -> None:
         self._transformer, self._spec, self._now, self._label, self._first = transformer, spec, now, label, first
-        self._remembered: set[str] = set()
+        self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
         self._excluded: set[str] = set()
         self._is_watching = False
         self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
@@ -391,31 +388,35 @@ class OutputMemoizer:
                     if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
                         self._remember_output(name, module, lasts=lasts)
 
-    @contextmanager
-    def watch_survey(self, blocks: Collection[str], has_begun: Callable[[], bool]) -> Iterator[SeenModules]:
-        """While a call is surveyed that is entered, notes what modules are given in front of the blocks.
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any:
+        """Surveys a call, and remembers from now on what modules in front of the blocks return.
 
         Args:
+            run: makes the call.
             blocks: the lists of blocks.
             has_begun: whether the first block was called.
+
+        Returns:
+            What `run` does.
         """
-        seen, called, active = SeenModules(), set[str](), list[str]()
+        given, of_latents = dict[str, Any](), dict[str, bool]()
+        called, active = set[str](), list[str]()
 
         def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            if has_begun() or name in called:
+            if name in called:
                 self._excluded.add(name)
             elif not active:
-                seen[name] = (args, kwargs), False
+                given[name] = args, kwargs
             called.add(name)
             active.append(name)
 
         def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             active.pop()
-            if has_begun():
+            parts = output if isinstance(output, tuple) else (output,)
+            # The forward may write into what is not a tensor unseen.
+            if has_begun() or any(isinstance(part, list | dict) for part in parts):
                 self._excluded.add(name)
-            elif name in seen:
-                leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-                seen[name] = seen[name][0], all(bool(torch.isnan(x).any()) for x in leaves) and bool(leaves)
+            of_latents[name] = bool(parts) and all(map(has_nan, parts))
 
         with ExitStack() as watched:
             for name, module in self._transformer.named_modules():
@@ -427,17 +428,17 @@ class OutputMemoizer:
                         watched.callback(register(functools.partial(note, name), with_kwargs=True).remove)
             watched.callback(setattr, self, "_is_watching", False)
             self._is_watching = True
-            yield seen
-
-    def remember_outputs(self, seen: SeenModules, *, reads_latents: bool) -> None:
-        """Remembers from now on what modules return; `reads_latents`: whether the forward does so behind the blocks."""
-        for name, (given, is_of_latents) in seen.items():
-            if is_of_latents and (self._first or reads_latents):
+            result = run()
+        reads_latents = has_nan(result)
+        for name in given:
+            lasts = of_latents[name]
+            if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
-            elif not is_of_latents:
-                self._unproven[name] = given
-            if name not in (*self._remembered, *self._excluded):
-                self._remember_output(name, self._transformer.get_submodule(name), lasts=is_of_latents, is_found=True)
+            elif not lasts:
+                self._unproven[name] = given[name]
+            if name not in self._remembered and name not in self._excluded:
+                self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
+        return result
 
     def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
         """What a module returns counts for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
@@ -463,7 +464,7 @@ class OutputMemoizer:
             known.step = step
             return known.output
 
-        self._remembered.add(name)
+        self._remembered[name] = lasts
         override_attribute(self._stack, module, "forward", forward_once)
 
 

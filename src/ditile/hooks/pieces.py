@@ -21,6 +21,11 @@ def list_predictions(result: Any) -> list[Tensor]:
     return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
 
 
+def has_nan(values: Any) -> bool:
+    """Whether some tensor in values has a NaN. Waits for the device."""
+    return any(bool(torch.isnan(x).any()) for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+
+
 class RehearsedPrediction(Tensor):
     """A prediction that is NaN in the places of a patch, on its way through the pipeline to the scheduler.
 
