@@ -48,7 +48,7 @@ from ditile.runner.compose import (
 )
 from ditile.runner.prove import ensure_anatomies
 from ditile.runner.report import CallMeter, Report
-from ditile.runner.table import describe_plan, describe_whole_model
+from ditile.runner.table import describe_derived_model, describe_plan
 
 LOG = logging.getLogger("ditile")
 
@@ -198,7 +198,8 @@ class Runner:
         """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
         name, job, counts = type(self.pipe).__name__, self.job(), self._parameter_counts
         if job is None:
-            return describe_whole_model(name, type(self._parts.model).__name__, self.plan, self.devices, counts)
+            model, stages = type(self._parts.model).__name__, self._parts.stages
+            return describe_derived_model(name, model, self.plan, self.devices, counts, stages)
         return describe_plan(name, job, self.devices, counts)
 
     def __repr__(self) -> str:
