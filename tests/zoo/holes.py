@@ -47,12 +47,12 @@ TABLE = (
     """,
     ),
     Hole(
-        "mixes tokens of patches behind the blocks, in its guidance or its head",
+        "has pictures of a batch at places of their own in the sequence, unlike in each branch of guidance",
         ("proof",),
         "z-image-omni",
     ),
     Hole(
-        "mixes tokens of patches behind the blocks, in its guidance or its head",
+        "mixes tokens of patches behind the blocks, in its guidance",
         PATCHES,
         "ace-step",
     ),
@@ -92,7 +92,7 @@ TABLE = (
         "kandinsky-6-super-resolution",
     ),
     Hole(
-        "makes tables for the whole picture within its blocks",
+        "scales attention by the number of tokens that a block is given",
         BLOCKS,
         "lumina-next",
     ),
