@@ -91,7 +91,7 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     """The row of a transformer's class."""
     row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
-    return row if anatomy.outside else {name: value for name, value in row.items() if name != "outside"}
+    return {name: value for name, value in row.items() if value or name not in ("modes", "outside")}
 
 
 def read_row(row: Row) -> Anatomy:
