@@ -233,7 +233,7 @@ class DataCfgBatch:
         if self._by_calls and every.num_branches > 1:
             raise self._make_calls_error(now, every.num_branches * (branch + 1))
         batch_slice = replace(every, images=self._data.images)
-        mode = f"{describe_mode(kwargs)} {[tuple(row.shape) for row in batch[:1]]}"
+        mode = f"{describe_mode(kwargs)} {[tuple(x.shape) for x in pytree.tree_leaves(batch[:1])]}"
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
